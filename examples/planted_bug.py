@@ -101,9 +101,7 @@ MEASURES = {"sqnr_db": sqnr_db, "mere": mere, "cosine": cosine, "calc_diff": cal
 
 def measured(stats: loka.Stats) -> tuple[dict[Case, dict[str, Estimate]], dict[Case, bool]]:
     """Every measure of every case over the draws, and whether it gave the right kernel's very bits."""
-    learnt = {
-        name: sampler(found, torch.device("cpu")) for name, found in stats.layers[LAYER].operands.items()
-    }
+    learnt = {name: sampler(found, torch.device("cpu")) for name, found in stats.layers[LAYER].operands.items()}
     generator = torch.Generator().manual_seed(0)
     samples: dict[Case, dict[str, list[float]]] = {}
     same: dict[Case, bool] = {}
@@ -122,9 +120,7 @@ def measured(stats: loka.Stats) -> tuple[dict[Case, dict[str, Estimate]], dict[C
                     kept = samples.setdefault(case, {name: [] for name in MEASURES})
                     for name, measure in MEASURES.items():
                         kept[name].append(measure(out, reference))
-    found = {
-        case: {name: estimate_mean(values) for name, values in kept.items()} for case, kept in samples.items()
-    }
+    found = {case: {name: estimate_mean(values) for name, values in kept.items()} for case, kept in samples.items()}
     return found, same
 
 

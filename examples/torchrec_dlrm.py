@@ -35,8 +35,7 @@ FEATURES = [f"f{i}" for i in range(8)]
 torch.manual_seed(0)
 tables = EmbeddingBagCollection(
     tables=[
-        EmbeddingBagConfig(name=f"t_{f}", embedding_dim=32, num_embeddings=1000, feature_names=[f])
-        for f in FEATURES
+        EmbeddingBagConfig(name=f"t_{f}", embedding_dim=32, num_embeddings=1000, feature_names=[f]) for f in FEATURES
     ],
     device=device,
 )

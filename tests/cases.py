@@ -38,9 +38,7 @@ def _covering(rows, together):
     taken: Counter[tuple[int, int]] = Counter()
     kept = []
     while missing:
-        best = max(
-            rows, key=lambda row: (len(parts[row] & missing), -sum(taken[one] for one in enumerate(row)))
-        )
+        best = max(rows, key=lambda row: (len(parts[row] & missing), -sum(taken[one] for one in enumerate(row))))
         kept.append(best)
         taken.update(enumerate(best))
         missing -= parts[best]

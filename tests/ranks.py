@@ -62,9 +62,7 @@ def on_ranks(job, world, folder, *, seconds=120):
             for rank, process in enumerate(processes)
         }
         shutil.rmtree(meeting.parent, ignore_errors=True)
-    assert not any(failed.values()), "\n".join(
-        f"{rank}: {told or 'no error'}" for rank, told in failed.items()
-    )
+    assert not any(failed.values()), "\n".join(f"{rank}: {told or 'no error'}" for rank, told in failed.items())
     return [found[rank] for rank in range(world)]
 
 

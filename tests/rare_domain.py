@@ -16,9 +16,7 @@ from loka.train import Segments
 
 DOMAINS, RARE, SHARE = 10, 7, 0.02
 WIDTH = 16
-SEGMENTS = Segments(
-    (f"domain = {RARE}",), lambda batch: torch.where(batch.sparse[:, 0] == RARE, 0, -1), by="domain"
-)
+SEGMENTS = Segments((f"domain = {RARE}",), lambda batch: torch.where(batch.sparse[:, 0] == RARE, 0, -1), by="domain")
 
 
 @dataclass(frozen=True)

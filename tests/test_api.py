@@ -61,11 +61,7 @@ def commands():
 def _of_command(path, command):
     for parameter in sorted(command.params, key=lambda parameter: parameter.name or ""):
         told = " ".join((*parameter.opts, *parameter.secondary_opts))
-        default = (
-            ""
-            if parameter.default in (None, ()) or callable(parameter.default)
-            else f" = {parameter.default}"
-        )
+        default = "" if parameter.default in (None, ()) or callable(parameter.default) else f" = {parameter.default}"
         yield f"{path} {told}{default}{' required' if parameter.required else ''}"
     for name, inner in sorted(getattr(command, "commands", {}).items()):
         yield from _of_command(f"{path} {name}", inner)

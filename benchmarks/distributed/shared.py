@@ -83,15 +83,11 @@ def planned(model: ModelSignature, told: argparse.Namespace, device: torch.devic
         if min(sides.values()) < told.narrowest or misfit(**sides):
             continue
         for gemm, name in zip(Gemm, names, strict=True):
-            problem = linear_problem(
-                gemm, rows=told.batch_size, **sides, dtype="bfloat16", target=here.target
-            )
+            problem = linear_problem(gemm, rows=told.batch_size, **sides, dtype="bfloat16", target=here.target)
             made = Decision(path=path, problem=problem, candidate=name, reason="by hand")
             found[made.site] = made
     assert found, f"no layer has sides of {told.narrowest} and more"
-    return loka.agree(
-        loka.Plan(model=model, machine=here, budget=loka.Budget(), timed=False, decisions=found)
-    )
+    return loka.agree(loka.Plan(model=model, machine=here, budget=loka.Budget(), timed=False, decisions=found))
 
 
 class Arms:

@@ -44,9 +44,7 @@ def dlrm(told: argparse.Namespace, device: torch.device) -> Any:
     tables = [config(name=f"t_{f}", feature_names=[f], **sides) for f in FIELDS]
     torch.manual_seed(0)
     bags = torchrec().EmbeddingBagCollection(tables=tables, device=device)
-    return models.DLRMTrain(
-        models.DLRM_DCN(bags, DENSE, sizes[:3], [*sizes[3:7], 1], 3, sizes[7], dense_device=device)
-    )
+    return models.DLRMTrain(models.DLRM_DCN(bags, DENSE, sizes[:3], [*sizes[3:7], 1], 3, sizes[7], dense_device=device))
 
 
 def batches(size: int, *, pinned: bool) -> list[Any]:
@@ -90,9 +88,7 @@ def made(name: str, told: argparse.Namespace) -> Made:
         zero_grad=lambda: [optimizer.zero_grad() for optimizer in optimizers],
         step=lambda: [optimizer.step() for optimizer in optimizers],
     )
-    pipeline = torchrec("torchrec.distributed").TrainPipelineSparseDist(
-        model, both, device, custom_model_fwd=forward
-    )
+    pipeline = torchrec("torchrec.distributed").TrainPipelineSparseDist(model, both, device, custom_model_fwd=forward)
 
     def more() -> dict[str, Any]:
         found: dict[str, Any] = {"pipelined": len(pipeline._pipelined_modules), "step": told.step}

@@ -165,9 +165,7 @@ class Foreign(nn.Module):
         self.tables = nn.ModuleList(nn.Embedding(size, dim) for size in vocab_sizes)
         width = dense_features + dim * len(vocab_sizes)
         self.cross_layers = nn.ModuleList(nn.Linear(width, width) for _ in range(2))
-        self.mlp = nn.Sequential(
-            nn.Linear(width, 256), nn.LayerNorm(256), nn.ReLU(), nn.Linear(256, 128), nn.ReLU()
-        )
+        self.mlp = nn.Sequential(nn.Linear(width, 256), nn.LayerNorm(256), nn.ReLU(), nn.Linear(256, 128), nn.ReLU())
         self.fc = nn.Linear(width + 128, 1)
 
     def forward(self, dense: torch.Tensor, sparse: torch.Tensor) -> torch.Tensor:

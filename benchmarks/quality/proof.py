@@ -105,9 +105,7 @@ def probe(settings: Settings, name: str) -> str:
             "largest": sorted(
                 ((path, effect.value) for path, effect in effects.items() if effect), key=lambda e: -e[1]
             )[:4],
-            "gemms": sum(d.candidate != "hp" for d in plans[arm].decisions.values())
-            if arm in plans
-            else None,
+            "gemms": sum(d.candidate != "hp" for d in plans[arm].decisions.values()) if arm in plans else None,
             "of": len(plans["plan"].decisions),
         }
     seconds["changes"] = time.perf_counter() - began - sum(seconds.values())
@@ -124,8 +122,7 @@ def probe(settings: Settings, name: str) -> str:
     report.save(folder / "report.json")
     write(folder / "probe.json", content)
     told = ", ".join(
-        f"{arm} KL/H {100 * c['kl'][0]:.4f} % (predicted {100 * c['predicted'][0]:.4f})"
-        for arm, c in changes.items()
+        f"{arm} KL/H {100 * c['kl'][0]:.4f} % (predicted {100 * c['predicted'][0]:.4f})" for arm, c in changes.items()
     )
     return f"{name} probed in {time.perf_counter() - began:.0f} s: {told}; {said}"
 
@@ -198,10 +195,7 @@ def summarize(out: Path, settings: Settings, models: list[str]) -> None:
     if settings.device == "cuda":
         content["gpu"] = torch.cuda.get_device_name()
     for name in models:
-        files = {
-            what: settings.folder(name) / f"{what}.json"
-            for what in ("probe", "verdicts", "single", "budgets")
-        }
+        files = {what: settings.folder(name) / f"{what}.json" for what in ("probe", "verdicts", "single", "budgets")}
         content["models"][name] = {what: json.loads(f.read_text()) for what, f in files.items() if f.exists()}
     write(out / "summary.json", content)
 
@@ -270,9 +264,7 @@ def main() -> None:
     late = False
     running: dict[Future[str], tuple[str, Callable[..., str]]] = {}
     fresh = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(
-        given.workers, mp_context=fresh, initializer=start, initargs=(settings,)
-    ) as pool:
+    with ProcessPoolExecutor(given.workers, mp_context=fresh, initializer=start, initargs=(settings,)) as pool:
         while tasks or running:
             if time.perf_counter() - began > given.seconds and not late:
                 late = True

@@ -39,9 +39,7 @@ def changes_of(before: np.ndarray, after: np.ndarray, labels: np.ndarray) -> dic
         "labelled": (log_losses(low, clicked) - loss) / h,
         "first": (probabilities(z) - clicked) * (low - z) / h,
     }
-    told: dict[str, Any] = {
-        name: [part.mean(), part.std() / math.sqrt(len(part))] for name, part in parts.items()
-    }
+    told: dict[str, Any] = {name: [part.mean(), part.std() / math.sqrt(len(part))] for name, part in parts.items()}
     return {**told, "ne": loss.mean() / h}
 
 

@@ -61,9 +61,7 @@ class DlrmDcn(nn.Module):
 
 
 def perceptrons(widths: Sequence[int]) -> nn.Sequential:
-    return nn.Sequential(
-        *(part for pair in itertools.pairwise(widths) for part in (nn.Linear(*pair), nn.ReLU()))
-    )
+    return nn.Sequential(*(part for pair in itertools.pairwise(widths) for part in (nn.Linear(*pair), nn.ReLU())))
 
 
 def model_named(name: str) -> nn.Module:

@@ -111,9 +111,7 @@ class Trained:
 class _Run:
     """One arm under way."""
 
-    def __init__(
-        self, model: nn.Module, config: TrainConfig, steps: int, batch: tuple[torch.Tensor, ...]
-    ) -> None:
+    def __init__(self, model: nn.Module, config: TrainConfig, steps: int, batch: tuple[torch.Tensor, ...]) -> None:
         self.model, self.config, self.steps = model, config, steps
         self.optimizers = build_optimizers(model, config)
         for module in model.modules():
@@ -239,9 +237,7 @@ def evaluate(model: nn.Module, rows: Rows, config: TrainConfig, *, bf16: bool = 
     return out.cpu().numpy()
 
 
-def predict(
-    model: nn.Module, dense: torch.Tensor, sparse: torch.Tensor, *, bf16: bool = True
-) -> torch.Tensor:
+def predict(model: nn.Module, dense: torch.Tensor, sparse: torch.Tensor, *, bf16: bool = True) -> torch.Tensor:
     """Logits [B] float32."""
     with torch.autocast(dense.device.type, dtype=torch.bfloat16, enabled=bf16):
         return model(dense, sparse.long()).float()

@@ -33,9 +33,7 @@ class Settings:
         return self.rows + self.held_out + FRESH * self.batch_size
 
     def config(self, seed: int) -> TrainConfig:
-        return TrainConfig(
-            batch_size=self.batch_size, lr=self.lr, seed=seed, device=self.device, step="graph"
-        )
+        return TrainConfig(batch_size=self.batch_size, lr=self.lr, seed=seed, device=self.device, step="graph")
 
     def folder(self, model: str) -> Path:
         return Path(self.out) / model

@@ -52,9 +52,7 @@ def single(settings: Settings, name: str) -> str:
             told |= changes_of(before, after, labels)
             found[f"{path} {recipe}"] = told
     write(folder / "single.json", found)
-    write(
-        folder / "budgets.json", budgets(model, Report.load(folder / "report.json"), before, held_out, config)
-    )
+    write(folder / "budgets.json", budgets(model, Report.load(folder / "report.json"), before, held_out, config))
     points = list(found.values())
     held = sum(one["predicted"][1] <= one["kl"][0] <= one["predicted"][2] for one in points)
     beyond = sum(

@@ -194,9 +194,7 @@ def plan_of(cell: Cell, how: How) -> tuple[loka.Plan, dict[str, float]]:
         return loka.Plan.load(path), {}
     stats, probing = probed(cell, how)
     began = time.monotonic()
-    report = loka.measure(
-        stats, device=how.device, candidates=how.candidates, settings=how.settings, cache=how.timings
-    )
+    report = loka.measure(stats, device=how.device, candidates=how.candidates, settings=how.settings, cache=how.timings)
     plan = loka.plan(report, how.budget, force=how.force)
     if path is not None:
         plan.save(path)
@@ -220,9 +218,7 @@ def probed(cell: Cell, how: How) -> tuple[loka.Stats, float]:
         leaf.grad = None
     del model, leaves, inputs, step, probe
     gc.collect()
-    return stats if cell.trained else stats.for_inference(
-        kept_weights=how.kept_weights
-    ), time.monotonic() - began
+    return stats if cell.trained else stats.for_inference(kept_weights=how.kept_weights), time.monotonic() - began
 
 
 def _torchao(model: nn.Module, cell: Cell, how: How, recipe: str) -> nn.Module:

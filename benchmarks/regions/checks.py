@@ -21,9 +21,7 @@ _GRADIENTS = 3  # of weights: the first, the middle and the last
 def seen(arm: Arm) -> dict[str, torch.Tensor]:
     """The output of a step and some gradients, in float32 on the CPU."""
     found = {"output": arm.step()}
-    weights = [
-        (path, p.grad) for path, p in arm.model.named_parameters() if p.dim() >= 2 and p.grad is not None
-    ]
+    weights = [(path, p.grad) for path, p in arm.model.named_parameters() if p.dim() >= 2 and p.grad is not None]
     if weights:
         picks = {round(index * (len(weights) - 1) / (_GRADIENTS - 1)) for index in range(_GRADIENTS)}
         found.update({f"grad {weights[index][0]}": weights[index][1] for index in sorted(picks)})

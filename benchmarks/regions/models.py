@@ -108,9 +108,7 @@ class LowRankCross(nn.Module):
         self.V_kernels = nn.ParameterList(
             nn.Parameter(nn.init.xavier_normal_(torch.empty(rank, features))) for _ in range(layers)
         )
-        self.bias = nn.ParameterList(
-            nn.Parameter(nn.init.zeros_(torch.empty(features))) for _ in range(layers)
-        )
+        self.bias = nn.ParameterList(nn.Parameter(nn.init.zeros_(torch.empty(features))) for _ in range(layers))
 
     def forward(self, x_0: torch.Tensor) -> torch.Tensor:
         x_l = x_0

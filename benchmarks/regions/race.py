@@ -132,9 +132,7 @@ class Arms:
     def _capture(self, step: Step, calls: int) -> torch.cuda.CUDAGraph:
         return captured(step, calls, {"pool": self.pool, "stream": self.stream})
 
-    def _replayed(
-        self, names: Sequence[str], rounds: int, generator: random.Random
-    ) -> dict[str, list[float]]:
+    def _replayed(self, names: Sequence[str], rounds: int, generator: random.Random) -> dict[str, list[float]]:
         cache = torch.empty(_CACHE_BYTES, dtype=torch.uint8, device=self.device)
         events = []
         for _ in range(rounds):

@@ -139,9 +139,7 @@ def _how(arguments: argparse.Namespace) -> How:
 
 
 def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     which = parser.add_argument_group("what")
     which.add_argument("--cells", type=_listed(CELLS), help="names, with commas between")
     which.add_argument("--gate", action="store_true", help="only the cells that decide")
@@ -157,9 +155,7 @@ def _arguments() -> argparse.Namespace:
     how.add_argument("--tiny", action="store_true", help="small numbers in place of the real ones")
     how.add_argument("--min-speedup", type=float, default=1.0, help="of the budget, for each site by itself")
     how.add_argument("--candidates", nargs="+", help="to measure, or all")
-    how.add_argument(
-        "--fine", action="store_true", help="measure by the default settings, not the coarse ones"
-    )
+    how.add_argument("--fine", action="store_true", help="measure by the default settings, not the coarse ones")
     how.add_argument("--probe-steps", type=int, default=2)
     how.add_argument("--force", nargs="*", default=[], metavar="SITES=CANDIDATE", help="over the plan")
     where = parser.add_argument_group("where, and in what pieces")

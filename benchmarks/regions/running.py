@@ -24,9 +24,7 @@ from loka.core.timing import Race, first_line, median_interval
 _TOP = 25  # kernels of an arm that are kept
 
 
-def measure_cell(
-    cell: Cell, names: Sequence[str], how: How, *, rounds: int, kernels: bool = False
-) -> dict[str, Any]:
+def measure_cell(cell: Cell, names: Sequence[str], how: How, *, rounds: int, kernels: bool = False) -> dict[str, Any]:
     """The record of a cell. What an arm raises stands in it, with its traceback, and the others go on."""
     began = time.monotonic()
     arms = Arms(how.device, traced=kernels)

@@ -85,9 +85,7 @@ def main() -> None:
             _measure(cell, how, plans, arguments, model, command)
 
 
-def _measure(
-    cell: Cell, how: How, plans: Plans, arguments: argparse.Namespace, model: str, command: list[str]
-) -> None:
+def _measure(cell: Cell, how: How, plans: Plans, arguments: argparse.Namespace, model: str, command: list[str]) -> None:
     known = read(arguments.out)
     server, told = _fastest(cell, how, plans, model, race=arguments.race)
     for rows in arguments.buckets:
@@ -115,9 +113,7 @@ def _measure(
             print(f"{model} {part}: {found}", flush=True)
 
 
-def _fastest(
-    cell: Cell, how: How, plans: Plans, model: str, *, race: bool
-) -> tuple[Server, dict[int, dict[str, Any]]]:
+def _fastest(cell: Cell, how: How, plans: Plans, model: str, *, race: bool) -> tuple[Server, dict[int, dict[str, Any]]]:
     """A server with the plan of each bucket whose graph took the least time; and what all took."""
     buckets = list(plans[min(plans)])
     took: dict[int, dict[float, float]] = {rows: {} for rows in buckets}
@@ -173,9 +169,7 @@ def _raced(cell: Cell, how: How, server: Server, rows: int, arguments: argparse.
             "us": {arm: statistics.median(times) for arm, times in samples.items()},
             "p99": {arm: sorted(times)[int(0.99 * len(times))] for arm, times in samples.items()},
             "bf16": bf16,
-            "over_bf16": {
-                arm: vars(ratio(samples[bf16], times)) for arm, times in samples.items() if arm != bf16
-            },
+            "over_bf16": {arm: vars(ratio(samples[bf16], times)) for arm, times in samples.items() if arm != bf16},
         }
     if arguments.kernels and how.device.type == "cuda":
         found["kernels"] = {arm: launched(replays[arm]) for arm in (LOKA, found["replay"]["bf16"])}
@@ -186,9 +180,7 @@ def _asked(arm: Answer, request: Sequence[torch.Tensor]) -> Callable[[], object]
     return lambda: arm(request)
 
 
-def _baseline(
-    name: str, cell: Cell, how: How, request: Sequence[torch.Tensor]
-) -> tuple[Answer, Callable[[], object]]:
+def _baseline(name: str, cell: Cell, how: How, request: Sequence[torch.Tensor]) -> tuple[Answer, Callable[[], object]]:
     arm = build(name, cell, how, None)
     if how.device.type == "cpu":
         return lambda tensors: arm.step(), arm.step
@@ -245,9 +237,7 @@ def _told(found: dict[str, Any]) -> str:
 
 
 def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     names = {"models": ["dcnv2_raw", "wukong_2gf"], "arms": [*BF16, *TORCHAO]}
     for flag, default in (names | {"stages": ["arms", LOKA, "race"]}).items():
         parser.add_argument(f"--{flag}", type=_several(str), default=default, help="with commas: %(default)s")

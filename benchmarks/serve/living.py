@@ -29,9 +29,7 @@ def request_of(cell: Cell, how: How, rows: int, seed: int = 7) -> list[torch.Ten
     """Random normal rows on the device."""
     generator = torch.Generator(how.device).manual_seed(seed)
     tensors, _ = replace(cell, rows=1).batch(how.device, tiny=how.tiny)
-    return [
-        torch.randn(rows, *t.shape[1:], device=how.device, generator=generator).to(t.dtype) for t in tensors
-    ]
+    return [torch.randn(rows, *t.shape[1:], device=how.device, generator=generator).to(t.dtype) for t in tensors]
 
 
 def asker_of(cell: Cell, how: How, server: Server, bucket: int) -> Callable[[int], Any]:

@@ -38,8 +38,7 @@ def plans_of(model: str, how: How, arguments: Namespace) -> Plans:
     }
     made = {each: plan_of(cell_of(model, each), how)[0] for each in sorted(set(rows.values()))}
     return {
-        least: {bucket: _gaining(made[each], least) for bucket, each in rows.items()}
-        for least in arguments.margins
+        least: {bucket: _gaining(made[each], least) for bucket, each in rows.items()} for least in arguments.margins
     }
 
 

@@ -240,9 +240,7 @@ def test_a_part_of_the_suite_of_published_shapes(tmp_path):
 
 
 def test_mistakes_are_messages(tmp_path):
-    assert "MLPerf-DLRM-DCNv2" in command_line.loka(
-        "bench", "gemm", "--model", "gpt*", cwd=tmp_path, fails=True
-    )
+    assert "MLPerf-DLRM-DCNv2" in command_line.loka("bench", "gemm", "--model", "gpt*", cwd=tmp_path, fails=True)
     (tmp_path / "short.csv").write_text("model,site,M\na,b,1\n")
     assert "no column kind, K, N" in command_line.loka(
         "bench", "gemm", "--shapes", "short.csv", cwd=tmp_path, fails=True

@@ -55,9 +55,7 @@ def test_damaged_plan(folder, tmp_path):
     (tmp_path / "plan.json").write_bytes(plan[: len(plan) // 2])
     text = loka("train", "--model", "dlrm", "--plan", "plan.json", cwd=tmp_path, fails=True)
     assert "truncated" in text
-    (tmp_path / "plan.json").write_bytes(
-        plan.replace(b'"keep_prediction": true', b'"keep_prediction": false')
-    )
+    (tmp_path / "plan.json").write_bytes(plan.replace(b'"keep_prediction": true', b'"keep_prediction": false'))
     assert "edited" in loka("diff", "plan.json", "plan.json", cwd=tmp_path, fails=True)
 
 

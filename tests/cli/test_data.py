@@ -32,9 +32,7 @@ def test_convert_info_check_and_speed(rows, tmp_path):
     output = run("convert", rows, "--out", folder, "--min-count", 3, "--max-size", 5, "--holdout", 0.5)
     assert f"200 rows in {folder}" in output
     assert "unknown categories" in output
-    assert read_vocabulary(folder / "vocabulary.json") == build_vocabulary(
-        rows, rows=100, min_count=3, max_size=5
-    )
+    assert read_vocabulary(folder / "vocabulary.json") == build_vocabulary(rows, rows=100, min_count=3, max_size=5)
     shown = run("info", folder)
     assert "200 rows in 1 of 1 shards" in shown
     assert f"C26: {open_shards(folder).vocab_sizes[-1]} ids" in shown
@@ -59,9 +57,7 @@ def test_damage_is_found_by_check(rows, tmp_path):
         run("check", tmp_path / "out")
 
 
-@pytest.mark.parametrize(
-    "options", [(), ("--buckets", 5, "--min-count", 2), ("--buckets", 5, "--holdout", 0.1)]
-)
+@pytest.mark.parametrize("options", [(), ("--buckets", 5, "--min-count", 2), ("--buckets", 5, "--holdout", 0.1)])
 def test_unclear_vocabularies_are_refused(rows, tmp_path, options):
     with pytest.raises(LokaError, match="--min-count"):
         run("convert", rows, "--out", tmp_path / "out", *options)

@@ -44,9 +44,7 @@ def test_the_frontier(folder):
     assert "no speed is claimed" in text
     points = json.loads((folder / "frontier.json").read_text())["content"]["points"]
     assert len(points) > 2
-    assert "cannot draw" in loka(
-        "plan", "report.json", "--frontier", "--out", "f.doc", cwd=folder, fails=True
-    )
+    assert "cannot draw" in loka("plan", "report.json", "--frontier", "--out", "f.doc", cwd=folder, fails=True)
     loka("plan", "report.json", "--frontier", "--ne", "1e-4", cwd=folder, fails=True)
 
 

@@ -94,12 +94,8 @@ def test_prepared_folders_go_together(folder):
     text = loka(*train, "--test-data", "c", cwd=folder, fails=True)
     assert "c has other columns or ids than a" in text
     assert "ids of sparse feature 0: 10 and 51" in text
-    assert "one is a table and the other a folder" in loka(
-        *train, "--test-data", "test.csv", cwd=folder, fails=True
-    )
-    assert "a folder has its columns already" in loka(
-        *train, "--schema", "schema.json", cwd=folder, fails=True
-    )
+    assert "one is a table and the other a folder" in loka(*train, "--test-data", "test.csv", cwd=folder, fails=True)
+    assert "a folder has its columns already" in loka(*train, "--schema", "schema.json", cwd=folder, fails=True)
     for option in (("--schema", "schema.json"), ("--test-data", "test.csv")):
         assert f"{option[0]} without --data" in loka("train", *option, cwd=folder, fails=True)
 
@@ -114,7 +110,5 @@ def test_what_a_folder_counted_is_told_once(folder):
     told = loka("train", "--model", "dlrm", "--data", "a", *FEW, cwd=folder)
     assert "rows read: 1 missing categories (whole folder, when converted)\n" in told
     assert "rows read: 1 malformed lines (whole folder, when converted)\n" in told
-    told = loka(
-        "train", "--model", "dlrm", "--data", "holes.csv", "--schema", "schema.json", *FEW, cwd=folder
-    )
+    told = loka("train", "--model", "dlrm", "--data", "holes.csv", "--schema", "schema.json", *FEW, cwd=folder)
     assert "rows read: 1 missing categories (all passes together)\n" in told

@@ -28,9 +28,7 @@ def test_effects_are_of_rows_behind_those_of_training(tmp_path):
     assert "effects on KL/H: of 6 of 6 sites from 595 rows that training has not used" in text
     for layer in Stats.load(tmp_path / "stats").layers.values():
         for effect in layer.effects.values():
-            assert (effect.count, effect.spread) == (595, 595), (
-                "none has faded; a row of each batch is left out"
-            )
+            assert (effect.count, effect.spread) == (595, 595), "none has faded; a row of each batch is left out"
             assert effect.log_variance > 0, "H is that of the labels, counted"
             assert 0.05 < effect.probabilities[0] / effect.count < 0.5
 

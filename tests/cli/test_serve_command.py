@@ -105,9 +105,7 @@ def test_a_report_for_serving(folder):
 
 @pytest.mark.slow
 def test_a_package_is_written_and_run(folder):
-    text = loka(
-        "serve", "package", "server", *FEW, "--no-mods", "--out", "dlrm.pt2", "--most", 64, cwd=folder
-    )
+    text = loka("serve", "package", "server", *FEW, "--no-mods", "--out", "dlrm.pt2", "--most", 64, cwd=folder)
     assert "dlrm.pt2: 1 to 64 rows; run without loka at (1, 37, 64)" in text
     assert (folder / "dlrm.pt2").exists()
 

@@ -83,15 +83,11 @@ class Job:
             name: logged(self.folder, "--batch-size", BATCH, *options, fails=True)["said"]
             for name, options in refused.items()
         }
-        found["of one"] = logged(self.folder, "--batch-size", BATCH, "--checkpoints", "alone", fails=True)[
-            "said"
-        ]
+        found["of one"] = logged(self.folder, "--batch-size", BATCH, "--checkpoints", "alone", fails=True)["said"]
         found["trained"] = logged(self.folder, *SHARDED, *kept)
         found["goes on"] = logged(self.folder, *SHARDED, *kept)
         found |= {f"chosen {name}": said for name, said in self.chosen(rank).items()}
-        found["half a step"] = logged(self.folder, "--batch-size", 32, *SHARDED[2:], *kept, fails=True)[
-            "said"
-        ]
+        found["half a step"] = logged(self.folder, "--batch-size", 32, *SHARDED[2:], *kept, fails=True)["said"]
         return found
 
     def chosen(self, rank):

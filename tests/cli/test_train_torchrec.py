@@ -149,8 +149,7 @@ def as_the_other(name):
         "expected": expected,
         "losses": max(abs(a - b) for a, b in zip(expected, found, strict=True)),
         "weights": max(
-            float((a - b).detach().abs().max())
-            for a, b in zip(ours.parameters(), whole.parameters(), strict=True)
+            float((a - b).detach().abs().max()) for a, b in zip(ours.parameters(), whole.parameters(), strict=True)
         ),
     }
 

@@ -30,9 +30,7 @@ def folder(tmp_path_factory):
     (path / "schema.json").write_text(json.dumps(COLUMNS))
     one = {**COLUMNS, "label": "buy"}
     (path / "one.json").write_text(json.dumps(one))
-    loka(
-        "data", "convert", "rows.csv", "--schema", "schema.json", "--out", "rows", "--min-count", 1, cwd=path
-    )
+    loka("data", "convert", "rows.csv", "--schema", "schema.json", "--out", "rows", "--min-count", 1, cwd=path)
     return path
 
 
@@ -156,6 +154,4 @@ def test_limits_by_task_and_segment_from_probe_to_page(folder):
     assert "leave --ne out and name every task" in text
     text = loka("drift", "by_task.json", "parts", "--report", "parts.json", cwd=folder, fails=2)
     assert "the plan has limits on click, buy" in text
-    assert "keeps the limits of click, buy is not known" in loka(
-        "drift", "by_task.json", "parts", cwd=folder, fails=4
-    )
+    assert "keeps the limits of click, buy is not known" in loka("drift", "by_task.json", "parts", cwd=folder, fails=4)

@@ -89,10 +89,7 @@ def test_a_bank_tells_before_what_pairs_can_decide(tmp_path):
     third = call("validate", *arms, *common, *moved).output
     assert "bank.json holds pairs of 1 other models, rows or settings" in third
     given = call("validate", *arms, *common, *moved, "--prior-sd", "0.025").output
-    assert (
-        "by the given standard deviation of 0.025 %: at a standard deviation of 0.025 % between pairs, "
-        in given
-    )
+    assert "by the given standard deviation of 0.025 %: at a standard deviation of 0.025 % between pairs, " in given
     assert "pass at 0.02 % in 80% of validations where nothing is wrong" in given
 
 

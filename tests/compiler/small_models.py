@@ -22,9 +22,7 @@ def layer_norm_silu():
 
 
 def block_norm_hard_swish():
-    return nn.Sequential(
-        nn.Linear(64, 512, bias=False), BlockNorm(512), nn.Hardswish(), nn.Linear(512, 32, bias=False)
-    )
+    return nn.Sequential(nn.Linear(64, 512, bias=False), BlockNorm(512), nn.Hardswish(), nn.Linear(512, 32, bias=False))
 
 
 class Residual(nn.Module):

@@ -46,9 +46,7 @@ def test_planned_and_joined_agree(name):
         loss = foreign.loss(call(step, foreign.inputs(48)))
         loss.backward()
         losses.append(loss.detach())
-    fitting = {
-        path for path in stats.layers if not misfit(layers[path].in_features, layers[path].out_features)
-    }
+    fitting = {path for path in stats.layers if not misfit(layers[path].in_features, layers[path].out_features)}
     assert fitting
     listed = loka.regions(joined)
     assert {site for region in listed.applied for site in region} == fitting

@@ -59,11 +59,7 @@ def test_a_training_step_by_inductor():
     assert listed.complete
     assert [set(region) for region in listed.applied] == [{"gate", "up", "down"}]
     counts = loka.health_of(joined)
-    assert all(
-        counts[f"{site}/{gemm}"]["runs"] == 1
-        for site in fp8_sites(plan)
-        for gemm in ("output", "grad_weight")
-    )
+    assert all(counts[f"{site}/{gemm}"]["runs"] == 1 for site in fp8_sites(plan) for gemm in ("output", "grad_weight"))
 
 
 @pytest.mark.slow

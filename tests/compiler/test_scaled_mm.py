@@ -19,9 +19,7 @@ from loka.nn.site import sites_of
 _SCALED_MM = torch.ops.aten._scaled_mm.default
 LAYERS = 3
 
-pytestmark = pytest.mark.skipif(
-    torch.__version__ < "2.13", reason="torch has rowwise FP8 on the CPU from 2.13 on"
-)
+pytestmark = pytest.mark.skipif(torch.__version__ < "2.13", reason="torch has rowwise FP8 on the CPU from 2.13 on")
 
 
 def _tower(kernel, *sides):

@@ -24,9 +24,7 @@ def test_settings(wrong):
         Settings(**wrong)
 
 
-@pytest.mark.parametrize(
-    "wrong", [{"max_mere": math.inf}, {"min_sqnr_db": -math.inf}, {"min_speedup": math.nan}]
-)
+@pytest.mark.parametrize("wrong", [{"max_mere": math.inf}, {"min_sqnr_db": -math.inf}, {"min_speedup": math.nan}])
 def test_budgets(wrong):
     with pytest.raises(ValueError, match=next(iter(wrong))):
         Budget(**wrong)

@@ -45,9 +45,7 @@ def test_rounding_up_adds_less_than_the_multiple(value, multiple):
 @given(SIDES, SIDES, SIDES)
 def test_the_gemms_of_a_layer_compute_what_autograd_would(rows, inner, outer):
     def sides(gemm):
-        made = linear_problem(
-            gemm, rows=rows, in_features=inner, out_features=outer, dtype="bfloat16", target="cpu"
-        )
+        made = linear_problem(gemm, rows=rows, in_features=inner, out_features=outer, dtype="bfloat16", target="cpu")
         return made.m, made.n, made.k
 
     assert sides(Gemm.OUTPUT) == (rows, outer, inner)

@@ -110,12 +110,8 @@ def test_the_split_is_that_of_the_table(tmp_path):
 def test_malformed_lines_are_counted_wherever_they_lie(tmp_path):
     good = lines(ROWS, "\t")
     rng = np.random.default_rng(0)
-    bad = {
-        int(place): kind for place, kind in zip(rng.choice(ALL, 40, replace=False), "ab" * 20, strict=True)
-    }
-    text = [
-        ("short\t1\n" if bad[n] == "a" else "\n") if n in bad else line + "\n" for n, line in enumerate(good)
-    ]
+    bad = {int(place): kind for place, kind in zip(rng.choice(ALL, 40, replace=False), "ab" * 20, strict=True)}
+    text = [("short\t1\n" if bad[n] == "a" else "\n") if n in bad else line + "\n" for n, line in enumerate(good)]
     text[100:170] = ["junk" * 80 + "\n"] * 70  # pieces without a single row
     path = tmp_path / "t.tsv"
     path.write_text("".join(text))

@@ -76,9 +76,7 @@ def test_damaged_shards_are_named_and_redone(tmp_path):
     data = whole[shard.name]
 
     shard.write_bytes(data[: len(data) // 2])
-    with pytest.raises(
-        DataRefused, match=r"shard-00002\.parquet.*truncated(.|\n)*Way out: run the conversion"
-    ):
+    with pytest.raises(DataRefused, match=r"shard-00002\.parquet.*truncated(.|\n)*Way out: run the conversion"):
         open_shards(folder)
     convert(path, folder, vocabulary=HASHED)
     assert contents(folder) == whole
@@ -123,9 +121,7 @@ def test_a_damaged_input_is_named(tmp_path):
 def test_another_conversion_is_not_mixed_in(tmp_path):
     path, folder = write_tsv(tmp_path / "t.tsv", ROWS), tmp_path / "out"
     convert(path, folder, vocabulary=HASHED)
-    with pytest.raises(
-        DataRefused, match=r"holds another conversion\n  vocabulary: .*99.* there, .*98.* now"
-    ):
+    with pytest.raises(DataRefused, match=r"holds another conversion\n  vocabulary: .*99.* there, .*98.* now"):
         convert(path, folder, vocabulary=hashed_vocabulary(98))
     other = write_tsv(tmp_path / "u.tsv", ROWS[:10])
     with pytest.raises(DataRefused, match=r"files: .*t\.tsv.*u\.tsv"):
@@ -178,9 +174,7 @@ def test_a_manifest_names_files_of_its_folder_only(tmp_path, name):
     content = json.loads((folder / "manifest.json").read_text())["content"]
     content["shards"]["1"]["file"] = name
     write_record(folder / "manifest.json", kind="manifest of prepared clicks", version=1, content=content)
-    with pytest.raises(
-        FileRefused, match=r"shard 1 .* is no file of the folder|shards\.1\.file has to be a text"
-    ):
+    with pytest.raises(FileRefused, match=r"shard 1 .* is no file of the folder|shards\.1\.file has to be a text"):
         open_shards(folder)
 
 

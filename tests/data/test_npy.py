@@ -28,9 +28,7 @@ def days(tmp_path, monkeypatch):
 
 
 def stacked(folder, name):
-    return np.concatenate(
-        [np.load(folder / f"day_{day}_{name}.npy").reshape(n, -1) for day, n in ((2, 55), (10, 40))]
-    )
+    return np.concatenate([np.load(folder / f"day_{day}_{name}.npy").reshape(n, -1) for day, n in ((2, 55), (10, 40))])
 
 
 def test_rows_come_as_they_are_day_2_before_day_10(days):
@@ -59,9 +57,7 @@ def test_shuffling_and_ranks_are_those_of_every_reader(days):
 
 def test_raw_hashes_are_taken_modulo_the_tables(days):
     write_day(days, 2, 55, low=-(2**31), high=2**31 - 1)
-    with pytest.raises(
-        DataRefused, match=r"day_2_sparse\.npy: ids are negative, such as -(.|\n)*vocab_sizes"
-    ):
+    with pytest.raises(DataRefused, match=r"day_2_sparse\.npy: ids are negative, such as -(.|\n)*vocab_sizes"):
         open_npy(days)
     sizes = [7 + column for column in range(26)]
     source = open_npy(days, vocab_sizes=sizes)
@@ -98,9 +94,7 @@ def test_what_does_not_fit_is_refused_by_name(days, tmp_path):
     dense = np.load(days / "day_2_dense.npy")
     dense[3, 4] = np.nan
     np.save(days / "day_2_dense.npy", dense)
-    with pytest.raises(
-        DataRefused, match=r"day_2_dense\.npy: dense values must be finite\n  row 3 holds .*nan"
-    ):
+    with pytest.raises(DataRefused, match=r"day_2_dense\.npy: dense values must be finite\n  row 3 holds .*nan"):
         gather(open_npy(days))
     np.save(days / "day_10_labels.npy", labels[:-1])
     with pytest.raises(DataRefused, match=r"shapes of a triplet(.|\n)*day_10_labels\.npy: \(39, 1\)"):
@@ -111,9 +105,7 @@ def test_what_does_not_fit_is_refused_by_name(days, tmp_path):
         open_npy(days)
     (days / "day_2_sparse.npy").unlink()
     (days / "day_2_sparse_multi_hot.npz").write_bytes(b"")
-    with pytest.raises(
-        DataRefused, match=r"no day_2_sparse\.npy or .*\n  day_2_sparse_multi_hot\.npz holds several"
-    ):
+    with pytest.raises(DataRefused, match=r"no day_2_sparse\.npy or .*\n  day_2_sparse_multi_hot\.npz holds several"):
         open_npy(days)
 
 

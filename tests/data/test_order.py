@@ -33,10 +33,7 @@ def test_ranks_share_the_rows_out(sizes, world, window_rows, seed, cut):
     total = sum(sizes)
     first, last = sorted(round(share * total) for share in cut)
     shuffles = [Shuffle(seed=seed, rank=rank, world=world, window_rows=window_rows) for rank in range(world)]
-    read = [
-        rows_in(order_of(group_rows, first=first, last=last, shuffle=shuffle), group_rows)
-        for shuffle in shuffles
-    ]
+    read = [rows_in(order_of(group_rows, first=first, last=last, shuffle=shuffle), group_rows) for shuffle in shuffles]
     assert [len(rows) for rows in read] == [(last - first) // world] * world
     together = np.concatenate(read)
     assert len(set(together.tolist())) == len(together)

@@ -119,12 +119,8 @@ def test_ranks_are_disjoint_with_equal_batches_in_every_epoch():
 @pytest.mark.parametrize("world", [1, 3, 4, 7])
 @pytest.mark.parametrize("first_row", [0, 5, 11])
 def test_rows_that_no_rank_reads_are_in_the_account(world, first_row):
-    readers = [
-        Reader(Rows(), shuffle=Shuffle(rank=r, world=world), first_row=first_row) for r in range(world)
-    ]
-    (left_out,) = {
-        reader.account()["rows left out of each epoch, ranks get equally many"] for reader in readers
-    }
+    readers = [Reader(Rows(), shuffle=Shuffle(rank=r, world=world), first_row=first_row) for r in range(world)]
+    (left_out,) = {reader.account()["rows left out of each epoch, ranks get equally many"] for reader in readers}
     assert sum(reader.rows for reader in readers) + left_out == ROWS - first_row
     assert 0 <= left_out < world
 

@@ -87,9 +87,7 @@ def test_base_rate_is_met_within_its_standard_error(base_rate):
     probability = 1 / (1 + np.exp(-source.teacher_logits()))
     label = gather(source, 8192)[2].double().numpy()
     # Labels err around this sample's mean probability, and that around the calibration sample's.
-    assert abs(label.mean() - probability.mean()) < 4 * np.sqrt(
-        (probability * (1 - probability)).mean() / rows
-    )
+    assert abs(label.mean() - probability.mean()) < 4 * np.sqrt((probability * (1 - probability)).mean() / rows)
     sampling = probability.std() * np.sqrt(1 / rows + 1 / CALIBRATION_ROWS)
     assert abs(probability.mean() - base_rate) < 4 * sampling
 
@@ -188,9 +186,7 @@ def test_a_history_is_padded_on_the_right_and_decides_labels():
 def test_rows_with_a_history_depend_on_neither_batch_size_nor_shard():
     config = {"rows": BLOCK_ROWS + 90, "seed": 5, "vocab_sizes": SMALL, "dense_features": 2, "history": 7}
     (whole,) = SyntheticClicks(**config).batches(10_000)
-    parts = [
-        batch for shard in range(2) for batch in SyntheticClicks(**config, shard=shard, shards=2).batches(999)
-    ]
+    parts = [batch for shard in range(2) for batch in SyntheticClicks(**config, shard=shard, shards=2).batches(999)]
     for name, tensor in whole.tensors().items():
         assert torch.equal(torch.cat([part.tensors()[name] for part in parts]), tensor), name
     assert SyntheticClicks(**config).history == History(length=7, vocab_size=SMALL[0])

@@ -97,9 +97,7 @@ def test_malformed_lines_are_skipped_and_counted(tmp_path, monkeypatch, ending, 
 def test_rows_depend_on_neither_batch_size_nor_start(tmp_path, write, batch_size):
     suffix = write.__name__.removeprefix("write_")
     path = write(tmp_path / f"t.{suffix}", made_up(180))
-    source = TableClicks(
-        path, vocabulary=hashed_vocabulary(99), first_row=20, rows=130
-    )  # ends with a row group
+    source = TableClicks(path, vocabulary=hashed_vocabulary(99), first_row=20, rows=130)  # ends with a row group
     whole = gather(source)
     assert len(whole[2]) == source.rows == 130
     for start in (0, 1, 3):

@@ -139,9 +139,7 @@ class Job:
         loka.revert(model)
         with pytest.raises(NotConverted, match="remove\\(\\)"):
             model(rows(0, 0, 24)[0])
-        with pytest.raises(
-            NotConverted, match="remove\\(\\)"
-        ):  # a forward that failed does not count as under way
+        with pytest.raises(NotConverted, match="remove\\(\\)"):  # a forward that failed does not count as under way
             model(rows(0, 0, 24)[0])
         with pytest.raises(NotConverted, match=r"loka\.convert"):
             fp8_all_gather(shard(uneven()), self.plan)
@@ -261,7 +259,6 @@ def test_what_cannot_be_is_refused_on_all_ranks(three):
         assert "0.bias" in found["refused"]["table"]
         assert "it is no matrix" in found["refused"]["table"]
         assert (
-            "rank 1: 2.weight: not in FP8 (left out by the filter), and in FP8 on rank 0"
-            in found["refused"]["ranks"]
+            "rank 1: 2.weight: not in FP8 (left out by the filter), and in FP8 on rank 0" in found["refused"]["ranks"]
         )
         assert found["no scale"] == {"nan": True, "bad": True}

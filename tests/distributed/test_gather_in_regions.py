@@ -70,9 +70,7 @@ class Exact:
             "apart": backend.apart,
             "gemms": backend.count(region_gemm),
             "quantized": backend.count(fp8_weights) + backend.count(dequantized),
-            "in forward": sum(
-                transposed in {n.target for n in g.nodes} for g in backend.graphs if is_forward(g)
-            ),
+            "in forward": sum(transposed in {n.target for n in g.nodes} for g in backend.graphs if is_forward(g)),
             "transposed": backend.count(transposed),
             "in fp8": gathering.in_fp8,
             "regions": [sorted(region) for region in loka.regions(model).applied],

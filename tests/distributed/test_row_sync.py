@@ -55,18 +55,14 @@ def test_what_rounding_leaves_comes_later(ranks, tmp_path):
     alike(coarse)
     for name in TRAINED:
         late = np.abs(values(coarse[0], "before")[name] - values(exact[0], "before")[name]).max()
-        assert 1e-5 < late <= 3 * 4 * STEP * HALF, (
-            "an e4m3 rounding of three steps, each of up to four lookups"
-        )
+        assert 1e-5 < late <= 3 * 4 * STEP * HALF, "an e4m3 rounding of three steps, each of up to four lookups"
         over = np.abs(values(coarse[0])[name] - values(exact[0])[name]).max()
         assert over <= 24 * 4 * 2.0**-22
 
 
 def test_every_so_often_it_is_exact(tmp_path):
     """The third of three exchanges is: without a flush, replicas stand where float32 brings them."""
-    coarse = [
-        Trained(12, {"every": 4, "codec": codec, "exact_every": 3}) for codec in ("e4m3", "int8", "bf16")
-    ]
+    coarse = [Trained(12, {"every": 4, "codec": codec, "exact_every": 3}) for codec in ("e4m3", "int8", "bf16")]
     exact, *others = in_turn(Trained(12, {"every": 4, "codec": "fp32"}), *coarse, ranks=2, folder=tmp_path)
     for job, found in zip(coarse, others, strict=True):
         for name in TRAINED:

@@ -26,12 +26,8 @@ class Model(nn.Module):
         from torchrec import EmbeddingBagCollection, EmbeddingBagConfig
 
         super().__init__()
-        shared = EmbeddingBagConfig(
-            name="t0", embedding_dim=WIDTH, num_embeddings=ROWS, feature_names=["a", "b"]
-        )
-        alone = EmbeddingBagConfig(
-            name="t1", embedding_dim=WIDTH, num_embeddings=2 * ROWS, feature_names=["c"]
-        )
+        shared = EmbeddingBagConfig(name="t0", embedding_dim=WIDTH, num_embeddings=ROWS, feature_names=["a", "b"])
+        alone = EmbeddingBagConfig(name="t1", embedding_dim=WIDTH, num_embeddings=2 * ROWS, feature_names=["c"])
         self.tables = EmbeddingBagCollection(tables=[shared, alone])
         self.top = nn.Linear(WIDTH * len(NAMES), 1).requires_grad_(False)
 
@@ -73,8 +69,7 @@ def sharded(mesh, how, options):
     group = mesh.get_group("shard")
     world = dist.get_world_size(group)
     where = {
-        name: row_wise() if how == "rows" else table_wise(rank=place % world)
-        for place, name in enumerate(("t0", "t1"))
+        name: row_wise() if how == "rows" else table_wise(rank=place % world) for place, name in enumerate(("t0", "t1"))
     }
     sides = {"local_size": world, "world_size": world, "device_type": "cpu"}
     placed = construct_module_sharding_plan(model.tables, where, **sides)
@@ -175,9 +170,7 @@ def test_momentum_of_replicas_is_c_times_that_of_one_group(tmp_path):
     """A row in one of two halves has a gradient twice as large there, so four times the square, halved by the
     mean over replicas: c = 2. Labels and bags are random, so rows that both halves have add no covariance."""
     found = on_ranks(by_replicas, 2, tmp_path)[0]
-    one, two = (
-        torch.cat([torch.tensor(table) for table in found[name]["momentum"]]).sum() for name in ("one", "two")
-    )
+    one, two = (torch.cat([torch.tensor(table) for table in found[name]["momentum"]]).sum() for name in ("one", "two"))
     assert abs(float(two / 2.0 / one) - 1) < 0.02
     apart = torch.cat([torch.tensor(found["one"]["weights"][0]) - torch.tensor(found["two"]["weights"][0])])
     went = (

@@ -182,9 +182,7 @@ def test_bytes_and_order_are_those_of_real_ranks(real, name, engine, formats):
     for rank in (rank for rank in real if key in rank):
         assert [(wire.op, int(wire.size), wire.ranks or ranks) for wire in told] == rank[key]["sent"]
         if formats.gradients != "bf16":  # of which LoKA keeps count itself: what went to the other rank
-            sent = sum(
-                w.size for w in told if w.op == "all_to_all" or (engine == "ddp" and w.op == "all_gather")
-            )
+            sent = sum(w.size for w in told if w.op == "all_to_all" or (engine == "ddp" and w.op == "all_gather"))
             assert rank[key]["to others"] == sent * (RANKS - 1) / RANKS
 
 

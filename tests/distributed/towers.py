@@ -57,9 +57,7 @@ def plan_of(make, candidate=POW2):
     model = make()
     with loka.Probe(model, every=1, effect_samples=0) as probe:
         loss_of(model, *rows(0, 0, width(model))).backward()
-    report = loka.measure(
-        probe.stats(), device="cpu", candidates=[candidate], errors_only=True, settings=QUICK
-    )
+    report = loka.measure(probe.stats(), device="cpu", candidates=[candidate], errors_only=True, settings=QUICK)
     return loka.plan(report, loka.Budget(), force={"*": candidate})
 
 

@@ -20,9 +20,7 @@ class InteractingLayer(nn.Module):
             setattr(self, name, nn.Parameter(torch.randn(WIDTH, WIDTH) * 0.05))
 
     def forward(self, x):
-        projected = (
-            torch.tensordot(x, w, dims=([-1], [0])) for w in (self.W_Query, self.W_key, self.W_Value)
-        )
+        projected = (torch.tensordot(x, w, dims=([-1], [0])) for w in (self.W_Query, self.W_key, self.W_Value))
         query, key, value = (torch.stack(torch.split(p, WIDTH // HEADS, dim=2)) for p in projected)
         scores = torch.softmax(torch.einsum("bnik,bnjk->bnij", query, key), dim=1)
         heads = torch.cat(torch.split(torch.matmul(scores, value), 1), dim=-1).squeeze(0)

@@ -209,13 +209,9 @@ def _deepctr(name, build, multiplications, notes=""):
 _CIN = EMBEDDING * (32 * 9 + 32 * 16 * 3) + 48
 _MIX = 2 * (2 * (2 * WIDTH * 32 + 32 * 32) + 2 * WIDTH)
 MODELS = [
-    _deepctr(
-        "deepctr_xdeepfm", XDeepFM, DENSE + _CIN + _dnn(WIDTH), "CIN's Conv1d: 9 and 48 input channels."
-    ),
+    _deepctr("deepctr_xdeepfm", XDeepFM, DENSE + _CIN + _dnn(WIDTH), "CIN's Conv1d: 9 and 48 input channels."),
     _deepctr("deepctr_dcn_matrix", WideDCN, DENSE + 2 * 48 * 48 + _dnn(48) + 48, "D is 48."),
-    _deepctr(
-        "deepctr_dcn_matrix_odd", lambda: DCN(MatrixCross), DENSE + 2 * 50 * 50 + _dnn(50) + 50, "D is 50."
-    ),
+    _deepctr("deepctr_dcn_matrix_odd", lambda: DCN(MatrixCross), DENSE + 2 * 50 * 50 + _dnn(50) + 50, "D is 50."),
     _deepctr("deepctr_dcn_vector", lambda: DCN(VectorCross), DENSE + 2 * 50 + _dnn(50) + 50),
     _deepctr("deepctr_dcn_mix", lambda: DCN(MixCross), DENSE + _MIX + _dnn(50) + 50),
 ]

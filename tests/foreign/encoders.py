@@ -116,9 +116,7 @@ MODELS = [
         inputs=_attended,
         loss=of_logits(),
         logits=whole,
-        parameter_gemm_flops=lambda rows: (
-            2 * rows * (4 * 32 * 32 + 8 * 48 * 32 + 8 * 64 * 32 + 4 * 32 * 32 + 32)
-        ),
+        parameter_gemm_flops=lambda rows: 2 * rows * (4 * 32 * 32 + 8 * 48 * 32 + 8 * 64 * 32 + 4 * 32 * 32 + 32),
     ),
     Foreign(
         name="shared_attention",

@@ -18,9 +18,7 @@ class FeatureEmbedding(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.tables = nn.ModuleDict(
-            {f"field_{i}": nn.Embedding(VOCABULARY, EMBEDDING) for i in range(FIELDS)}
-        )
+        self.tables = nn.ModuleDict({f"field_{i}": nn.Embedding(VOCABULARY, EMBEDDING) for i in range(FIELDS)})
 
     def forward(self, features):
         return torch.stack([table(features[name]) for name, table in self.tables.items()], dim=1)
@@ -93,10 +91,7 @@ class CompressedInteractionNet(nn.Module):
         self.fc = nn.Linear(sum(hidden), 1)
         maps = (fields, *hidden[:-1])
         self.cin_layer = nn.ModuleDict(
-            {
-                f"layer_{i + 1}": nn.Conv1d(fields * maps[i], size, kernel_size=1)
-                for i, size in enumerate(hidden)
-            }
+            {f"layer_{i + 1}": nn.Conv1d(fields * maps[i], size, kernel_size=1) for i, size in enumerate(hidden)}
         )
 
     def forward(self, x_0):

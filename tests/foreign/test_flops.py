@@ -177,9 +177,7 @@ def test_the_fused_encoder_layer_of_evaluation(padded):
     model = nn.TransformerEncoder(layer, 1).eval()
     mask = torch.arange(5) >= torch.tensor([[5], [3]])
     with torch.inference_mode():
-        found = count_flops(
-            model, lambda: model(torch.randn(2, 5, 8), src_key_padding_mask=mask if padded else None)
-        )
+        found = count_flops(model, lambda: model(torch.randn(2, 5, 8), src_key_padding_mask=mask if padded else None))
     tokens, pairs = (8, 25 + 9) if padded else (10, 25 + 25)
     assert found.with_parameter == 2 * tokens * (3 * 64 + 64 + 2 * 8 * 16)
     assert found.total - found.with_parameter == 4 * 8 * pairs

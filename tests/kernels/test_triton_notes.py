@@ -33,8 +33,6 @@ def test_scales_that_are_not_finite_set_their_flag_alone(bad, device):
 def test_more_entries_than_a_launch_takes(device):
     count = 130
     health = torch.zeros(3, 3, dtype=torch.int64, device=device)
-    scales = [
-        torch.full((5,), float("nan") if number == 129 else 1.0, device=device) for number in range(count)
-    ]
+    scales = [torch.full((5,), float("nan") if number == 129 else 1.0, device=device) for number in range(count)]
     notes.note_fused([health] * count, scales, [1] * (count - 1) + [5])
     assert health.view(-1).tolist() == [count - 1, 0, 0, 0, 0, 1, 0, 0, 0]

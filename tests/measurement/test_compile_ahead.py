@@ -142,9 +142,7 @@ def test_measuring_where_times_are_taken_compiles_what_is_left(stats, monkeypatc
     settings = Settings(rows=8)
     with registered(compiling("first", compiler)):
         for _ in range(2):
-            report = loka.measure(
-                stats, device="cpu", candidates=["first:rowwise_e4m3"], settings=settings, out=out
-            )
+            report = loka.measure(stats, device="cpu", candidates=["first:rowwise_e4m3"], settings=settings, out=out)
     assert report.complete
     [problems] = compiler.calls
     assert len(set(problems)) == len(problems) == 2 * len(report.sites)

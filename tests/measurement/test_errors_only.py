@@ -27,9 +27,7 @@ def stats():
 
 def measured(stats, out, **options):
     settings = Settings(max_draws=4)
-    return loka.measure(
-        stats, device="cpu", settings=settings, candidates=[ROWWISE, TENSORWISE], out=out, **options
-    )
+    return loka.measure(stats, device="cpu", settings=settings, candidates=[ROWWISE, TENSORWISE], out=out, **options)
 
 
 def refused(*args, **options):
@@ -44,9 +42,7 @@ def test_errors_only_is_complete_says_so_and_can_be_planned_over(stats, monkeypa
     assert report.complete
     assert not report.timed
     assert {site.unfinished for site in report.sites.values()} == {None}
-    assert report.notes == (
-        "nothing was timed, as errors only were asked for; measure again without that to time",
-    )
+    assert report.notes == ("nothing was timed, as errors only were asked for; measure again without that to time",)
     assert "nothing was timed" in str(report)
     assert loka.Report.load(tmp_path / "report.json") == report
     plan = loka.plan(report, loka.Budget(keep=("2",)))

@@ -213,9 +213,7 @@ def test_a_candidate_that_raises_becomes_unsupported(stats):
         report = loka.measure(
             stats, device="cpu", settings=QUICK, candidates=["buggy:rowwise_e4m3", "emulated:rowwise_e4m3"]
         )
-    failed = [
-        name for name, site in report.sites.items() if site.measurements["buggy:rowwise_e4m3"].unsupported
-    ]
+    failed = [name for name, site in report.sites.items() if site.measurements["buggy:rowwise_e4m3"].unsupported]
     assert failed == ["3/grad_input"]
     reason = report.sites["3/grad_input"].measurements["buggy:rowwise_e4m3"].unsupported
     assert reason == "RuntimeError: TMA descriptor"
@@ -233,9 +231,7 @@ def test_a_candidate_that_fails_its_self_check_is_unsupported(stats, monkeypatch
         asked.append(name)
         return "off by 3 bounds at 64x32x48" if gemm is Gemm.GRAD_INPUT else None
 
-    monkeypatch.setitem(
-        sys.modules, "loka.kernels.gemm.self_check", types.SimpleNamespace(self_check=self_check)
-    )
+    monkeypatch.setitem(sys.modules, "loka.kernels.gemm.self_check", types.SimpleNamespace(self_check=self_check))
     report = loka.measure(
         stats,
         device="cpu",

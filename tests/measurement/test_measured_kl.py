@@ -50,9 +50,7 @@ def test_a_budget_between_two_sites_buys_one(report):
     """Free of the pin on the logit layer, both could run; the budget holds for one of them."""
     effects = {
         path: min(
-            upper_bound(m.errors["ne"])
-            for n, m in report.sites[f"{path}/output"].measurements.items()
-            if n != HP
+            upper_bound(m.errors["ne"]) for n, m in report.sites[f"{path}/output"].measurements.items() if n != HP
         )
         for path in ("0", "2")
     }

@@ -29,9 +29,7 @@ def twins():
 
 
 def timed(stats, **options):
-    return loka.measure(
-        stats, device="cpu", **{"settings": QUICK, "candidates": [ROWWISE, TENSORWISE], **options}
-    )
+    return loka.measure(stats, device="cpu", **{"settings": QUICK, "candidates": [ROWWISE, TENSORWISE], **options})
 
 
 def noted(calls, function):
@@ -59,9 +57,7 @@ def test_timed_reports(twins, monkeypatch, tmp_path):
     assert found[ROWWISE].errors
     assert set(report.quantize_once_savings) == {"0", "2", "4"}
     assert set(report.quantize_once_savings["4"]) == {"input", "weight", "grad_output"}
-    assert report.quantize_once_savings["4"]["weight"]["e4m3_row+e4m3_tensor"].value == pytest.approx(
-        100.0, rel=0.01
-    )
+    assert report.quantize_once_savings["4"]["weight"]["e4m3_row+e4m3_tensor"].value == pytest.approx(100.0, rel=0.01)
     assert races_of_sites(timer) == 6, "three GEMMs of two shapes: the twins share their times"
     assert report.sites["0/output"].measurements[ROWWISE].speedup == (
         report.sites["2/output"].measurements[ROWWISE].speedup

@@ -304,9 +304,7 @@ def test_measuring_times_each_shape_once_and_keeps_it(twins, timed, tmp_path):
     again = measured(twins, cache=tmp_path)
     assert again.region_times == report.region_times
     assert len(timed.shapes) == 3, "they are on disk"
-    assert "in a compiled region 0 takes 50.0 us with the code around it, 100.0 us in hp (2.00x)" in str(
-        report
-    )
+    assert "in a compiled region 0 takes 50.0 us with the code around it, 100.0 us in hp (2.00x)" in str(report)
 
 
 def test_without_times_there_are_none_of_regions(twins, timed, tmp_path):

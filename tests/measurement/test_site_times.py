@@ -181,9 +181,7 @@ def test_each_pair_of_casts_is_shared_once(monkeypatch):
         settings=Settings(),
     )
     assert set(found.saved) == set(SHARED_OPERANDS) == {"input", "weight", "grad_output"}
-    pairs = {
-        f"{row}+{column}" for row in ("e4m3_row", "e4m3_tensor") for column in ("e4m3_row", "e4m3_tensor")
-    }
+    pairs = {f"{row}+{column}" for row in ("e4m3_row", "e4m3_tensor") for column in ("e4m3_row", "e4m3_tensor")}
     for tensor in SHARED_OPERANDS:
         assert set(found.saved[tensor]) == pairs
         assert found.saved[tensor]["e4m3_row+e4m3_row"].value == pytest.approx(9.0, rel=0.01)

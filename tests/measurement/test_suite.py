@@ -100,9 +100,7 @@ def test_what_races_is_the_gemm_of_the_site_and_of_the_layer():
     together = layer_call(joined({gemm.value: name for gemm, name in candidates.items()}), [operands])()
     in_hp = layer_call("hp", [operands])()
     for index, (gemm, product) in enumerate(expected.items()):
-        problem = linear_problem(
-            gemm, rows=40, in_features=32, out_features=48, dtype="bfloat16", target="cpu"
-        )
+        problem = linear_problem(gemm, rows=40, in_features=32, out_features=48, dtype="bfloat16", target="cpu")
         scale = product.square().mean().sqrt()
         for name, least, most in ((rowwise, 1e-2, 6e-2), ("hp", 0.0, 6e-3)):
             out = site_call(name, [operands], problem)()
@@ -117,13 +115,9 @@ def test_what_races_is_the_gemm_of_the_site_and_of_the_layer():
 def test_hot_candidates_race_with_residuals():
     layer = suite_stats(suite_of([shape("A", "fc", 40, 64, 48)], memory=16 * GIB)).layers["a/fc"]
     sets, names = rotated_operands(layer, device=CPU, seed=0)[:1], ("", "_hot32", "_centred_hot32")
-    problem = linear_problem(
-        Gemm.OUTPUT, rows=40, in_features=64, out_features=48, dtype="bfloat16", target="cpu"
-    )
+    problem = linear_problem(Gemm.OUTPUT, rows=40, in_features=64, out_features=48, dtype="bfloat16", target="cpu")
     plain, hot, both = (site_call(f"emulated:rowwise_e4m3{name}", sets, problem)() for name in names)
     assert torch.equal(hot, both)
     assert not torch.equal(hot, plain)
-    layer = layer_call(
-        joined({"output": "emulated:rowwise_e4m3_hot32", "grad_input": "hp", "grad_weight": "hp"}), sets
-    )
+    layer = layer_call(joined({"output": "emulated:rowwise_e4m3_hot32", "grad_input": "hp", "grad_weight": "hp"}), sets)
     assert torch.equal(layer()[0], hot)

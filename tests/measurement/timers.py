@@ -47,10 +47,7 @@ class FakeTimer:
 
         def sample(names, rounds):
             return {
-                name: [
-                    self.true.get(name, 100.0) * (1 + 5e-4 * ((7 * turn + 3 * place) % 5))
-                    for turn in range(rounds)
-                ]
+                name: [self.true.get(name, 100.0) * (1 + 5e-4 * ((7 * turn + 3 * place) % 5)) for turn in range(rounds)]
                 for place, name in enumerate(names)
             }
 

@@ -81,9 +81,7 @@ def test_it_changes_nothing_but_what_is_quantized(seed, giant, constant, zeros, 
     found = run_gemm(PLAIN, x, weight, gemm=Gemm.OUTPUT, dtype=torch.float32, centre=m)
     assert bool(found[good].isfinite().all())
     assert bool(found[2].isnan().all()) == bool(bad)
-    step = [
-        (values[good].abs().amax(dim=1, keepdim=True) / 127).square().sum() for values in (subtract(x, m), x)
-    ]
+    step = [(values[good].abs().amax(dim=1, keepdim=True) / 127).square().sum() for values in (subtract(x, m), x)]
     if zeros == 0 and not giant:  # means of 5 to 7 dominate rows of deviation 1
         assert step[0] < step[1]
 
@@ -108,10 +106,7 @@ def test_what_the_probe_predicts_is_what_it_does(case):
         for name in ("int8_row", "int8_row_centred", "rowwise_e4m3", "rowwise_e4m3_centred"):
             recipe = recipe_named(name)
             m = centre_of_rows(x) if recipe.centred else None
-            y = (
-                run_gemm(f"emulated:{name}", x, weight, gemm=Gemm.OUTPUT, dtype=torch.float32, centre=m)
-                + bias
-            )
+            y = run_gemm(f"emulated:{name}", x, weight, gemm=Gemm.OUTPUT, dtype=torch.float32, centre=m) + bias
             low = model[1:](y).double()
             p = z.sigmoid()
             actual = (0.5 * p * (1 - p) * (low - z).square()).mean().item() / entropy

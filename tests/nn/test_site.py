@@ -44,9 +44,7 @@ def test_forward_and_both_gradients_match_the_twin(candidate, rows, fan_in, fan_
     grad = torch.randn(rows, fan_out)
     y.backward(grad.to(device))
     weight, bias = linear.weight.detach().cpu(), linear.bias.detach().cpu()
-    output = (
-        fake_quantized(x, Gemm.OUTPUT, 0, candidate) @ fake_quantized(weight, Gemm.OUTPUT, 1, candidate).t()
-    )
+    output = fake_quantized(x, Gemm.OUTPUT, 0, candidate) @ fake_quantized(weight, Gemm.OUTPUT, 1, candidate).t()
     grad_input = (
         fake_quantized(grad, Gemm.GRAD_INPUT, 0, candidate)
         @ fake_quantized(weight.t(), Gemm.GRAD_INPUT, 1, candidate).t()

@@ -26,12 +26,8 @@ def layer_report(sites, *, savings=None, notes=()):
     """A layer "fc" of 1024 x 1024 at 4096 rows; hp takes 100 us at each of `sites`."""
     found = {}
     for gemm, candidates in sites.items():
-        problem = linear_problem(
-            gemm, rows=4096, in_features=1024, out_features=1024, dtype="bfloat16", target="sm_90"
-        )
-        site = SiteReport(
-            path="fc", problem=problem, measurements={"hp": measured(55.0, 100.0), **candidates}
-        )
+        problem = linear_problem(gemm, rows=4096, in_features=1024, out_features=1024, dtype="bfloat16", target="sm_90")
+        site = SiteReport(path="fc", problem=problem, measurements={"hp": measured(55.0, 100.0), **candidates})
         found[site.name] = site
     shape = LinearShape(in_features=1024, out_features=1024, bias=False)
     return Report(

@@ -17,9 +17,7 @@ BUDGET = Budget(min_speedup=1.0)
 
 
 def test_a_library_runs_its_fastest_that_is_exact_enough():
-    assert fastest_of_library(REPORT, "torch", BUDGET, everywhere=True) == {
-        "fc/output": "torch_fast:rowwise_e4m3"
-    }
+    assert fastest_of_library(REPORT, "torch", BUDGET, everywhere=True) == {"fc/output": "torch_fast:rowwise_e4m3"}
     assert fastest_of_library(REPORT, "torch", BUDGET, everywhere=False) == {"fc/output": "hp"}
     loose = Budget(min_sqnr_db=None, min_speedup=1.0)
     for everywhere in (True, False):

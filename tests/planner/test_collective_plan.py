@@ -49,9 +49,7 @@ def with_noise(clean, seed):
         noisy = {}
         for candidate, found in site.measurements.items():
             us = found.microseconds.value * noise.lognormvariate(0, 0.1)
-            noisy[candidate] = replace(
-                found, microseconds=around(us, 0.001), speedup=around(100.0 / us, 0.001)
-            )
+            noisy[candidate] = replace(found, microseconds=around(us, 0.001), speedup=around(100.0 / us, 0.001))
         sites[name] = replace(site, measurements=noisy)
     return replace(clean, sites=sites)
 
@@ -114,9 +112,7 @@ def in_a_subgroup(rank, folder):
 
 def test_ranks_with_noisy_clocks_end_with_one_plan(tmp_path):
     first, second = on_ranks(noisy_clocks, 2, tmp_path)
-    chosen = [
-        [d["candidate"] for d in json.loads(rank["own"])["decisions"].values()] for rank in (first, second)
-    ]
+    chosen = [[d["candidate"] for d in json.loads(rank["own"])["decisions"].values()] for rank in (first, second)]
     assert chosen[0] != chosen[1], "the noise has to matter, or there is nothing to agree on"
     assert first["agreed"] == second["agreed"] == first["own"]
     assert first["str"] == second["str"]

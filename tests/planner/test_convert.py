@@ -104,9 +104,7 @@ def test_a_plan_for_another_model_is_refused_with_the_differences(mlp_plan):
 
 
 def test_a_plan_for_another_machine_is_refused_with_the_difference(mlp_plan):
-    elsewhere = dataclasses.replace(
-        mlp_plan.machine, device="NVIDIA H200", target="sm_90", driver="580.1", cuda="13.0"
-    )
+    elsewhere = dataclasses.replace(mlp_plan.machine, device="NVIDIA H200", target="sm_90", driver="580.1", cuda="13.0")
     model = odd_mlp()
     with pytest.raises(PlanMismatch, match="device: cpu here, NVIDIA H200 there") as caught:
         loka.convert(model, dataclasses.replace(mlp_plan, machine=elsewhere))
@@ -223,9 +221,7 @@ def test_the_compiler_learns_of_regions_once_one_gemm_can_be_in_one(recipe, regi
     from torch._inductor import config
 
     model = nn.Sequential(nn.Linear(16, 16))
-    problem = linear_problem(
-        Gemm.OUTPUT, rows=4, in_features=16, out_features=16, dtype="float32", target="cpu"
-    )
+    problem = linear_problem(Gemm.OUTPUT, rows=4, in_features=16, out_features=16, dtype="float32", target="cpu")
     decision = Decision(path="0", problem=problem, candidate=f"emulated:{recipe}", reason="")
     plan = loka.Plan(
         model=signature(model),

@@ -46,9 +46,7 @@ def test_the_knee_is_where_ne_stops_buying_more_than_its_share():
 def test_times_agree_with_the_summary():
     report = outputs(**THREE)
     made = loka.plan(report, loka.Budget(ne=1.0))
-    assert (
-        f"{base_time(report):.0f} us in hp, {base_time(report) - saved_time(made):.0f} us" in made.summary()
-    )
+    assert f"{base_time(report):.0f} us in hp, {base_time(report) - saved_time(made):.0f} us" in made.summary()
 
 
 def test_own_limits_and_the_rest_of_the_budget():
@@ -86,9 +84,7 @@ def test_saved_as_json(tmp_path):
 
 def made_of(bought):
     """Points of (spent, time), as planning would leave them."""
-    return tuple(
-        Point(budget=spent, kl=effect(spent), spent=spent, time=time, fp8={}) for spent, time in bought
-    )
+    return tuple(Point(budget=spent, kl=effect(spent), spent=spent, time=time, fp8={}) for spent, time in bought)
 
 
 STEPS = st.lists(st.tuples(st.integers(1, 1000), st.integers(1, 100)), min_size=1, max_size=6)

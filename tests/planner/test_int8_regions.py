@@ -50,8 +50,6 @@ def test_why_integers_cannot_is_told():
     plan = loka.plan(dataclasses.replace(made, region_times={"fc": times}))
     assert names(plan) == BY_GEMM
     without = with_int8(made, 160.0)
-    output = dataclasses.replace(
-        without.sites["fc/output"], measurements=made.sites["fc/output"].measurements
-    )
+    output = dataclasses.replace(without.sites["fc/output"], measurements=made.sites["fc/output"].measurements)
     unmeasured = dataclasses.replace(without, sites={**without.sites, "fc/output": output})
     assert names(loka.plan(unmeasured)) == BY_GEMM

@@ -156,9 +156,7 @@ def test_what_is_forced_spends_first():
 
 def test_without_times_multiplications_are_saved():
     small = dataclasses.replace
-    report = model_report(
-        {path: {Gemm.OUTPUT: {ROW: costing(None, effect(1e-5))}} for path in ("a", "b")}, timed=False
-    )
+    report = model_report({path: {Gemm.OUTPUT: {ROW: costing(None, effect(1e-5))}} for path in ("a", "b")}, timed=False)
     site = report.sites["b/output"]
     wide = {**report.sites, "b/output": small(site, problem=small(site.problem, n=4096))}
     plan = loka.plan(dataclasses.replace(report, sites=wide), Budget(ne=1e-5))
@@ -172,9 +170,7 @@ def test_without_times_multiplications_are_saved():
 
 @pytest.mark.parametrize("side", ["m", "n", "k"])
 def test_without_times_each_side_of_a_gemm_is_work(side):
-    report = model_report(
-        {path: {Gemm.OUTPUT: {ROW: costing(None, effect(1e-5))}} for path in ("a", "b")}, timed=False
-    )
+    report = model_report({path: {Gemm.OUTPUT: {ROW: costing(None, effect(1e-5))}} for path in ("a", "b")}, timed=False)
     site = report.sites["b/output"]
     longer = dataclasses.replace(site.problem, **{side: 2 * getattr(site.problem, side)})
     sites = {**report.sites, "b/output": dataclasses.replace(site, problem=longer)}

@@ -148,9 +148,7 @@ def test_budgets_refuse_nonsense():
 
 
 def test_round_trip_and_table(tmp_path):
-    made = loka.plan(
-        report({FAST: measured(28, 70), EXACT: measured(28, 80)}), loka.Budget(keep_prediction=False)
-    )
+    made = loka.plan(report({FAST: measured(28, 70), EXACT: measured(28, 80)}), loka.Budget(keep_prediction=False))
     path = tmp_path / "plan.json"
     made.save(path)
     assert loka.Plan.load(path) == made

@@ -37,9 +37,7 @@ def cell(region_us, hp_us=330.0, *, noise=0.01):
     """As measurement/times/region_times.py times it."""
     return {
         HP: Measurement(microseconds=around(hp_us, noise), speedup=Estimate(1.0, 1.0, 1.0), rounds=15),
-        REGION: Measurement(
-            microseconds=around(region_us, noise), speedup=around(hp_us / region_us, noise), rounds=15
-        ),
+        REGION: Measurement(microseconds=around(region_us, noise), speedup=around(hp_us / region_us, noise), rounds=15),
     }
 
 
@@ -251,9 +249,7 @@ def test_a_tight_budget_takes_the_region_that_saves_most_and_refuses_the_other()
 def test_a_region_without_an_estimate_is_not_admitted_to_a_budget():
     report = with_ne(effect(1e-4))
     sites = {**report.sites}
-    lost = dataclasses.replace(
-        sites["a/output"], measurements={HP: measured(55, 100.0), FAST: costing(97, None)}
-    )
+    lost = dataclasses.replace(sites["a/output"], measurements={HP: measured(55, 100.0), FAST: costing(97, None)})
     report = dataclasses.replace(report, sites={**sites, "a/output": lost}, no_effect={"a": "no samples"})
     plan = loka.plan(report, loka.Budget(ne=1.0))
     assert plan.decisions["a/output"].candidate == HP
@@ -292,9 +288,7 @@ def test_a_report_keeps_region_times_and_tells_them(tmp_path):
     report = layer(cell(165.0))
     report.save(tmp_path / "report.json")
     assert Report.load(tmp_path / "report.json") == report
-    assert "in a compiled region fc takes 165.0 us with the code around it, 330.0 us in hp (2.00x)" in str(
-        report
-    )
+    assert "in a compiled region fc takes 165.0 us with the code around it, 330.0 us in hp (2.00x)" in str(report)
 
 
 def test_a_report_of_before_has_none(tmp_path):

@@ -180,9 +180,7 @@ def test_low_rank_covariances_lose_no_more_than_was_dropped(merged, alone, path,
     assert ((both["square"] - one["square"]).abs() <= N_EPS * one["square"]).all()
     dropped = max((t["square"].sum() - t["factor"].square().sum()).item() for t in (one, both))
     whole = one["square"].sum().item()
-    apart = torch.linalg.matrix_norm(
-        both["factor"].t() @ both["factor"] - one["factor"].t() @ one["factor"], 2
-    )
+    apart = torch.linalg.matrix_norm(both["factor"].t() @ both["factor"] - one["factor"].t() @ one["factor"], 2)
     assert apart <= dropped + N_EPS * whole
     assert dropped < 0.3 * whole  # or the comparison would say nothing
 
@@ -241,11 +239,7 @@ def test_effects_add_up(merged, alone, ranks):
             parts = [stats.layers[path].effects[name] for stats in own]
             assert effect.count == sum(part.count for part in parts) > 1000
             assert effect.total == pytest.approx(sum(part.total for part in parts), rel=1e-12)
-            assert (
-                effect.kl().low
-                <= alone.layers[path].effects[name].kl().value * 1.0001
-                <= effect.kl().high * 1.0001
-            )
+            assert effect.kl().low <= alone.layers[path].effects[name].kl().value * 1.0001 <= effect.kl().high * 1.0001
         tables = [name for name in layer.operands["input"].tensors if name.startswith("effect_depth_")]
         assert tables
         for name in tables:

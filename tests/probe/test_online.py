@@ -60,9 +60,7 @@ def test_depth_histograms_are_kept(tmp_path):
     for name in ("tensorwise_e4m3", "rowwise_e4m3", "blockwise_e4m3"):
         recipe = RECIPES[name]
         found = operand_errors(layer, Gemm.OUTPUT, recipe)
-        for operand, tensor, cast in zip(
-            ("input", "weight"), (x, model[0].weight), recipe.output, strict=True
-        ):
+        for operand, tensor, cast in zip(("input", "weight"), (x, model[0].weight), recipe.output, strict=True):
             low = dequantize(quantize(tensor.detach(), cast))
             assert found[operand].sqnr_db == pytest.approx(sqnr_db(low, tensor.detach()), abs=0.01)
 
@@ -334,7 +332,5 @@ def test_layers_over_tokens_are_told(tmp_path):
     with loka.Probe(model, every=1, effect_samples=0) as probe:
         model(torch.randn(5, 6, 8)).sum().backward()
     other = {"over": replace(probe.stats().layers["over"], over_tokens=False)}
-    merged = merge_stats(
-        [replace(found, layers={"over": found.layers["over"]}), replace(probe.stats(), layers=other)]
-    )
+    merged = merge_stats([replace(found, layers={"over": found.layers["over"]}), replace(probe.stats(), layers=other)])
     assert merged.layers["over"].over_tokens

@@ -154,8 +154,7 @@ def test_labels_that_are_alike_in_a_segment_promise_nothing(model):
 
 def test_ranks_that_each_have_too_few_have_enough_together(model):
     halves = [
-        renew_effects(model, probed(model), batches(6000, seed=seed), labels=labels_of, **ROWS)
-        for seed in (3, 4)
+        renew_effects(model, probed(model), batches(6000, seed=seed), labels=labels_of, **ROWS) for seed in (3, 4)
     ]
     both = merge_stats(halves)
     name = "buy, high"
@@ -227,9 +226,7 @@ def test_settings_that_cannot_be_are_refused(model):
     with pytest.raises(ValueError, match="3 names of tasks"):
         renew_effects(model, probed(model), batches(256), tasks=("a", "b", "c"), forward=ROWS["forward"])
     with pytest.raises(ValueError, match="pass tasks="):
-        renew_effects(
-            model, probed(model), batches(256), segments=THIRD, forward=ROWS["forward"], logits=lambda z: z
-        )
+        renew_effects(model, probed(model), batches(256), segments=THIRD, forward=ROWS["forward"], logits=lambda z: z)
 
 
 def test_missing_rows_follow_from_the_width():

@@ -97,9 +97,7 @@ def test_work_done_once_is_not_charged():
 
 def test_a_sample_that_turns_out_dear_is_paid_back():
     """From step 10,000 on samples cost 50 steps instead of 1: the share of all that follows holds."""
-    taken, share = run(
-        Auto(overhead=0.01), 200_000, sampled=lambda step: PLAIN * (2 if step < 10_000 else 51)
-    )
+    taken, share = run(Auto(overhead=0.01), 200_000, sampled=lambda step: PLAIN * (2 if step < 10_000 else 51))
     assert share <= 0.01 + 50 / 200_000
     late = [step for step in taken if step > 20_000]
     assert min(b - a for a, b in pairwise(late)) >= 2000

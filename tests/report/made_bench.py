@@ -43,9 +43,7 @@ def bench():
             out_features=100,
             uses=(Use(model="m", site="fc", count=2), Use(model="n", site="same", count=1)),
         ),
-        "m/top": SuiteLayer(
-            rows=1000, in_features=100, out_features=50, uses=(Use(model="m", site="top", count=1),)
-        ),
+        "m/top": SuiteLayer(rows=1000, in_features=100, out_features=50, uses=(Use(model="m", site="top", count=1),)),
     }
     failed = Contest(arms={}, failures={"hp": "the GPU has too little memory"})
     contests = {

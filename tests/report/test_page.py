@@ -124,8 +124,7 @@ def records():
         ("end", 50, 20.0, ""),
     ]
     timeline = [
-        Event(phase=phase, step=step, rows=100 * step, seconds=at, note=note)
-        for phase, step, at, note in begun
+        Event(phase=phase, step=step, rows=100 * step, seconds=at, note=note) for phase, step, at, note in begun
     ]
     return {
         "stats": stats,
@@ -284,9 +283,7 @@ def test_ranges_are_where_quantizing_changes(format):
 
 
 def test_text_is_escaped_and_markup_is_not():
-    assert tag("td", "<b>", tag("i", "x"), title='"<') == Html(
-        '<td title="&quot;&lt;">&lt;b&gt;<i>x</i></td>'
-    )
+    assert tag("td", "<b>", tag("i", "x"), title='"<') == Html('<td title="&quot;&lt;">&lt;b&gt;<i>x</i></td>')
     rows = [(Cell("1,000", 1000.0), f"row {i}") for i in range(40)]
     text = table(("n", "name"), rows, caption="<c>", first=5)
     assert text.count("<table ") == 2
@@ -310,9 +307,7 @@ def test_scales_and_ticks():
 
 
 def test_an_interval_without_an_end_runs_out_of_the_frame():
-    drawn = forest(
-        [Bar("one pair", Estimate(0.01, -math.inf, math.inf)), Bar("none", Estimate(*[math.nan] * 3))], 0.02
-    )
+    drawn = forest([Bar("one pair", Estimate(0.01, -math.inf, math.inf)), Bar("none", Estimate(*[math.nan] * 3))], 0.02)
     assert "nan" not in drawn.replace("+nan % [+nan, +nan]", "")
     assert "inf" not in re.sub(r"<title>.*?</title>", "", drawn)
 

@@ -40,9 +40,7 @@ def test_it_fits_a_phone_and_sorts(tmp_path, dark):
     report = Report.load(ROOT / "benchmarks/wukong_step/report.json.xz")
     compared = Comparison.load(ROOT / "benchmarks/first_light/wukong-2gf/train.json.xz")
     text = page(report=report, plan=loka.plan(report), validation=compared)
-    inside = (
-        f'<iframe id="frame" style="width:390px;height:800px;border:0" srcdoc="{html.escape(text)}"></iframe>'
-    )
+    inside = f'<iframe id="frame" style="width:390px;height:800px;border:0" srcdoc="{html.escape(text)}"></iframe>'
     meta = '<meta name="color-scheme" content="light dark">'
     (tmp_path / "page.html").write_text(f"<!doctype html>{meta}<body>{inside}<script>{SCRIPT}</script>")
     options = ["--headless=new", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path / 'profile'}"]

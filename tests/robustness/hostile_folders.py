@@ -112,9 +112,7 @@ def shard_folders():
             content = made(path)
             shard = {**content["shards"]["0"], **fields.pop("shard", {})}
             content = {**content, "shards": {"0": shard}, **fields}
-            write_record(
-                path / "manifest.json", kind="manifest of prepared clicks", version=1, content=content
-            )
+            write_record(path / "manifest.json", kind="manifest of prepared clicks", version=1, content=content)
 
         return write
 
@@ -126,9 +124,7 @@ def shard_folders():
             parquet.write_table(pa.table(columns), path / "shard-00000.parquet")
             size = (path / "shard-00000.parquet").stat().st_size
             content["shards"]["0"]["bytes"] = size
-            write_record(
-                path / "manifest.json", kind="manifest of prepared clicks", version=1, content=content
-            )
+            write_record(path / "manifest.json", kind="manifest of prepared clicks", version=1, content=content)
 
         return write
 

@@ -121,9 +121,7 @@ def undisturbed(command, folder):
 
 def run(out, commands, kills):
     """Stories until each command was stopped `kills` times, those in `out` included."""
-    SERVER.set_forkserver_preload(
-        ["torch._dynamo", "safetensors.torch", "pyarrow.parquet", "loka.cli", "killed"]
-    )
+    SERVER.set_forkserver_preload(["torch._dynamo", "safetensors.torch", "pyarrow.parquet", "loka.cli", "killed"])
     out.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="loka-kills-") as name:
         prepared(Path(name))

@@ -141,9 +141,7 @@ def _validated(folder):
     same = ArmSpec(name="same", apply=lambda model: model, identity={"what": "nothing"})
     config = TrainConfig(batch_size=64, average="tail")
     out = folder / "validation"
-    found = validate(
-        SmallModel, RandomRows(320), RandomRows(200, seed=8), (same,), config=config, out=out, pairs=2
-    )
+    found = validate(SmallModel, RandomRows(320), RandomRows(200, seed=8), (same,), config=config, out=out, pairs=2)
     bank = pair_bank.deposit(pair_bank.Bank(), found)
     bank.save(folder / "bank" / "bank.json")
     labels = torch.arange(40) % 2
@@ -211,9 +209,7 @@ def _trained(folder):
     timeline.begin("probe", step=0, rows=0, device=torch.device("cpu"))
     timeline.begin("fp8", step=9, rows=1152, device=torch.device("cpu"), note="3 of 9 steps sampled")
     model = tower()
-    server = loka.serve.freeze(
-        model, plan_for(model, {"first": ROW, "second": ROW}), calibration=calibration()
-    )
+    server = loka.serve.freeze(model, plan_for(model, {"first": ROW, "second": ROW}), calibration=calibration())
     server.save(folder / "served")
 
     def newest(path):
@@ -236,9 +232,7 @@ def _trained(folder):
             again=lambda events: {"events": [asdict(event) for event in events]},
             named=True,
         ),
-        "card": Kind(
-            file=folder / "served" / "card.json", read=loka.serve.card.Folder.load, again=encode, named=True
-        ),
+        "card": Kind(file=folder / "served" / "card.json", read=loka.serve.card.Folder.load, again=encode, named=True),
     }
 
 

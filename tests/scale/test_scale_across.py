@@ -69,9 +69,7 @@ def test_a_step_on_ddp_by_hand():
     ring's 2 x 7 hops; twice 7 / 8 of a bucket in bf16 over the link.
     """
     model = tower()
-    quiet = replace(
-        network(inside=(2, 100), launch=1), elementwise_share=exactly(1e-12), memory_gbps=exactly(1e12)
-    )
+    quiet = replace(network(inside=(2, 100), launch=1), elementwise_share=exactly(1e-12), memory_gbps=exactly(1e12))
     found = row(across(model, network=quiet, plan=plan_of(model), gpus=(8,)), 8, "ddp", "-")
     mode = fake_mode()
     step = traced_step(
@@ -103,9 +101,7 @@ def test_ends_are_those_of_all_inputs_at_once():
     found = row(across(model, network=quiet, plan=plan_of(model), gpus=(8,)), 8, "ddp", "-")
     assert (found.bf16.low, found.bf16.value, found.bf16.high) == pytest.approx((720, 800, 880))
     assert found.planned.high == pytest.approx(8 * 49.5)
-    assert (found.speedup.low, found.speedup.value, found.speedup.high) == pytest.approx(
-        (100 / 45, 100 / 40, 100 / 35)
-    )
+    assert (found.speedup.low, found.speedup.value, found.speedup.high) == pytest.approx((100 / 45, 100 / 40, 100 / 35))
     assert found.swings[GAINS].low == pytest.approx(100 / 45)
     assert found.swings[GAINS].high == pytest.approx(100 / 35)
 
@@ -200,9 +196,7 @@ def test_a_slower_network_never_makes_a_step_faster(prepared, engine, planned, f
         return schedule(steps[engine].items(net, 64, rate=rate, planned=planned, ends={})).total
 
     fast = network(inside=(2, 300), between=(5, 40), launch=8, memory=3000, share=0.05)
-    slow = network(
-        inside=(2 * a, 300 / b), between=(5 * c, 40 / d), launch=8 * e, memory=3000 / f, share=0.05 * f
-    )
+    slow = network(inside=(2 * a, 300 / b), between=(5 * c, 40 / d), launch=8 * e, memory=3000 / f, share=0.05 * f)
     assert total(slow) >= total(fast)
 
 
@@ -229,17 +223,13 @@ def test_a_plan_without_times():
 def test_shapes_that_nobody_measured_near_are_not_guessed():
     with pytest.raises(LokaError, match=r"100 % of the sites' FLOPs are at shapes that nobody measured near"):
         across(batch_size=16)
-    model = nn.Sequential(
-        nn.Linear(2048, 2048), nn.ReLU(), nn.Linear(2048, 2048), nn.ReLU(), nn.Linear(2048, 7)
-    )
+    model = nn.Sequential(nn.Linear(2048, 2048), nn.ReLU(), nn.Linear(2048, 2048), nn.ReLU(), nn.Linear(2048, 7))
     few = across(model, gpus=(8,))
     told = [note for note in few.notes if "of unknown time" in note]
     assert bool(told) == (loka.scale(model, torch.randn(4, 2048), batch_size=ROWS).unknown_share > 0)
 
 
-@pytest.mark.parametrize(
-    ("gpus", "told"), [((12,), "multiple of 8"), ((1,), "2 to 8"), ((), "no number of GPUs")]
-)
+@pytest.mark.parametrize(("gpus", "told"), [((12,), "multiple of 8"), ((1,), "2 to 8"), ((), "no number of GPUs")])
 def test_numbers_of_gpus(gpus, told):
     with pytest.raises(LokaError, match=told):
         across(gpus=gpus)
@@ -376,8 +366,7 @@ def test_no_corner_lies_far_outside_an_interval(prepared):
 
         def ratio(ends, step=step):
             bf16, planned = (
-                schedule(step.items(net, 64, rate=rate, planned=planned, ends=ends)).total
-                for planned in (False, True)
+                schedule(step.items(net, 64, rate=rate, planned=planned, ends=ends)).total for planned in (False, True)
             )
             return bf16 / planned
 

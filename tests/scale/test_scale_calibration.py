@@ -57,9 +57,7 @@ def test_times_of_a_known_network_are_told_again(name):
     link = found.inside if name == "pair" else found.between
     if name in ("node", "nodes"):
         for op in OPS:
-            told, is_so = (
-                wire_us(Wire(op, 1 << 24), 6 if name == "node" else 64, n) for n in (found, true(name))
-            )
+            told, is_so = (wire_us(Wire(op, 1 << 24), 6 if name == "node" else 64, n) for n in (found, true(name)))
             assert told == pytest.approx(is_so, rel=0.1)
     else:
         assert link is not None

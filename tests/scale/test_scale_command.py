@@ -68,9 +68,7 @@ def folder(tmp_path):
 
 
 def tower():
-    return nn.Sequential(
-        nn.Linear(512, 2048), nn.ReLU(), nn.Linear(2048, 2048), nn.ReLU(), nn.Linear(2048, 1)
-    )
+    return nn.Sequential(nn.Linear(512, 2048), nn.ReLU(), nn.Linear(2048, 2048), nn.ReLU(), nn.Linear(2048, 1))
 
 
 def test_the_function_answers_in_words():

@@ -24,9 +24,7 @@ _BROKEN: dict[str, Any] = {
     "inside.alpha_us: 0 < low <= value <= high": lambda net: net["inside"]["alpha_us"].update(low=5),
     "between.bandwidth_gbps: 0 < low": lambda net: net["between"]["bandwidth_gbps"].update(low=-1),
     "between is missing": lambda net: net.pop("between"),
-    "inside.bandwidth_gbps.value has to be a number": lambda net: net["inside"]["bandwidth_gbps"].update(
-        value="fast"
-    ),
+    "inside.bandwidth_gbps.value has to be a number": lambda net: net["inside"]["bandwidth_gbps"].update(value="fast"),
     "inside.own.all_reduce: shares are above 0": lambda net: net["inside"].update(
         own={"all_reduce": {"latency": 0, "bandwidth": 1}}
     ),

@@ -103,9 +103,7 @@ def _steps(draw):
     items: list[Item] = []
     for _ in range(draw(st.integers(1, 8))):
         items += [Gather(draw(_us), backward=draw(st.booleans())), Copied(), Compute(draw(_us))]
-        items.append(
-            draw(st.sampled_from([Reduce(draw(_us), True), Reduce(draw(_us), False), Blocking(draw(_us))]))
-        )
+        items.append(draw(st.sampled_from([Reduce(draw(_us), True), Reduce(draw(_us), False), Blocking(draw(_us))])))
         items += [Replicate(draw(_us), draw(st.booleans()))] * draw(st.integers(0, 1))
     return [*items, Join()]
 
@@ -150,9 +148,7 @@ def test_collectives_of_groups_by_hand():
     Replicas are 4 ranks of 4 nodes, each with its own card: 2 x 2 hops of a tree, twice 3 / 4 of bytes."""
     found = network(inside=(2, 100), between=(5, 10), per_node=4)
     size = 8e6
-    assert wire_us(Wire("all_gather", size, ranks=8), 32, found) == wire_us(
-        Wire("all_gather", size), 8, found
-    )
+    assert wire_us(Wire("all_gather", size, ranks=8), 32, found) == wire_us(Wire("all_gather", size), 8, found)
     assert wire_us(Wire("all_reduce", size, ranks=4, stride=8), 32, found) == pytest.approx(1 + 20 + 1200)
     meshes = ((16, 2), (32, 1), (2, 1), (8, 4), (4, 8))  # of 16 replicas of groups of 2, two are in a node
     assert [spread(*one, 4) for one in meshes] == [(8, 2), (8, 4), (1, 2), (8, 1), (4, 1)]

@@ -61,9 +61,7 @@ def test_intervals_hold_where_shapes_are_left_out(stored, name, out):
     points, surface = quantities(stored)[name]
     groups = [shape.layer if out == "layer" else shape.rows for shape in points]
     found = left_out(base_of(points, surface), groups)
-    errors = [
-        abs(math.log(point.value) - mean) for point, (mean, _) in zip(points.values(), found, strict=True)
-    ]
+    errors = [abs(math.log(point.value) - mean) for point, (mean, _) in zip(points.values(), found, strict=True)]
     held = sum(error <= half for error, (_, half) in zip(errors, found, strict=True)) / len(errors)
     assert 0.90 <= held <= 0.98
     assert sorted(errors)[len(errors) // 2] < (0.05 if out == "layer" else 0.07)
@@ -93,9 +91,7 @@ def test_layers_by_sites_lie_in_their_intervals(stored):
     )
     held = []
     for one in stored.layers:
-        if "all" not in one.by_sites or TOGETHER not in {
-            s.kind for s in found if s.layer == one.shape(TOGETHER).layer
-        }:
+        if "all" not in one.by_sites or TOGETHER not in {s.kind for s in found if s.layer == one.shape(TOGETHER).layer}:
             continue
         gains = {}
         for kind in (*Gemm, TOGETHER):
@@ -110,20 +106,14 @@ def test_layers_by_sites_lie_in_their_intervals(stored):
 
 def test_measured_shapes_are_as_measured(stored):
     """Every stored layer comes back to the digit, with the time that it took as a whole."""
-    calls = [
-        layer(s.rows, s.in_features, s.out_features, s.weight_dtype)
-        for s in stored.layers
-        if len(s.gemms) == 3
-    ]
+    calls = [layer(s.rows, s.in_features, s.out_features, s.weight_dtype) for s in stored.layers if len(s.gemms) == 3]
     told = layer_times(calls, stored, kernels="all")
     known = {(s.rows, s.in_features, s.out_features, s.weight_dtype): s for s in stored.layers}
     for found in told:
         one = known[found.rows, found.in_features, found.out_features, found.weight_dtype]
         for gemm, site in found.gemms.items():
             assert site.bf16 == one.gemms[gemm].bf16
-            if (
-                "all" in one.gemms[gemm].gains
-            ):  # thin matrices with float32 weights have only their bf16 times
+            if "all" in one.gemms[gemm].gains:  # thin matrices with float32 weights have only their bf16 times
                 assert site.speedup == one.gemms[gemm].gains["all"]
                 assert site.origin == "measured"
         assert found.origin == ("measured" if one.gemms["output"].gains else "interpolated")
@@ -139,9 +129,7 @@ def test_far_shapes_are_not_guessed(stored):
     assert all(site.bf16 is site.speedup is site.eight is None for site in far.gemms.values())
     assert {site.helps for site in far.gemms.values()} == {"unknown"}
     points = stored.bf16_points()
-    edge = Shape(
-        kind="output", rows=2048 * 2**2, in_features=256, out_features=768 * 2**2, weight_dtype="bfloat16"
-    )
+    edge = Shape(kind="output", rows=2048 * 2**2, in_features=256, out_features=768 * 2**2, weight_dtype="bfloat16")
     assert REACH == 2
     assert within_reach(edge, points)
     lone = [shape for shape in points if shape.rows == 2048 and shape.in_features == 123200]
@@ -178,9 +166,7 @@ def test_bf16_stays_where_eight_bits_lose(stored):
     assert {site.helps for site in (*small.gemms.values(), *logit.gemms.values())} == {"no"}
     assert logit.speedup == Estimate(1.0, 1.0, 1.0)
     assert "prediction" in logit.why
-    assert all(
-        site.eight and site.bf16 and site.eight.value > site.bf16.value for site in small.gemms.values()
-    )
+    assert all(site.eight and site.bf16 and site.eight.value > site.bf16.value for site in small.gemms.values())
 
 
 def test_by_sites_is_never_below_one_and_takes_the_better_way():
@@ -202,9 +188,7 @@ def test_wukong_as_a_plan_has_it(stored):
     for path, shape in report.model.layers.items():
         sites = {gemm: report.sites.get(f"{path}/{gemm}") for gemm in Gemm}
         gemms = tuple(gemm for gemm, site in sites.items() if site)
-        calls.append(
-            layer(sites[Gemm.OUTPUT].problem.m, shape.in_features, shape.out_features, "float32", gemms)
-        )
+        calls.append(layer(sites[Gemm.OUTPUT].problem.m, shape.in_features, shape.out_features, "float32", gemms))
         for site in filter(None, sites.values()):
             bf16 += site.measurements[HP].microseconds.value
     chosen = float(str(decided.summary()).split(" us by plan")[0].split()[-1].replace(",", ""))

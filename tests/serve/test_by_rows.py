@@ -76,8 +76,6 @@ def test_what_cannot_be_is_refused():
     with pytest.raises(ServeRefused, match=rf"(?s)first: {POW2} from 8 rows, {ROW} from 64 rows.*force="):
         freeze(model, {16: other, 64: many}, **given)
     with pytest.raises(PlanMismatch):
-        freeze(
-            model, {16: plan_for(torch.nn.Sequential(torch.nn.Linear(4, 4)), {"0": ROW}), 64: many}, **given
-        )
+        freeze(model, {16: plan_for(torch.nn.Sequential(torch.nn.Linear(4, 4)), {"0": ROW}), 64: many}, **given)
     with pytest.raises(ServeRefused, match="a package has one"):
         frozen().package("model.pt2")

@@ -20,9 +20,7 @@ BOTH = {"first": ROW, "second": ROW}
 
 def saved(folder, candidate=ROW, **options):
     model = tower()
-    server = freeze(
-        model, plan_for(model, dict.fromkeys(BOTH, candidate)), calibration=calibration(), **options
-    )
+    server = freeze(model, plan_for(model, dict.fromkeys(BOTH, candidate)), calibration=calibration(), **options)
     server.save(folder)
     return server
 
@@ -199,9 +197,7 @@ def test_a_missing_kernel_is_refused(tmp_path, monkeypatch):
 
 def test_an_unfinished_save_leaves_no_card(tmp_path, monkeypatch):
     server = saved(tmp_path)
-    monkeypatch.setattr(
-        "loka.serve.saving.write_tensors", lambda *_: (_ for _ in ()).throw(NotWritten("full"))
-    )
+    monkeypatch.setattr("loka.serve.saving.write_tensors", lambda *_: (_ for _ in ()).throw(NotWritten("full")))
     with pytest.raises(NotWritten):
         server.save(tmp_path)
     with pytest.raises(FileRefused, match="no such file"):

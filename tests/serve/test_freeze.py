@@ -264,9 +264,7 @@ class TwoPaths(Tower):
     def forward(self, dense, ids):
         if float(dense.abs().max()) > 50:
             return self.logit(self.second(self.first(torch.cat([dense, self.table(ids)], dim=1)))).squeeze(1)
-        return self.logit(
-            torch.relu(self.norm(self.first(torch.cat([dense, self.table(ids)], dim=1))))[:, :30]
-        )[:, 0]
+        return self.logit(torch.relu(self.norm(self.first(torch.cat([dense, self.table(ids)], dim=1))))[:, :30])[:, 0]
 
 
 def test_a_site_that_no_row_reached_raises_when_one_does():

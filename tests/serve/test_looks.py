@@ -86,9 +86,7 @@ def test_behind_a_norm_in_a_gemm_only_what_is_finite_is_told(backend):
     """Its inverse rms [T, 1] is no scale of rows, though it looks like one where a block is the whole row."""
     torch.manual_seed(0)
     norm = nn.RMSNorm(64, eps=1e-5, elementwise_affine=False)
-    model = nn.Sequential(
-        nn.Linear(16, 64, bias=False), norm, nn.ReLU(), nn.Linear(64, 32), nn.Linear(32, 1)
-    ).eval()
+    model = nn.Sequential(nn.Linear(16, 64, bias=False), norm, nn.ReLU(), nn.Linear(64, 32), nn.Linear(32, 1)).eval()
     plan = plan_for(model, {"0": POW2, "3": POW2})
     calibration = [inputs(40, seed) for seed in range(3)]
     server = freeze(model, plan, calibration=calibration, autocast=torch.bfloat16, buckets=(16,))

@@ -136,9 +136,7 @@ def test_int8_is_joined_from_what_is_kept(backend, monkeypatch, tmp_path):
     assert not backend.count(int8_weights)
     assert server.apart() == {"odd": "out_features = 24 is no multiple of 16"}
     assert torch.equal(answer, compiled_answer(model, inputs(16)))
-    assert {site.weight.low.data.dtype for site in frozen_sites(server.current.module).values()} == {
-        torch.int8
-    }
+    assert {site.weight.low.data.dtype for site in frozen_sites(server.current.module).values()} == {torch.int8}
     server.save(tmp_path)
     for graphs_wanted in (True, False):
         loaded = load(tmp_path, wide(seed=3), graphs=graphs_wanted)

@@ -34,9 +34,7 @@ BOTH = {"first": ROW, "second": ROW}
 
 def served(candidate=ROW, **options):
     model = tower()
-    return freeze(
-        model, plan_for(model, dict.fromkeys(BOTH, candidate)), calibration=calibration(), **options
-    )
+    return freeze(model, plan_for(model, dict.fromkeys(BOTH, candidate)), calibration=calibration(), **options)
 
 
 @pytest.mark.parametrize("autocast", [None, torch.bfloat16])

@@ -24,15 +24,11 @@ def test_each_bucket_takes_what_is_fastest(backend, monkeypatch):
 
     monkeypatch.setattr(graphs, "_microseconds", microseconds)
     rows = [inputs(40, seed) for seed in range(3)]
-    server = freeze(
-        model, {2: few, 16: many}, calibration=rows, autocast=torch.bfloat16, buckets=BUCKETS, race=True
-    )
+    server = freeze(model, {2: few, 16: many}, calibration=rows, autocast=torch.bfloat16, buckets=BUCKETS, race=True)
     assert [set(names) for names in server.card.in_hp] == [{"second", "odd"}, set()]
     assert torch.equal(server(inputs(16)).output, compiled_answer(model, inputs(16)))
     taken = iter([5.0, 20.1, 4.98, 20.0, 9.0, 20.0])  # ties
-    server = freeze(
-        model, {2: few, 16: many}, calibration=rows, autocast=torch.bfloat16, buckets=BUCKETS, race=True
-    )
+    server = freeze(model, {2: few, 16: many}, calibration=rows, autocast=torch.bfloat16, buckets=BUCKETS, race=True)
     assert [set(names) for names in server.card.in_hp] == [set(PLAN)] * 2
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
         assert torch.allclose(server(inputs(16)).output, model(inputs(16)), rtol=1e-2, atol=1e-2)

@@ -111,9 +111,7 @@ class SiteBySite(TorchDispatchMode):
             return plain()
         if a.dim() == 2:
             return self._gemm(a, b)
-        return torch.stack(
-            [self._gemm(one, other) for one, other in zip(a.unbind(0), b.unbind(0), strict=True)]
-        )
+        return torch.stack([self._gemm(one, other) for one, other in zip(a.unbind(0), b.unbind(0), strict=True)])
 
     def _is_sites(self, a, b):
         first, second = self._owner(a), self._owner(b)

@@ -71,9 +71,7 @@ def newcomer(recompute=False):
 
 def loss_of(output, history):
     click = (history.sum(dim=1, keepdim=True) % 2).float()
-    return F.binary_cross_entropy_with_logits(output["click"], click) + F.cross_entropy(
-        output["next"], history[:, 0]
-    )
+    return F.binary_cross_entropy_with_logits(output["click"], click) + F.cross_entropy(output["next"], history[:, 0])
 
 
 def train(model, steps, call=None):
@@ -95,9 +93,7 @@ def test_a_newcomers_model_goes_through_all_of_it(tmp_path):
     run.
     """
     model, unwatched = newcomer(), newcomer()
-    with loka.Probe(
-        model, every=2, logits=lambda output: output["click"], save_to=tmp_path / "stats"
-    ) as probe:
+    with loka.Probe(model, every=2, logits=lambda output: output["click"], save_to=tmp_path / "stats") as probe:
         losses = train(model, 6)
     assert losses == train(unwatched, 6), "probing changes no bit"
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), unwatched.parameters(), strict=True))

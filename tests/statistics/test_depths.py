@@ -51,9 +51,7 @@ def test_every_operand_of_every_gemm_is_answered(recipe):
             ]
             hp = tensors[operand].t() if transposed else tensors[operand]
             # Exact but for float32 rounding: tests/core/numerics/test_depth.py.
-            assert error.sqnr_db == pytest.approx(
-                sqnr_db(dequantize(quantize(hp, casts[side])), hp), abs=0.01
-            )
+            assert error.sqnr_db == pytest.approx(sqnr_db(dequantize(quantize(hp, casts[side])), hp), abs=0.01)
 
 
 def test_a_sample_of_rows_is_quantized_with_the_scales_of_the_whole():

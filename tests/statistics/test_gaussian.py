@@ -10,9 +10,7 @@ from loka.statistics.draw import sampler
 def stream(parts, *, full, rank):
     learnt = gaussian.gaussian_of(parts[0], full_covariance=full, rank=rank)
     for part in parts[1:]:
-        learnt = gaussian.merge(
-            learnt, gaussian.gaussian_of(part, full_covariance=full, rank=rank), rank=rank
-        )
+        learnt = gaussian.merge(learnt, gaussian.gaussian_of(part, full_covariance=full, rank=rank), rank=rank)
     return learnt
 
 

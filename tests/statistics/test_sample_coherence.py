@@ -68,9 +68,7 @@ def test_sketches_merge_to_the_whole():
     torch.testing.assert_close(merged.sums, whole.sums, rtol=1e-12, atol=0)
     products = (g.transpose(1, 2) @ x).flatten(1)
     for found in (whole, merged):
-        torch.testing.assert_close(
-            found.factor.t() @ found.factor, products.t() @ products, rtol=1e-4, atol=1e-3
-        )
+        torch.testing.assert_close(found.factor.t() @ found.factor, products.t() @ products, rtol=1e-4, atol=1e-3)
         assert found.factor.shape[0] <= 8
 
 
@@ -188,8 +186,7 @@ def test_a_sample_of_samples_tells_of_all(tmp_path):
     for part in whole[1:]:
         whole[0] = merge_samples(whole[0], part)
     means = [
-        (s["coherent"] - s["energy"]) / s["pairs"] / (s["energy"] / s["rows"])
-        for s in map(named, (kept, whole[0]))
+        (s["coherent"] - s["energy"]) / s["pairs"] / (s["energy"] / s["rows"]) for s in map(named, (kept, whole[0]))
     ]
     assert means[0] == pytest.approx(means[1], rel=0.25)  # of 48 samples of 144: a tenth or so
     assert means[1] > 0.02

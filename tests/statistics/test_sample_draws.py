@@ -30,12 +30,8 @@ def positions(generator):
 
 def alike(generator):
     """What a sample broadcasts to all its rows, and a pooled output's gradient: rows nearly the same."""
-    x = torch.randn(SAMPLES, 1, 20, generator=generator) + 0.5 * torch.randn(
-        SAMPLES, ROWS, 20, generator=generator
-    )
-    g = torch.randn(SAMPLES, 1, 10, generator=generator) + 0.5 * torch.randn(
-        SAMPLES, ROWS, 10, generator=generator
-    )
+    x = torch.randn(SAMPLES, 1, 20, generator=generator) + 0.5 * torch.randn(SAMPLES, ROWS, 20, generator=generator)
+    g = torch.randn(SAMPLES, 1, 10, generator=generator) + 0.5 * torch.randn(SAMPLES, ROWS, 10, generator=generator)
     return x, g
 
 
@@ -70,10 +66,7 @@ def drawn(operands, count, rows=SAMPLES * ROWS):
 
 def coherence(batches):
     """sum_s |M_s|^2 / sum |g|^2 |x|^2: 1 for rows that are independent, T for rows that are the same."""
-    total = sum(
-        samples_of(x.reshape(-1, ROWS, x.shape[-1]), g.reshape(-1, ROWS, g.shape[-1])).sums
-        for x, g in batches
-    )
+    total = sum(samples_of(x.reshape(-1, ROWS, x.shape[-1]), g.reshape(-1, ROWS, g.shape[-1])).sums for x, g in batches)
     named = dict(zip(SUMS, total.tolist(), strict=True))
     return named["coherent"] / named["energy"]
 
@@ -122,9 +115,7 @@ def test_rows_keep_their_moments_and_samples_share_energies():
         before = torch.cat([batch[name == "g"] for batch in learnt]).flatten(0, 1)
         spread = [v.t().cov().diagonal().log2() for v in (rows, before)]
         assert (spread[0] - spread[1]).abs().max() < 0.3  # half octaves of heavy tails
-    energy = [
-        v.reshape(-1, ROWS, 10).square().sum(dim=2).log2() for v in (g, torch.cat([b[1] for b in learnt]))
-    ]
+    energy = [v.reshape(-1, ROWS, 10).square().sum(dim=2).log2() for v in (g, torch.cat([b[1] for b in learnt]))]
     shares = [(e.mean(dim=1).var() / e.var()).item() for e in energy]
     assert shares[1] > 0.5
     assert shares[0] == pytest.approx(shares[1], abs=0.1)

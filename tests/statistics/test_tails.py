@@ -47,10 +47,7 @@ def test_draws_have_the_depths_of_the_real_rows():
         errors = {}
         for what, batches in (("real", real), ("tails", draws[True]), ("gaussian", draws[False])):
             found = [depth_error(depth_histogram(b, granularity), Format.E4M3) for b in batches]
-            means = [
-                sum(getattr(e, name) for e in found) / len(found)
-                for name in ("element", "underflow", "zeros")
-            ]
+            means = [sum(getattr(e, name) for e in found) / len(found) for name in ("element", "underflow", "zeros")]
             errors[what] = torch.tensor(means)
         # Which draw gets the rare large rows is chance: 1.5 dB of an element's error, of which there are
         # 20 dB between one format's or granularity's and another's. Shares hold within 2 %.
@@ -146,9 +143,7 @@ def test_rows_drawn_together_add_up_in_grad_weight_as_the_real_ones_do():
 
 
 def test_statistics_without_tails_are_drawn_as_before():
-    kept = gaussian.to_distribution(
-        gaussian.gaussian_of(gradient_like(100, 8, 1), full_covariance=64, rank=4)
-    )
+    kept = gaussian.to_distribution(gaussian.gaussian_of(gradient_like(100, 8, 1), full_covariance=64, rank=4))
     assert tails.tails_in(kept) is None
     with_sketches = tails.with_tails(kept, tails.tails_of(gradient_like(100, 8, 1)))
     draws = [

@@ -39,9 +39,7 @@ class TwoLabels(RandomRows):
     def batches(self, batch_size, *, start=0):
         for batch in super().batches(batch_size, start=start):
             bought = batch.label * (batch.dense[:, 1] > 0.4)
-            yield Batch(
-                dense=batch.dense, sparse=batch.sparse, label=torch.stack([batch.label, bought], dim=1)
-            )
+            yield Batch(dense=batch.dense, sparse=batch.sparse, label=torch.stack([batch.label, bought], dim=1))
 
 
 class TwoLogits(nn.Module):
@@ -208,10 +206,7 @@ def test_every_arm_has_a_verdict_for_each_task(judged):
     assert judged.verdict == "fail"
     by_title = {arm.title: arm for arm in judged.arms}
     # The trunk learns from one task alone then, which is no harm to it of that size.
-    assert (
-        by_title["spoilt, click"].average.ne_percent.value
-        < 0.2 * by_title["spoilt, buy"].average.ne_percent.value
-    )
+    assert by_title["spoilt, click"].average.ne_percent.value < 0.2 * by_title["spoilt, buy"].average.ne_percent.value
     assert {len(arm.segments) for arm in judged.arms} == {2}
 
 

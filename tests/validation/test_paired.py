@@ -117,9 +117,9 @@ def test_intervals_are_those_of_resampled_rows():
 
 
 # Few distinct values, so that most examples hold ties, within a model and across classes.
-few = st.lists(
-    st.tuples(st.integers(-2, 2), st.integers(-2, 2), st.booleans()), min_size=4, max_size=30
-).filter(lambda rows: 2 <= sum(clicked for *_, clicked in rows) <= len(rows) - 2)
+few = st.lists(st.tuples(st.integers(-2, 2), st.integers(-2, 2), st.booleans()), min_size=4, max_size=30).filter(
+    lambda rows: 2 <= sum(clicked for *_, clicked in rows) <= len(rows) - 2
+)
 
 
 @settings(max_examples=150)

@@ -116,8 +116,7 @@ def test_verdicts_by_segment_agree(world, tmp_path):
         segment_limit=5.0,
     )
     verdicts = {
-        arm.name: {verdict.name: verdict.verdict for verdict in (arm.average, *arm.segments)}
-        for arm in found.arms
+        arm.name: {verdict.name: verdict.verdict for verdict in (arm.average, *arm.segments)} for arm in found.arms
     }
     assert verdicts["mean"]["all rows"] == "pass"
     assert verdicts["mean"][NAME] == "fail"

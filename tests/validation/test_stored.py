@@ -150,9 +150,7 @@ def test_a_stored_timeline_is_read_and_written_again_as_it_was(tmp_path):
 def test_other_versions_are_refused_with_a_way_out(name, version, tmp_path):
     record = json.loads(stored(name, tmp_path).read_bytes())
     write_record(tmp_path / name, kind=record["kind"], version=version, content=record["content"])
-    with pytest.raises(
-        FileRefused, match=f"it has format version {version}, and this LoKA reads 1"
-    ) as caught:
+    with pytest.raises(FileRefused, match=f"it has format version {version}, and this LoKA reads 1") as caught:
         FILES[name].load(tmp_path / name)
     assert caught.value.way_out
 
@@ -201,9 +199,7 @@ COUNTS = st.integers(0, 10**6)
 TEXTS = st.text(max_size=8)
 ESTIMATES = st.builds(Estimate, st.floats(-1e6, 1e6), NUMBERS, NUMBERS)
 QUALITIES = st.builds(Quality, NUMBERS, NUMBERS, NUMBERS, NUMBERS, COUNTS, NUMBERS)
-DIFFERENCES = st.builds(
-    PairedDifference, ESTIMATES, ESTIMATES, ESTIMATES, st.none() | COUNTS, st.none() | ESTIMATES
-)
+DIFFERENCES = st.builds(PairedDifference, ESTIMATES, ESTIMATES, ESTIMATES, st.none() | COUNTS, st.none() | ESTIMATES)
 EXPECTED = st.builds(Expected, st.floats(0, 1e3), st.integers(0, 6), TEXTS)
 VARIANCES = st.builds(
     PairVariance,

@@ -184,9 +184,7 @@ def test_a_killed_run_goes_on_and_ends_with_the_same_predictions(tmp_path):
         with pytest.raises(blow):
             run(tmp_path / "killed", pairs=1, on_log=kill, config=config)
     started = []
-    resumed = run(
-        tmp_path / "killed", pairs=1, config=config, on_log=lambda name, line: started.append(line.step)
-    )
+    resumed = run(tmp_path / "killed", pairs=1, config=config, on_log=lambda name, line: started.append(line.step))
     assert started == list(range(11, 21))
     for arm in ("bf16", "same"):
         once, twice = held_out(tmp_path / "whole", arm, 3), held_out(tmp_path / "killed", arm, 3)

@@ -161,9 +161,7 @@ SPREADS = st.floats(1e-4, 1.0)
 
 
 @given(own=SPREADS, spread=SPREADS, freedom=st.integers(0, MOST), pairs=st.integers(4, 12))
-def test_no_interval_is_narrower_than_was_expected_and_none_trusts_a_contradicted_bank(
-    own, spread, freedom, pairs
-):
+def test_no_interval_is_narrower_than_was_expected_and_none_trusts_a_contradicted_bank(own, spread, freedom, pairs):
     def half(own, spread, freedom, pairs=pairs):
         return float(seeds_half(own, pairs, ERROR, spread=spread, freedom=freedom))
 

@@ -94,9 +94,7 @@ def test_a_bad_segment_hides_in_a_good_average_and_is_found():
     rows = 60_000
     groups = rng.choice(5, rows, p=[0.04, 0.24, 0.24, 0.24, 0.24]).astype(np.int64)
     effect = [0.25, -0.004, -0.003, 0.0, 0.0]  # the mean over rows is 0.008 %
-    losses = list(
-        pairs_of_losses(rng, 6, rows, effect, seed_sd=0.001, row_sd=0.1, rest_sd=0.3, groups=groups)
-    )
+    losses = list(pairs_of_losses(rng, 6, rows, effect, seed_sd=0.001, row_sd=0.1, rest_sd=0.3, groups=groups))
     average = judged(pair_variances(losses, np.zeros(rows, np.int64), 1)[0])
     segments = tuple(
         judged(variance, tail=ERROR / 5, name=str(place))
@@ -160,9 +158,7 @@ def test_what_no_number_of_pairs_decides_is_said():
     told = judged(few_rows).outlook
     assert "no number of pairs" in told
     rows = int(told.rpartition("about ")[2].split()[0])
-    grown = PairVariance(
-        mean=0.0, pairs=4, rows=rows, between_pairs=0.0, rows_error=0.05 * math.sqrt(1000 / rows)
-    )
+    grown = PairVariance(mean=0.0, pairs=4, rows=rows, between_pairs=0.0, rows_error=0.05 * math.sqrt(1000 / rows))
     assert judged(grown).verdict == "pass"
 
 
@@ -239,9 +235,7 @@ def test_clusters_of_one_row_are_rows():
     rng = np.random.default_rng(4)
     losses, groups = list(pairs_of_losses(rng, 3, 300, 0.1)), rng.integers(0, 3, 300)
     plain = pair_variances(losses, groups, 3)
-    for each, one in zip(
-        pair_variances(losses, groups, 3, clusters=rng.permutation(300)), plain, strict=True
-    ):
+    for each, one in zip(pair_variances(losses, groups, 3, clusters=rng.permutation(300)), plain, strict=True):
         assert each.rows_error == pytest.approx(one.rows_error, rel=1e-9)
         assert each.clusters == one.rows
         again = decode(RowsVerdict, encode(judged(each)))

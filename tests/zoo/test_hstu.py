@@ -17,9 +17,7 @@ VOCAB = (4, 7, 9)
 
 def layer(*, concat=False, time_buckets=0):
     torch.manual_seed(0)
-    return HSTULayer(
-        6, heads=2, value_dim=4, key_dim=3, reach=10, time_buckets=time_buckets, concat=concat
-    ).double()
+    return HSTULayer(6, heads=2, value_dim=4, key_dim=3, reach=10, time_buckets=time_buckets, concat=concat).double()
 
 
 def model(history, *, time_buckets=0, dense_features=0):

@@ -60,9 +60,7 @@ def test_pooling_reads_a_set():
     torch.testing.assert_close(pool(x[:, :4])[0], found[0], **CLOSE)
     torch.testing.assert_close(found[1], pool.out.bias.expand(3, 8), **CLOSE)
     k, v = pool.kv(x[0, :4]).split(8, dim=1)
-    heads = [
-        (pool.queries[h] @ k[:, 4 * h : 4 * h + 4].T / 2).softmax(1) @ v[:, 4 * h : 4 * h + 4] for h in (0, 1)
-    ]
+    heads = [(pool.queries[h] @ k[:, 4 * h : 4 * h + 4].T / 2).softmax(1) @ v[:, 4 * h : 4 * h + 4] for h in (0, 1)]
     torch.testing.assert_close(found[0], pool.out(torch.cat(heads, 1)), **CLOSE)
 
 

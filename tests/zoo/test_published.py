@@ -81,9 +81,7 @@ def test_wukong_sizes_are_near_their_papers_table():
     found = [inventory("wukong", size) for size in WUKONG_SIZES]
     page = (Path(__file__).parents[2] / "docs" / "zoo.md").read_text()
     for size, ours in zip(TABLE_5, found, strict=True):
-        assert re.search(
-            rf"^\| `{size}` \|.*\| {TABLE_5[size][0]:g} \| {3 * ours.gflop:.3g} \|$", page, re.M
-        ), size
+        assert re.search(rf"^\| `{size}` \|.*\| {TABLE_5[size][0]:g} \| {3 * ours.gflop:.3g} \|$", page, re.M), size
     flop = [3 * ours.gflop / gflop for ours, (gflop, _) in zip(found, TABLE_5.values(), strict=True)]
     assert all(0.65 < share < 1.1 for share in flop), flop
     assert all(0.9 < share < 1.1 for share in flop[3:]), flop

@@ -47,8 +47,7 @@ from loka.report.progress import ProgressBars
 from loka.train.interrupt import is_terminated, terminable
 
 _INTERRUPTED = (
-    "interrupted; demo, measure, validate, bench and data convert go on where they stopped when they are "
-    "started again"
+    "interrupted; demo, measure, validate, bench and data convert go on where they stopped when they are started again"
 )
 
 
@@ -115,9 +114,7 @@ def demo(
     min_sqnr_db: Annotated[float | None, typer.Option(help="Floor on every site's error.")] = None,
     min_speedup: Annotated[float | None, typer.Option(min=0, help="Least speed-up worth having.")] = None,
     schedule: ScheduleName = "cosine",
-    verbose: Annotated[
-        bool, typer.Option("--verbose", help="Print the long tables of details.txt too.")
-    ] = False,
+    verbose: Annotated[bool, typer.Option("--verbose", help="Print the long tables of details.txt too.")] = False,
 ) -> None:
     """Probe, measure, plan, convert and train; bf16 against the plan, paired."""
     require_alone("demo")
@@ -152,9 +149,7 @@ def merge(
 @app.command()
 def measure(
     stats: Annotated[Path, typer.Argument(help="Folder written by `loka probe`.")],
-    out: Annotated[Path, typer.Option(help="Report file; an unfinished one is continued.")] = Path(
-        "report.json"
-    ),
+    out: Annotated[Path, typer.Option(help="Report file; an unfinished one is continued.")] = Path("report.json"),
     device: Device = None,
     candidate: Annotated[list[str] | None, typer.Option(help="Measure only these; may be repeated.")] = None,
     errors_only: Annotated[
@@ -197,31 +192,23 @@ def plan(
     budget: Annotated[
         str, typer.Option(help="default, or paper: MERE below 0.2 and a speed-up above 1.05, nothing else.")
     ] = "default",
-    ne: Annotated[
-        float | None, typer.Option(min=0, help="KL/H allowed in all, absolute, such as 2e-4.")
-    ] = None,
+    ne: Annotated[float | None, typer.Option(min=0, help="KL/H allowed in all, absolute, such as 2e-4.")] = None,
     ne_of: Annotated[
         list[str] | None,
-        typer.Option(
-            help="NAME=KL/H of a task or a segment that was probed, such as click=1e-4; repeatable."
-        ),
+        typer.Option(help="NAME=KL/H of a task or a segment that was probed, such as click=1e-4; repeatable."),
     ] = None,
     min_sqnr_db: Annotated[float | None, typer.Option(help="Floor on every site's error; 25 dB.")] = None,
     max_mere: Annotated[float | None, typer.Option(help="The paper's limit, 0.2 there.")] = None,
     min_speedup: Annotated[
         float | None, typer.Option(min=0, help="Least speed-up over bf16 worth having; 1.05.")
     ] = None,
-    keep: Annotated[
-        list[str] | None, typer.Option(help="Pattern of sites to keep in hp; repeatable.")
-    ] = None,
+    keep: Annotated[list[str] | None, typer.Option(help="Pattern of sites to keep in hp; repeatable.")] = None,
     force: Annotated[
         list[str] | None, typer.Option(help="SITE=CANDIDATE, for debugging; SITE may be a pattern.")
     ] = None,
     target: Annotated[
         Literal["python", "package"],
-        typer.Option(
-            help="package: among what runs without loka (`loka serve package`), and what that costs."
-        ),
+        typer.Option(help="package: among what runs without loka (`loka serve package`), and what that costs."),
     ] = "python",
     frontier: Annotated[
         bool, typer.Option("--frontier", help="KL/H against time over budgets, instead of one plan.")
@@ -266,9 +253,7 @@ def diff(
 @app.command()
 def drift(
     plan: Annotated[Path, typer.Argument(help="The plan that runs.")],
-    stats: Annotated[
-        list[Path], typer.Argument(help="Folders written by `loka probe` since, the oldest first.")
-    ],
+    stats: Annotated[list[Path], typer.Argument(help="Folders written by `loka probe` since, the oldest first.")],
     before: Annotated[
         Path | None, typer.Option(help="The statistics behind the plan; without them effects on KL/H alone.")
     ] = None,
@@ -302,9 +287,7 @@ def _forced(pairs: list[str]) -> dict[str, str]:
     for pair in pairs:
         site, equals, candidate = pair.partition("=")
         if not equals or not candidate:
-            raise LokaError(
-                f"--force {pair!r} is not SITE=CANDIDATE", way_out="such as --force '*/output=hp'"
-            )
+            raise LokaError(f"--force {pair!r} is not SITE=CANDIDATE", way_out="such as --force '*/output=hp'")
         force[site] = candidate
     return force
 

@@ -68,9 +68,7 @@ class ArmResult:
     labels: npt.NDArray[np.float32]
 
 
-def run_arm(
-    run: ArmRun, name: str, seed: int, build: Callable[[], nn.Module], *, probed: bool = False
-) -> ArmResult:
+def run_arm(run: ArmRun, name: str, seed: int, build: Callable[[], nn.Module], *, probed: bool = False) -> ArmResult:
     """Trains `build()` in bf16 (or by the plan it was converted with) and evaluates it."""
     folder = run.out / "arms" / f"{name.replace(' ', '-')}-{seed}"
     done = _read(folder)
@@ -90,9 +88,7 @@ def run_arm(
     )
     watch = None
     if probed:
-        probe = Probe(
-            model, every=run.probe_every, save_to=stats, resume=_saved_stats(stats), base_rate=run.base_rate
-        )
+        probe = Probe(model, every=run.probe_every, save_to=stats, resume=_saved_stats(stats), base_rate=run.base_rate)
         watch = _Watch(probe, stats)
     with watch.probe if watch else nullcontext():
         trained = train(
@@ -168,9 +164,7 @@ def _candidates(model: nn.Module) -> list[list[Any]]:
 
 def _write(folder: Path, result: ArmResult) -> None:
     tensors = folder / "held_out.safetensors"
-    write_tensors(
-        tensors, {"logits": torch.from_numpy(result.logits), "labels": torch.from_numpy(result.labels)}
-    )
+    write_tensors(tensors, {"logits": torch.from_numpy(result.logits), "labels": torch.from_numpy(result.labels)})
     finished = _Finished(
         name=result.arm.name,
         train_ne=result.arm.train_ne,

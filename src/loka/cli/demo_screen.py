@@ -141,22 +141,16 @@ def write_pages(models: Sequence[Shown], out: Path, screen: Screen) -> None:
             validation=model.comparison,
         )
         write_atomic(model.folder / PAGE, made.encode())
-    links = [
-        tag("li", tag("a", model.name, href=f"{model.folder.relative_to(out)}/{PAGE}")) for model in models
-    ]
+    links = [tag("li", tag("a", model.name, href=f"{model.folder.relative_to(out)}/{PAGE}")) for model in models]
     rows = [
-        [Cell(text, text, "wrap") for text in (kind, *row)]
-        for kind in _TITLES[:3]
-        for row in getattr(screen, kind)
+        [Cell(text, text, "wrap") for text in (kind, *row)] for kind in _TITLES[:3] for row in getattr(screen, kind)
     ]
     width = max(map(len, rows))
     filled = [[*row, *[Cell("", "")] * (width - len(row))] for row in rows]
     head = ("", "model", *[""] * (width - 2))
     body = (
         tag("header", tag("h1", "FP8 by demo"), tag("nav", tag("ul", *links), aria_label="models")),
-        section(
-            "screen", "What was found, what it saves, what it costs", table(head, filled, caption="by model")
-        ),
+        section("screen", "What was found, what it saves, what it costs", table(head, filled, caption="by model")),
         section("next", "What to do next", *(paragraph(code(what), f" {why}") for what, why in screen.next)),
     )
     write_atomic(out / PAGE, document("LoKA demo", *body).encode())

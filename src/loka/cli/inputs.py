@@ -82,9 +82,7 @@ def open_data(
             assert isinstance(table, Reader)
             table = Dealt(table.parts(parts), rank=rank, ranks=ranks)
         of = f" of {test.name}" if test else ""
-        return Data(
-            train=table, test=tail, description=f"{path.name}, {table.rows} + {tail.rows} held out{of}"
-        )
+        return Data(train=table, test=tail, description=f"{path.name}, {table.rows} + {tail.rows} held out{of}")
     if schema or test:
         raise LokaError(
             f"{'--schema' if schema else '--test-data'} without --data",
@@ -121,9 +119,7 @@ def model_builder(name: str) -> Build:
         return functools.partial(_of_zoo, head, size)
     names = ", ".join(f"{model}:{size}" for model, size in presets())
     if not tail:
-        raise UnknownName(
-            f"no model is called {name!r}", way_out=f"one of {names}, or package.module:factory"
-        )
+        raise UnknownName(f"no model is called {name!r}", way_out=f"one of {names}, or package.module:factory")
     factory = find_function(name, way_out=f"one of {names}, or package.module:factory")
 
     def built(source: Source) -> nn.Module:
@@ -257,9 +253,7 @@ def choose_device(name: str | None) -> str:
     if device.partition(":")[0] not in ("cpu", "cuda"):
         raise UnknownName(f"--device {device!r}", way_out="cpu, cuda, or cuda:1")
     if torch.device(device).type == "cuda" and not torch.cuda.is_available():
-        raise LokaError(
-            f"--device {device}: torch sees no GPU here", way_out="leave --device out, or say cpu"
-        )
+        raise LokaError(f"--device {device}: torch sees no GPU here", way_out="leave --device out, or say cpu")
     return device
 
 

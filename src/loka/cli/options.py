@@ -49,9 +49,7 @@ FinalRate = Annotated[
 ]
 AverageName = Annotated[
     str,
-    typer.Option(
-        "--average", help="Evaluate a mean of the weights too: tail (of the last steps), ema, or none."
-    ),
+    typer.Option("--average", help="Evaluate a mean of the weights too: tail (of the last steps), ema, or none."),
 ]
 AverageShare = Annotated[
     float, typer.Option("--average-share", min=0, max=1, help="Share of the steps that the mean covers.")
@@ -61,10 +59,6 @@ BaseRate = Annotated[
     typer.Option("--base-rate", help="Share of positive labels, which NE is relative to; else counted."),
 ]
 Seed = Annotated[int, typer.Option(min=0, help="Of the initial weights, the synthetic rows and the samples.")]
-TimeLimit = Annotated[
-    float | None, typer.Option(min=0, help="Seconds; the same command again goes on from there.")
-]
-CacheFolder = Annotated[
-    Path | None, typer.Option(help="Folder of times measured before; the user's cache by default.")
-]
+TimeLimit = Annotated[float | None, typer.Option(min=0, help="Seconds; the same command again goes on from there.")]
+CacheFolder = Annotated[Path | None, typer.Option(help="Folder of times measured before; the user's cache by default.")]
 NoCache = Annotated[bool, typer.Option("--no-cache", help="Time everything anew.")]

@@ -206,9 +206,7 @@ def _transpose(emitter: Emitter, site: JointSite, mine: Edge, own: Low) -> dict[
     """(r x)8^T of a site by a kernel of its own."""
     writer = written(Matrix(rows=site.rows, features=site.inputs), _kinds(own))
     program = writer.program(transposed=_scaled(writer, own))
-    return writer.run(
-        emitter, program, site.rows, gradient_scale=mine.outputs["r"], tops=mine.outputs["tops"]
-    )
+    return writer.run(emitter, program, site.rows, gradient_scale=mine.outputs["r"], tops=mine.outputs["tops"])
 
 
 def _kinds(low: Low) -> dict[Node, Kind]:

@@ -52,9 +52,7 @@ class Emitter:
 
     def redirect(self, old: Node, new: Node, besides: Node | None = None) -> None:
         """Readers of `old` read `new` from now on; not `besides`, and not those that ask for its size."""
-        old.replace_all_uses_with(
-            new, delete_user_cb=lambda user: user is not besides and user.target is not SIZE
-        )
+        old.replace_all_uses_with(new, delete_user_cb=lambda user: user is not besides and user.target is not SIZE)
 
     def now(self, node: Node) -> Node:
         """What stands in the place of a node that was there at first."""

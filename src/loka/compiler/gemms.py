@@ -119,9 +119,7 @@ class Gemms:
     def __init__(self, emitter: Emitter, joined: set[Node]) -> None:
         self._emitter, self._joined = emitter, joined
 
-    def call(
-        self, site: JointSite, gemm: Gemm, a: Node, a_scale: Node | None, b: Node, b_scale: Node
-    ) -> Node:
+    def call(self, site: JointSite, gemm: Gemm, a: Node, a_scale: Node | None, b: Node, b_scale: Node) -> Node:
         """a b^T under the scales of its rows, which is one for None."""
         emitter = self._emitter
         m: int | Node = emitter.side(site.rows)
@@ -132,9 +130,7 @@ class Gemms:
             m, n, dtype = site.outputs, site.inputs, site.weight_dtype
         kernel = kernel_of(site, gemm)
         a_scale = emitter.constant(1.0, value_of(site.x).device) if a_scale is None else a_scale
-        return emitter.call(
-            region_gemm, a, a_scale, b, b_scale, None, site.name, gemm.value, kernel, m, n, dtype
-        )
+        return emitter.call(region_gemm, a, a_scale, b, b_scale, None, site.name, gemm.value, kernel, m, n, dtype)
 
     def scaled_by_readers(self, product: Node, summed: int) -> bool:
         """Whether all that read a product [T, N] can multiply it by its rows' scales, and that saves time.
@@ -148,8 +144,7 @@ class Gemms:
             and (summed < _SHORT or columns <= summed == _SHORT)
             and value_of(product).dtype != torch.float16
             and all(
-                user in self._joined or is_pointwise(user) or user.target in (*SUMS, aten.cat.default)
-                for user in found
+                user in self._joined or is_pointwise(user) or user.target in (*SUMS, aten.cat.default) for user in found
             )
         )
 

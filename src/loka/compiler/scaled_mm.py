@@ -69,9 +69,7 @@ def _runs(kernel: str, gemm: Gemm, one: bool, out: torch.Tensor, n: int) -> bool
     candidate = candidate_named(f"{kernel}:{'tensorwise' if one else 'rowwise'}_e4m3")
     sides = {"m": 16, "n": n, "k": 16}
     target = target_of(out.device)
-    return (
-        candidate.unsupported(Problem(gemm=gemm, **sides, dtype=dtype_name(out.dtype), target=target)) is None
-    )
+    return candidate.unsupported(Problem(gemm=gemm, **sides, dtype=dtype_name(out.dtype), target=target)) is None
 
 
 def _scaled_mm(emitter: Emitter, node: Node) -> Node:

@@ -64,9 +64,7 @@ def keep_tokens(emitter: Emitter) -> set[Node]:
     return given
 
 
-def _product(
-    emitter: Emitter, node: Node, as_they_lie: dict[tuple[Node, torch.dtype], Node]
-) -> _Product | None:
+def _product(emitter: Emitter, node: Node, as_they_lie: dict[tuple[Node, torch.dtype], Node]) -> _Product | None:
     """A GEMM of forward, or for dx, where it would copy: X into rows, or the result across."""
     rows, w = args_of(node)
     x = _uncollapsed(rows)
@@ -79,9 +77,7 @@ def _product(
     across = [user for view in views for user in _readers(view)]
     # A GEMM reads either way; what else reads the transpose would take it across.
     taken = all(map(_is_transpose, across)) and any(
-        reader.target is not aten.bmm.default and not _is_transpose(reader)
-        for user in across
-        for reader in user.users
+        reader.target is not aten.bmm.default and not _is_transpose(reader) for user in across for reader in user.users
     )
     if not (lies_across(value_of(x)) or taken):
         return None
@@ -124,9 +120,7 @@ def _give(emitter: Emitter, product: _Product, y: Node) -> Node:
     return back
 
 
-def _weight_gradient(
-    emitter: Emitter, node: Node, as_they_lie: dict[tuple[Node, torch.dtype], Node]
-) -> set[Node]:
+def _weight_gradient(emitter: Emitter, node: Node, as_they_lie: dict[tuple[Node, torch.dtype], Node]) -> set[Node]:
     """dw [m, n] = rows of g [B d, m]^T @ rows of x [B d, n]."""
     left, right = args_of(node)
     if left.target is not aten.permute.default or list(args_of(left)[1]) != [1, 0]:

@@ -69,9 +69,7 @@ def fingerprint(device: torch.device | str) -> Fingerprint:
     """The fingerprint of `device` on this machine. On a CPU only torch's version matters."""
     device = torch.device(device)
     if device.type != "cuda":
-        return Fingerprint(
-            device=device.type, target=target_of(device), driver="", cuda="", torch=torch.__version__
-        )
+        return Fingerprint(device=device.type, target=target_of(device), driver="", cuda="", torch=torch.__version__)
     return Fingerprint(
         device=torch.cuda.get_device_name(device),
         target=target_of(device),

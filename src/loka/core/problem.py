@@ -57,9 +57,7 @@ def round_up(value: int, multiple: int) -> int:
     return -(-value // multiple) * multiple
 
 
-def linear_problem(
-    gemm: Gemm, *, rows: int, in_features: int, out_features: int, dtype: str, target: str
-) -> Problem:
+def linear_problem(gemm: Gemm, *, rows: int, in_features: int, out_features: int, dtype: str, target: str) -> Problem:
     """The problem of one GEMM of a linear layer for `rows` input rows (see core/recipe.py)."""
     sides = {
         Gemm.OUTPUT: (rows, out_features, in_features),

@@ -62,9 +62,7 @@ def _open(path: Path, format: str | None) -> TableFile:
         )
     if status.st_size == 0:
         raise DataRefused(f"{path}: the file is empty")
-    return TableFile(
-        path=path, format=format or _format(path), size=status.st_size, mtime_ns=status.st_mtime_ns
-    )
+    return TableFile(path=path, format=format or _format(path), size=status.st_size, mtime_ns=status.st_mtime_ns)
 
 
 def _format(path: Path) -> str:

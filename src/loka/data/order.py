@@ -54,9 +54,7 @@ class Order:
     def pieces(self, window: int) -> list[tuple[int, int, int]]:
         """(group, first, last) of each piece of a window."""
         part = slice(self.window[window], self.window[window + 1])
-        return list(
-            zip(self.group[part].tolist(), self.first[part].tolist(), self.last[part].tolist(), strict=True)
-        )
+        return list(zip(self.group[part].tolist(), self.first[part].tolist(), self.last[part].tolist(), strict=True))
 
     def rows(self, window: int) -> np.ndarray | None:
         """The order [n] of a window's rows, or None when they stay as they are."""

@@ -146,9 +146,7 @@ def _from_bars(content: Mapping[str, Any]) -> dict[str, Any]:
     for feature in content["feature_cols"]:
         if feature.get("active", True):
             if feature["type"] not in roles:
-                raise ValueError(
-                    f"feature {feature['name']} has type {feature['type']!r}, known: {list(roles)}"
-                )
+                raise ValueError(f"feature {feature['name']} has type {feature['type']!r}, known: {list(roles)}")
             roles[feature["type"]] += _names(feature["name"])
     labels = content["label_col"]
     return {

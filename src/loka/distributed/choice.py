@@ -50,9 +50,7 @@ def compared(ways: Ways, device: torch.device, timer: Timer, *, baseline: str = 
     """Of each way, by the slowest rank of each round; `Timing.speedup` is over `baseline`. A collective."""
     mine = {name: list(times) for name, times in timer(ways, device).items()}
     ranks = [json.loads(text) for text in gather(json.dumps(mine).encode(), None)]
-    slowest = {
-        name: [max(times) for times in zip(*(one[name] for one in ranks), strict=True)] for name in mine
-    }
+    slowest = {name: [max(times) for times in zip(*(one[name] for one in ranks), strict=True)] for name in mine}
     return {name: timing_of(slowest[baseline], times) for name, times in slowest.items()}
 
 
@@ -78,9 +76,7 @@ def time_in_turns(ways: Ways, device: torch.device) -> dict[str, list[float]]:
     return found
 
 
-def _microseconds(
-    run: Callable[[], object], device: torch.device, cache: torch.Tensor, launched: float
-) -> float:
+def _microseconds(run: Callable[[], object], device: torch.device, cache: torch.Tensor, launched: float) -> float:
     together = torch.zeros(1, device=device)
     if device.type != "cuda":
         dist.all_reduce(together)

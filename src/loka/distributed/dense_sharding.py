@@ -84,18 +84,14 @@ def average_gradients(tables: list[nn.Parameter]) -> None:
     for table in tables:
         mine = table.grad
         rows, values = _rows_of(table, mine)
-        counts = [
-            torch.empty(1, dtype=torch.int64, device=table.device) for _ in range(dist.get_world_size())
-        ]
+        counts = [torch.empty(1, dtype=torch.int64, device=table.device) for _ in range(dist.get_world_size())]
         dist.all_gather(counts, torch.tensor([len(rows)], device=table.device))
         sizes = [int(count) for count in counts]
         if not max(sizes):
             continue
         every_row = _gathered(rows, sizes)
         every_value = _gathered(values / len(sizes), sizes)
-        table.grad = torch.sparse_coo_tensor(
-            every_row[None], every_value, table.shape, check_invariants=False
-        )
+        table.grad = torch.sparse_coo_tensor(every_row[None], every_value, table.shape, check_invariants=False)
 
 
 def _rows_of(table: nn.Parameter, gradient: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:

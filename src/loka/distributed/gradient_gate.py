@@ -66,9 +66,7 @@ def choose_gradients(
     """
     wires = {name: GradientWire(scatter=name, gather=name) for name in codecs}
     if ranks_of() == 1:
-        raise LokaError(
-            "one rank sends no gradients, so nothing can be chosen", way_out="start several by torchrun"
-        )
+        raise LokaError("one rank sends no gradients, so nothing can be chosen", way_out="start several by torchrun")
     sending = Sending(None)
     hook_gradients(model, sending)
     for number in range(_WARM_UPS):

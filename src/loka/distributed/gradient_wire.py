@@ -79,9 +79,7 @@ def hook_gradients(model: nn.Module, sending: Sending) -> None:
         try:
             model.register_comm_hook((sending, model.process_group, names), _reduce_bucket)
         except RuntimeError as error:
-            raise LokaError(
-                "this model has a communication hook", why=[str(error).splitlines()[0]]
-            ) from error
+            raise LokaError("this model has a communication hook", why=[str(error).splitlines()[0]]) from error
         return
     units = units_of(model)
     if not units:

@@ -93,9 +93,7 @@ def _modules(module: nn.Module, path: str) -> Iterator[tuple[str, nn.Module]]:
             yield from _modules(child, f"{path}._lookups.{place}".lstrip("."))
 
 
-def _plain(
-    name: str, module: nn.Embedding | nn.EmbeddingBag, optimizer: torch.optim.Optimizer | None
-) -> Lookup:
+def _plain(name: str, module: nn.Embedding | nn.EmbeddingBag, optimizer: torch.optim.Optimizer | None) -> Lookup:
     def tensors() -> tuple[torch.Tensor, ...]:
         weight = module.weight
         state = optimizer.state.get(weight, {}) if optimizer is not None else {}

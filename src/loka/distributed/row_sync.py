@@ -172,9 +172,7 @@ class RowSync:
         came = torch.zeros(ranks, max(sizes), dtype=torch.uint8, device=device)
         padded = torch.cat([mine, came[0, : max(sizes) - len(mine)]])
         work = all_gather(came, padded[None], group=self._group, async_op=True) if max(sizes) else None
-        self._flight = _Flight(
-            sent=sent, counts=all_counts, exact=exact, bytes=came, work=work, begun=self._steps
-        )
+        self._flight = _Flight(sent=sent, counts=all_counts, exact=exact, bytes=came, work=work, begun=self._steps)
         self.traffic.syncs += 1
         self.traffic.rows += sum(counts[_TOLD:])
         self.traffic.received += sum(sizes) - len(mine)
@@ -217,9 +215,7 @@ class RowSync:
         table.left = rows[some][order]
         return code
 
-    def _decoded(
-        self, table: Table, codes: list[torch.Tensor], rows: int, *, exact: bool
-    ) -> list[torch.Tensor]:
+    def _decoded(self, table: Table, codes: list[torch.Tensor], rows: int, *, exact: bool) -> list[torch.Tensor]:
         weight, *states = table.lookup.tensors()
         codec = codec_named("fp32") if exact else self._codec(table)
         changed = codec.decode(codes[0].clone().view(rows, codec.width(weight.shape[1])))
@@ -233,10 +229,7 @@ class RowSync:
 
     def _sizes(self, counts: Sequence[int], *, exact: bool) -> list[int]:
         tables = self._tables.values()
-        return [
-            sum(self._sizes_of(table, count, exact=exact))
-            for table, count in zip(tables, counts, strict=True)
-        ]
+        return [sum(self._sizes_of(table, count, exact=exact)) for table, count in zip(tables, counts, strict=True)]
 
     def _sizes_of(self, table: Table, rows: int, *, exact: bool) -> list[int]:
         """Bytes of the ids, the weight's codes and each state of so many rows."""

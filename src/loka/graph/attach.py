@@ -60,9 +60,7 @@ def attach(
             raise NotConverted(f"{path}: the model has no module {use.caller!r}, which calls it")
         centre = _centre(path, chosen[0], layers[path], centres or {})
         hot = _hot(path, chosen[0], layers[path], (hot_columns or {}).get(path, ()))
-        by_caller.setdefault(use.caller, {})[use] = make(
-            path, chosen, device, join=join, centre=centre, hot=hot
-        )
+        by_caller.setdefault(use.caller, {})[use] = make(path, chosen, device, join=join, centre=centre, hot=hot)
     forwards = [_forward(modules, caller, sites) for caller, sites in by_caller.items()]
     for forward, path in zip(forwards, by_caller, strict=True):
         forward.path = path
@@ -70,9 +68,7 @@ def attach(
     _keep_out_of_fused_inference(model)
 
 
-def _centre(
-    path: str, output: str, layer: LinearShape, centres: Mapping[str, Sequence[float]]
-) -> torch.Tensor | None:
+def _centre(path: str, output: str, layer: LinearShape, centres: Mapping[str, Sequence[float]]) -> torch.Tensor | None:
     if output == HP or not candidate_named(output).recipe.centred:
         return None
     if len(centres.get(path, ())) != layer.in_features:

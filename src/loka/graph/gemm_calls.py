@@ -249,9 +249,7 @@ def _einsum(equation: str, a: torch.Tensor, b: torch.Tensor, *, weight_first: bo
         w_form = w_form.reshape(count, width, contracted)
         flat: tuple[int, ...] = (count, height, width)
     else:
-        x_form = (
-            x_form.reshape(*(size[c] for c in rows), contracted) if rows else x_form.reshape(1, contracted)
-        )
+        x_form = x_form.reshape(*(size[c] for c in rows), contracted) if rows else x_form.reshape(1, contracted)
         w_form = w_form.reshape(width, contracted)
         flat = (*(size[c] for c in rows), width) if rows else (1, width)
 
@@ -314,9 +312,7 @@ def _convolution(
         return None
     if bias is not None:
         bias = bias.reshape(-1, *([1] * (input.dim() - 2)))
-    return GemmCall(
-        weight, input.movedim(1, -1), weight.flatten(1), "conv", _channels_last, _channels_second, bias
-    )
+    return GemmCall(weight, input.movedim(1, -1), weight.flatten(1), "conv", _channels_last, _channels_second, bias)
 
 
 def _all(value: Any, wanted: int) -> bool:

@@ -26,9 +26,7 @@ class _Again:
     with the mode taken off: its GEMMs would run in high precision.
     """
 
-    def __init__(
-        self, again: Callable[[], AbstractContextManager[Any]], function: Callable[..., Any]
-    ) -> None:
+    def __init__(self, again: Callable[[], AbstractContextManager[Any]], function: Callable[..., Any]) -> None:
         self.again, self.function = again, function
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

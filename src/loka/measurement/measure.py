@@ -243,8 +243,7 @@ def _draw_layer(
     refused: dict[Gemm, dict[str, str]] = {}
     for gemm, problem in problems.items():
         reasons = {
-            name: _pointless(name, layer) or _unsupported(name, problem, timer.device)
-            for name in timer.candidates
+            name: _pointless(name, layer) or _unsupported(name, problem, timer.device) for name in timer.candidates
         }
         runnable[gemm] = [HP, *(name for name, reason in reasons.items() if reason is None)]
         refused[gemm] = {name: reason for name, reason in reasons.items() if reason is not None}

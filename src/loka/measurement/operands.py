@@ -21,9 +21,7 @@ _ROTATION_BYTES = 1 << 30  # copies of the operands to rotate, so that none stay
 _ROTATION = 8  # as many calls as a graph holds at most
 
 
-def layer_samplers(
-    layer: LinearStats, device: torch.device, *, keep_tails: bool = True
-) -> dict[str, Sampler]:
+def layer_samplers(layer: LinearStats, device: torch.device, *, keep_tails: bool = True) -> dict[str, Sampler]:
     """By operand. With `keep_tails`, draws have the tails that were learnt (statistics/tails.py), if any
     were."""
     return samplers(layer.operands, device, keep_tails=keep_tails)
@@ -48,9 +46,7 @@ def centre_of_input(layer: LinearStats) -> torch.Tensor:
     return centre_of(learnt.tensors["mean"].cpu(), learnt.tensors["square"].cpu() / count)
 
 
-def hot_of_input(
-    layer: LinearStats, candidate: str, device: torch.device | str = "cpu"
-) -> torch.Tensor | None:
+def hot_of_input(layer: LinearStats, candidate: str, device: torch.device | str = "cpu") -> torch.Tensor | None:
     """The columns [32] int64 whose residuals it takes too; None: it takes none, or no effect tells which."""
     output = None if candidate == HP else candidate_named(candidate).recipe.output
     found = hot_of(layer, output[0]) if output is not None and output[0].hot else None

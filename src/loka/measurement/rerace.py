@@ -67,11 +67,7 @@ def confirm(
     for path in track(paths, "confirming", len(paths)) if track else paths:
         if deadline is not None and time.monotonic() >= deadline:
             break
-        sites = {
-            gemm: report.sites[site_name(path, gemm)]
-            for gemm in Gemm
-            if site_name(path, gemm) in report.sites
-        }
+        sites = {gemm: report.sites[site_name(path, gemm)] for gemm in Gemm if site_name(path, gemm) in report.sites}
         try:
             if len(sites) == len(Gemm):
                 layer = stats.layers[path]
@@ -147,20 +143,14 @@ def _cast(operands: Operands) -> Operands:
     return {**operands, "weight": operands["weight"].to(operands["input"].dtype)}
 
 
-def _race(
-    arms: Mapping[str, str], calls: Mapping[str, Call], device: torch.device, rounds: int, seed: int
-) -> Contest:
+def _race(arms: Mapping[str, str], calls: Mapping[str, Call], device: torch.device, rounds: int, seed: int) -> Contest:
     # With tie=0 nothing but a lead of hp over everyone is ever decided: the rounds are fixed
     # beforehand, so the intervals are those of a test that nobody stopped when it looked good.
-    found = time_interleaved(
-        calls, baseline=HP, device=device, keep=list(calls), tie=0.0, max_rounds=rounds, seed=seed
-    )
+    found = time_interleaved(calls, baseline=HP, device=device, keep=list(calls), tie=0.0, max_rounds=rounds, seed=seed)
     return Contest(
         arms=arms,
         timings=found.timings,
-        versus={
-            arm: ratio for arm, name in arms.items() if arm != CHOICE and (ratio := _ratio(found, name, arms))
-        },
+        versus={arm: ratio for arm, name in arms.items() if arm != CHOICE and (ratio := _ratio(found, name, arms))},
         failures=found.failures,
     )
 

@@ -8,9 +8,7 @@ from loka.core.records.stats import LinearStats
 
 def gemms_of(path: str, layer: LinearStats) -> tuple[list[Gemm], dict[str, str]]:
     """The GEMMs that run in training, and why another does not."""
-    empty = [
-        name for name, learnt in layer.operands.items() if name != "weight" and not learnt.numbers["count"]
-    ]
+    empty = [name for name, learnt in layer.operands.items() if name != "weight" and not learnt.numbers["count"]]
     if empty:
         reason = f"no finite row of {' or '.join(empty)} was seen, so there is nothing to draw from"
         return [], {site_name(path, gemm): reason for gemm in Gemm}

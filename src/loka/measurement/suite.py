@@ -64,9 +64,7 @@ def suite_of(shapes: Iterable[GemmShape], *, weight_dtype: str = "bfloat16", mem
     layers: dict[str, SuiteLayer] = {}
     for (rows, in_features, out_features), several in uses.items():
         path = _unique(f"{_slug(several[0].model)}/{_slug(several[0].site)}", layers)
-        layers[path] = SuiteLayer(
-            rows=rows, in_features=in_features, out_features=out_features, uses=tuple(several)
-        )
+        layers[path] = SuiteLayer(rows=rows, in_features=in_features, out_features=out_features, uses=tuple(several))
     return Suite(layers=layers, not_covered=not_covered, too_large=too_large)
 
 
@@ -112,9 +110,7 @@ def suite_stats(suite: Suite, *, weight_dtype: str = "bfloat16", spread: float =
             needs_weight_grad=True,
             operands=operands,
         )
-    return Stats(
-        model=ModelSignature(name="GEMM suite", layers=shapes), steps=1, sampled_steps=1, layers=layers
-    )
+    return Stats(model=ModelSignature(name="GEMM suite", layers=shapes), steps=1, sampled_steps=1, layers=layers)
 
 
 def _slug(text: str) -> str:

@@ -136,9 +136,7 @@ class AttentionForward(SiteForward):
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Sequences of nn.TransformerEncoder's inference: padded, masked, and packed again."""
         if not (query is key and key is value) or need_weights:
-            raise ValueError(
-                "nested tensors are taken for self-attention without need_weights only; pad them instead"
-            )
+            raise ValueError("nested tensors are taken for self-attention without need_weights only; pad them instead")
         lengths = [part.shape[0] for part in query.unbind()]
         padded = query.to_padded_tensor(0.0)
         positions = torch.arange(padded.shape[1], device=padded.device)
@@ -148,9 +146,7 @@ class AttentionForward(SiteForward):
         return torch.nested.as_nested_tensor(parts, layout=query.layout), None
 
 
-def _multiply(
-    site: Site | None, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
-) -> torch.Tensor:
+def _multiply(site: Site | None, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     if site is None:
         return F.linear(x, weight, bias)
     y = site(x, weight)

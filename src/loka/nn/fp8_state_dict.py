@@ -27,9 +27,7 @@ def load_fp8_state_dict(model: nn.Module, content: Mapping[str, Any]) -> None:
     sites, there = sites_of(model), list(content["health"])
     if list(sites) != there:
         only = [name for name in there if name not in sites] + [name for name in sites if name not in there]
-        raise ValueError(
-            f"other FP8 sites run now than when it was saved: {', '.join(only[:5]) or 'in another order'}"
-        )
+        raise ValueError(f"other FP8 sites run now than when it was saved: {', '.join(only[:5]) or 'in another order'}")
     for name, site in sites.items():
         site.health.copy_(content["health"][name])
 

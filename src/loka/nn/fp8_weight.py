@@ -62,9 +62,7 @@ class Fp8Weight(torch.Tensor):
         return ["row", "scale"], self.dtype
 
     @staticmethod
-    def __tensor_unflatten__(
-        inner: dict[str, torch.Tensor], dtype: torch.dtype, size: Any, stride: Any
-    ) -> Fp8Weight:
+    def __tensor_unflatten__(inner: dict[str, torch.Tensor], dtype: torch.dtype, size: Any, stride: Any) -> Fp8Weight:
         return Fp8Weight(inner["row"], inner["scale"], dtype)
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]

@@ -17,11 +17,7 @@ def check_finite(model: nn.Module) -> None:
     lines = []
     for site, counts in health_of(model).items():
         gemm = Gemm(site.rpartition("/")[2])
-        names = [
-            name
-            for name, bad in zip(OPERAND_NAMES[gemm], (counts["bad_a"], counts["bad_b"]), strict=True)
-            if bad
-        ]
+        names = [name for name, bad in zip(OPERAND_NAMES[gemm], (counts["bad_a"], counts["bad_b"]), strict=True) if bad]
         if names:
             lines.append(f"{site}: non-finite {' and '.join(names)}")
     if lines:

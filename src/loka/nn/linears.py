@@ -14,9 +14,7 @@ Filter = Callable[[nn.Module, str], bool]
 PREDICTION_OUTPUTS = 8
 
 
-def find_linears(
-    model: nn.Module, *, filter: Filter | None = None
-) -> tuple[dict[str, nn.Linear], dict[str, str]]:
+def find_linears(model: nn.Module, *, filter: Filter | None = None) -> tuple[dict[str, nn.Linear], dict[str, str]]:
     """The linear layers by module path, and why each other holder of GEMM weights is left out.
 
     They are the modules that run nn.Linear's own forward, whatever their class. A module

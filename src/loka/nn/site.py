@@ -80,9 +80,7 @@ class Site:
         Quantizes from the weight as it is stored: float32 weights are rounded once.
         """
         if x.shape[-1] != weight.shape[-1]:
-            raise ValueError(
-                f"{self.name}: input has {x.shape[-1]} features, the weight takes {weight.shape[-1]}"
-            )
+            raise ValueError(f"{self.name}: input has {x.shape[-1]} features, the weight takes {weight.shape[-1]}")
         kind = x.device.type
         if torch.is_autocast_enabled(kind) and x.dtype in DTYPES:
             x = x.to(torch.get_autocast_dtype(kind))

@@ -264,9 +264,7 @@ def _site_backward(
     likewise. A scale is empty where its tensor is in high precision.
     """
     names, want = (grad_input, grad_weight), (want_input, want_weight)
-    return backward_parts(
-        dy, x, x_scale, weight, weight_scale, health.data, names, want, features, weight_dtype
-    )
+    return backward_parts(dy, x, x_scale, weight, weight_scale, health.data, names, want, features, weight_dtype)
 
 
 def _site_backward_fake(
@@ -285,11 +283,7 @@ def _site_backward_fake(
     weight_dtype: torch.dtype,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     dx = dy.new_empty(dy.shape[0], features) if want_input else dy.new_empty(0)
-    dw = (
-        dy.new_empty(dy.shape[1], features, dtype=weight_dtype)
-        if want_weight
-        else dy.new_empty(0, dtype=weight_dtype)
-    )
+    dw = dy.new_empty(dy.shape[1], features, dtype=weight_dtype) if want_weight else dy.new_empty(0, dtype=weight_dtype)
     return dx, dw
 
 

@@ -62,15 +62,11 @@ def _without_times(report: Report) -> Report:
 
 
 def _only(report: Report, keep: Callable[[str], bool]) -> Report:
-    return _with_measurements(
-        report, lambda measured: {n: m for n, m in measured.items() if n == HP or keep(n)}
-    )
+    return _with_measurements(report, lambda measured: {n: m for n, m in measured.items() if n == HP or keep(n)})
 
 
 def _with_measurements(
     report: Report, change: Callable[[Mapping[str, Measurement]], Mapping[str, Measurement]]
 ) -> Report:
-    sites = {
-        name: replace(site, measurements=change(site.measurements)) for name, site in report.sites.items()
-    }
+    sites = {name: replace(site, measurements=change(site.measurements)) for name, site in report.sites.items()}
     return replace(report, sites=sites)

@@ -103,8 +103,7 @@ def _check_model(model: nn.Module, plan: Plan) -> None:
     ]
     if differences:
         raise PlanMismatch(
-            f"this plan was made for {plan.model.name} with other linear layers than this "
-            f"{class_name(model)} has",
+            f"this plan was made for {plan.model.name} with other linear layers than this {class_name(model)} has",
             why=differences,
             way_out="apply the same mods as when probing, or probe, measure and plan this model",
         )
@@ -127,9 +126,7 @@ def _fits(decision: Decision, shape: LinearShape) -> bool:
 def _check_machine(model: nn.Module, plan: Plan) -> None:
     here = [fingerprint(device) for device in _devices(model)]
     used = _libraries(plan)
-    differences = [
-        line for machine in here for line in machine.differences(plan.machine, driver=False, libraries=used)
-    ]
+    differences = [line for machine in here for line in machine.differences(plan.machine, driver=False, libraries=used)]
     if differences:
         raise PlanMismatch(
             f"this plan was measured on {plan.machine}, not here",

@@ -60,8 +60,7 @@ def spend_several(items: Mapping[str, Sequence[Choice]], limits: Sequence[float]
     weights, bound = [1 / len(limits)] * len(limits), 0.0
     for turn in range(_ROUNDS):
         surrogate = {
-            name: [_way(name, place, way, weights) for place, way in enumerate(ways)]
-            for name, ways in shares.items()
+            name: [_way(name, place, way, weights) for place, way in enumerate(ways)] for name, ways in shares.items()
         }
         found, relaxed = _walked(surrogate)
         bound = max(bound, relaxed)
@@ -170,8 +169,7 @@ def _filled(taken: Mapping[str, int], shares: Mapping[str, Sequence[Choice]], co
             for other, way in enumerate(shares[name])
             if way.time < now.time
             and all(
-                use - a + b <= max(1 + _ROUNDING, use)
-                for use, a, b in zip(used, now.effects, way.effects, strict=True)
+                use - a + b <= max(1 + _ROUNDING, use) for use, a, b in zip(used, now.effects, way.effects, strict=True)
             )
         ]
         if not fitting:

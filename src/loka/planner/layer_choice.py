@@ -49,9 +49,7 @@ class Choice:
 
     def saved_at(self, gemm: Gemm) -> float:
         """Microseconds saved on tensors of which `gemm` takes the transpose; each counts once."""
-        return sum(
-            saving.value for tensor, saving in self.saved.items() if SHARED_OPERANDS[tensor][1][0] is gemm
-        )
+        return sum(saving.value for tensor, saving in self.saved.items() if SHARED_OPERANDS[tensor][1][0] is gemm)
 
     @property
     def microseconds(self) -> float:
@@ -120,9 +118,7 @@ def allowed_choices(
     return allowed + [r for r in regions if r.region is not None and r.region.low >= min_speedup]
 
 
-def region_choice(
-    options: Mapping[Gemm, Option], times: Mapping[str, Measurement], arm: str = REGION
-) -> Choice | None:
+def region_choice(options: Mapping[Gemm, Option], times: Mapping[str, Measurement], arm: str = REGION) -> Choice | None:
     """The layer as a part of a region, from its GEMMs in hp; None where that was not timed.
 
     What the region saves is taken off the GEMMs in proportion to their times, so that choices compare.

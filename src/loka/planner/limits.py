@@ -50,15 +50,11 @@ def limits_of(budget: Budget, report: Report) -> dict[str, float]:
     wrong = {name: report.parts[name].unsupported for name in found if name in report.parts}
     why = [f"{name}: {reason}" for name, reason in wrong.items() if reason]
     if why:
-        raise EffectUnknown(
-            "the budget limits KL/H where it is not known well enough", why=why, way_out=_MORE_ROWS
-        )
+        raise EffectUnknown("the budget limits KL/H where it is not known well enough", why=why, way_out=_MORE_ROWS)
     return found
 
 
-_TASKS = (
-    "give their names to the probe, renew_effects(..., tasks=(...)); `loka probe` takes them from the schema"
-)
+_TASKS = "give their names to the probe, renew_effects(..., tasks=(...)); `loka probe` takes them from the schema"
 _SEGMENTS = "name the rows' segments to the probe: renew_effects(..., segments=...), loka probe --segment"
 _MORE_ROWS = (
     "probe more rows of it (more --data or --rows; renew_effects(batches, segment_rows=)), join it with "

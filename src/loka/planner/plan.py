@@ -124,9 +124,7 @@ def _check_patterns(report: Report, patterns: Mapping[str, tuple[str, ...]]) -> 
         for pattern in several:
             # All sites of the model: one budget serves a report of a part of them too.
             if not any(_fits(name, pattern) for name in names):
-                raise UnknownName(
-                    f"{where}: no site matches {pattern!r}", way_out=f"one of {', '.join(names)}"
-                )
+                raise UnknownName(f"{where}: no site matches {pattern!r}", way_out=f"one of {', '.join(names)}")
 
 
 def _decisions(

@@ -42,9 +42,7 @@ def regions_of(
     return tuple(found), reasons
 
 
-def _by_arm(
-    arm: str, sites: list[SiteReport], report: Report, budget: Budget, limits: Limits
-) -> Choice | str:
+def _by_arm(arm: str, sites: list[SiteReport], report: Report, budget: Budget, limits: Limits) -> Choice | str:
     if not budget.regions:
         return "the budget wants no regions"
     times = report.region_times.get(sites[0].path, {})
@@ -73,9 +71,7 @@ def in_region(site: SiteReport, choice: Choice, report: Report, rejected: dict[s
     region, hp = (times[each].microseconds for each in (choice.arm, HP))
     reason = f"in a compiled region, where the layer and the code around it take {region} us, {hp} us in hp"
     lost = {
-        other: rejected.get(other, "slower than in a region")
-        for other in site.measurements
-        if other not in (HP, name)
+        other: rejected.get(other, "slower than in a region") for other in site.measurements if other not in (HP, name)
     }
     lost |= {arm: rejected[arm] for arm in ARMS if arm in rejected}
     return replace(

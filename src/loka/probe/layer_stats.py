@@ -59,9 +59,7 @@ class RunningLayerStats:
     samples: Samples | None = None
 
 
-def add_tails(
-    layer: RunningLayerStats, operand: str, rows: torch.Tensor, known: torch.Tensor | None = None
-) -> None:
+def add_tails(layer: RunningLayerStats, operand: str, rows: torch.Tensor, known: torch.Tensor | None = None) -> None:
     """Of sampled `rows` [m, K]; `known` are the input's values in the same rows of a gradient."""
     found = tails_of(rows)
     before = layer.tails.get(operand)
@@ -126,15 +124,11 @@ def refuse(stats: Stats, model: ModelSignature, *, full_covariance: int) -> None
     """Raises PlanMismatch or LokaError where a probe of `model` cannot go on from `stats`."""
     differences = model.differences(stats.model)
     if differences:
-        raise PlanMismatch(
-            "these statistics are of another model", why=differences, way_out="probe this model afresh"
-        )
+        raise PlanMismatch("these statistics are of another model", why=differences, way_out="probe this model afresh")
     for path, layer in stats.layers.items():
         for operand, found in layer.operands.items():
             kept_in_full = "scatter" in found.tensors
-            if found.kind == gaussian.KIND and kept_in_full != (
-                found.tensors["mean"].shape[0] <= full_covariance
-            ):
+            if found.kind == gaussian.KIND and kept_in_full != (found.tensors["mean"].shape[0] <= full_covariance):
                 raise LokaError(
                     f"{path}, {operand}: these statistics were kept with another full_covariance "
                     f"than {full_covariance}",
@@ -176,9 +170,7 @@ def _with_tails(
     return distribution if tails is None else with_tails(distribution, tails, cross)
 
 
-def with_effects(
-    layer: LinearStats, effects: dict[str, Effect], tables: Tables, no_effect: str
-) -> LinearStats:
+def with_effects(layer: LinearStats, effects: dict[str, Effect], tables: Tables, no_effect: str) -> LinearStats:
     """`layer` with what probe/model_effects/sensitivity.py learnt of it."""
     operands = dict(layer.operands)
     for name, table in tables.items():
@@ -202,9 +194,7 @@ def from_record(layer: LinearStats, device: torch.device) -> RunningLayerStats:
         over_tokens=layer.over_tokens,
         input=gaussian.from_distribution(operands["input"]) if "input" in operands else None,
         weight=matrix_normal.from_distribution(operands["weight"]) if "weight" in operands else None,
-        grad_output=(
-            gaussian.from_distribution(operands["grad_output"]) if "grad_output" in operands else None
-        ),
+        grad_output=(gaussian.from_distribution(operands["grad_output"]) if "grad_output" in operands else None),
         depths={name: depths_of(found) for name, found in operands.items()},
         tails={name: tails for name, found in operands.items() if (tails := tails_in(found)) is not None},
         cross=cross_in(operands["grad_output"]) if "grad_output" in operands else None,

@@ -225,9 +225,7 @@ class Probe:
             "enabled (probe the wrapper that you call)"
         )
         return Stats(
-            model=ModelSignature(
-                name=self._signature.name, layers={**self._signature.layers, **self._names.layers}
-            ),
+            model=ModelSignature(name=self._signature.name, layers={**self._signature.layers, **self._names.layers}),
             steps=self._steps,
             sampled_steps=self._sampled,
             layers={},
@@ -337,9 +335,7 @@ class Probe:
             call = self._sensitivity.see(path, weight, site.x, output, site.rows)
             if output.requires_grad and not output.is_nested:
                 to_rows = site.rows  # the site holds x, which need not live until backward
-                output.register_hook(
-                    lambda g: self._observe_grad(layer, call, picked, known, some, to_rows(g))
-                )
+                output.register_hook(lambda g: self._observe_grad(layer, call, picked, known, some, to_rows(g)))
 
     def _observe_grad(
         self,

@@ -32,9 +32,7 @@ def refuse_converted(model: nn.Module) -> None:
         )
 
 
-def refuse_without_sites(
-    model: nn.Module, linears: Mapping[str, nn.Linear], skipped: Mapping[str, str]
-) -> None:
+def refuse_without_sites(model: nn.Module, linears: Mapping[str, nn.Linear], skipped: Mapping[str, str]) -> None:
     """Raises LokaError where a model has no parameter that a GEMM could multiply by."""
     if linears or any(parameter.dim() > 1 for parameter in unwrap(model).parameters()):
         return
@@ -47,9 +45,7 @@ def refuse_without_sites(
 
 def refuse_vmap() -> None:
     """Of a sampled step: what a Probe reads are numbers of whole batches, which vmap hides from it."""
-    top = (
-        torch._C._functorch.peek_interpreter_stack() if torch._C._are_functorch_transforms_active() else None
-    )
+    top = torch._C._functorch.peek_interpreter_stack() if torch._C._are_functorch_transforms_active() else None
     if top is not None and top.key() == torch._C._functorch.TransformType.Vmap:
         raise LokaError(
             "a Probe cannot sample a step inside torch.func.vmap",

@@ -271,7 +271,5 @@ def _shape(weight: torch.Tensor, bias: bool, use: WeightUse) -> LinearShape:
     return LinearShape(in_features=weight.shape[1], out_features=weight.shape[0], bias=bias, use=use)
 
 
-def _of_expert(
-    rows: Callable[[torch.Tensor], torch.Tensor], expert: int
-) -> Callable[[torch.Tensor], torch.Tensor]:
+def _of_expert(rows: Callable[[torch.Tensor], torch.Tensor], expert: int) -> Callable[[torch.Tensor], torch.Tensor]:
     return lambda out: rows(out)[expert]

@@ -29,9 +29,7 @@ def plot_frontier(frontier: Frontier, path: Path | str) -> None:
         knee = frontier.knee
         at = (knee.spent, 100 * knee.time / frontier.base)
         axis.scatter(*at, s=70, facecolors="none", edgecolors=_KNEE, linewidths=1.6, zorder=4)
-        axis.annotate(
-            f"knee: budget {knee.budget:.1e}", at, textcoords="offset points", xytext=(8, 8), color=_KNEE
-        )
+        axis.annotate(f"knee: budget {knee.budget:.1e}", at, textcoords="offset points", xytext=(8, 8), color=_KNEE)
         smallest = min((value for value in spent if value > 0), default=1e-6)
         axis.set_xscale("symlog", linthresh=smallest)
         axis.set_xlim(left=0)

@@ -91,9 +91,7 @@ def geometric_mean(ratios: Iterable[Estimate]) -> Estimate | None:
     if not several:
         return None
     mean = math.fsum(math.log(ratio.value) for ratio in several) / len(several)
-    halves = [
-        (math.log(ratio.high) - math.log(ratio.low)) / 2 if ratio.low > 0 else math.inf for ratio in several
-    ]
+    halves = [(math.log(ratio.high) - math.log(ratio.low)) / 2 if ratio.low > 0 else math.inf for ratio in several]
     half = math.sqrt(math.fsum(half**2 for half in halves)) / len(several)
     return Estimate(math.exp(mean), math.exp(mean - half), math.exp(mean + half) if half < 700 else math.inf)
 

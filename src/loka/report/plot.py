@@ -45,9 +45,7 @@ def plot_gemm(bench: GemmBench, path: Path | str) -> None:
     """
     path = checked_path(path)
     if not any(contest.timing(CHOICE) for contest in bench.contests.values()):
-        raise LokaError(
-            "these results hold no times to draw", way_out="run `loka bench gemm` on a machine with a GPU"
-        )
+        raise LokaError("these results hold no times to draw", way_out="run `loka bench gemm` on a machine with a GPU")
     figure_module = matplotlib_module("matplotlib.figure")
     with matplotlib_module("matplotlib").rc_context({"svg.hashsalt": "loka", "font.size": 9}):
         figure = figure_module.Figure(figsize=(11, 8.2), layout="constrained", facecolor="white")
@@ -138,9 +136,7 @@ def _panel(
         axis.plot([layer.gflop] * 2, [ratio.low, ratio.high], color=colour, linewidth=1, alpha=0.6, zorder=3)
         filled = {} if marker == "x" else {"edgecolors": "white", "linewidths": 0.5}
         size = 70 if marker == "*" else 34
-        seen[name] = axis.scatter(
-            [layer.gflop], [ratio.value], marker=marker, s=size, color=colour, zorder=4, **filled
-        )
+        seen[name] = axis.scatter([layer.gflop], [ratio.value], marker=marker, s=size, color=colour, zorder=4, **filled)
         drawn.append(contest)
     mean = standings(bench, drawn)[CHOICE].speedup
     average = f", geometric mean {mean.value:.2f}x" if mean else ""

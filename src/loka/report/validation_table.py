@@ -103,9 +103,7 @@ def _spread(variance: PairVariance) -> str:
     expected = variance.expected
     if expected is None:
         return "the interval goes by the spread of these pairs alone"
-    counts = f"as {expected.freedom} degrees of freedom beside {variance.pairs - 1}, " * bool(
-        expected.freedom
-    )
+    counts = f"as {expected.freedom} degrees of freedom beside {variance.pairs - 1}, " * bool(expected.freedom)
     used = f"{counts}and the interval goes by no less"
     if variance.contradicted:
         used = "these pairs scatter more than twice that, and the interval goes by them alone"

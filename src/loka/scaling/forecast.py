@@ -123,16 +123,12 @@ def _layer(
         speedup=speedup,
         origin=origin,
         why="; ".join(
-            told
-            for told, holds in ((_FAR, not known), (_KEPT, kept and known), (_STACKED, call.stacked))
-            if holds
+            told for told, holds in ((_FAR, not known), (_KEPT, kept and known), (_STACKED, call.stacked)) if holds
         ),
     )
 
 
-def by_sites(
-    bf16: Mapping[Gemm, Estimate], gains: Mapping[Gemm, Estimate], together: Estimate | None
-) -> Estimate:
+def by_sites(bf16: Mapping[Gemm, Estimate], gains: Mapping[Gemm, Estimate], together: Estimate | None) -> Estimate:
     """The speed-up of a layer where each GEMM runs in eight bits or bf16, as is faster, or all three in eight
     bits; never below 1. The ends are where all gains lie at theirs."""
     total = sum(time.value for time in bf16.values())

@@ -76,9 +76,7 @@ def _grown(batch: Any, batch_size: int | None) -> tuple[str, ...]:
     given = rows_of(batch)
     if batch_size is None or given is None or given == batch_size:
         return ()
-    return (
-        f"the batch has {given} rows; each tensor of it with {given} rows was taken to have {batch_size}",
-    )
+    return (f"the batch has {given} rows; each tensor of it with {given} rows was taken to have {batch_size}",)
 
 
 def _notes(traced: Traced) -> tuple[str, ...]:

@@ -207,9 +207,7 @@ def left_out(base: Known, groups: Sequence[Hashable]) -> list[tuple[float, float
     return found
 
 
-def without(
-    residual: torch.Tensor, inverse: torch.Tensor, places: list[int]
-) -> tuple[torch.Tensor, torch.Tensor]:
+def without(residual: torch.Tensor, inverse: torch.Tensor, places: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
     """Errors and variances at `places` of a process that has not seen them (Rasmussen & Williams, 5.4.2)."""
     block = torch.linalg.inv(inverse[places][:, places])
     return block @ (inverse @ residual)[places], torch.diagonal(block)

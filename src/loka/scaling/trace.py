@@ -207,8 +207,7 @@ def _line(first: int, second: int, rows: int) -> Callable[[float, float], float]
 
 def _why_real(failed: Exception, ran: str) -> str:
     return (
-        f"without numbers the model raises {type(failed).__name__} ({_first_line(failed)}), so it ran for "
-        f"real on {ran}"
+        f"without numbers the model raises {type(failed).__name__} ({_first_line(failed)}), so it ran for real on {ran}"
     )
 
 

@@ -134,9 +134,7 @@ def record_weights(
                 way_out="plan again with this site forced to 'hp'",
             )
         if not bool(torch.isfinite(made.low.scale).all()):
-            raise ServeRefused(
-                f"the weight of {name} holds NaN or infinity", way_out="give a sound checkpoint"
-            )
+            raise ServeRefused(f"the weight of {name} holds NaN or infinity", way_out="give a sound checkpoint")
 
     watch(precise, plan, note, call)
     return found

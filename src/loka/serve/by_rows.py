@@ -45,9 +45,7 @@ def by_rows(plans: Plan | Mapping[int, Plan], buckets: Sequence[int]) -> ByRows:
     everywhere = {path: plan for plan, found in zip(chosen, fp8, strict=True) for path in found}
     _refuse_several(buckets, fp8)
     decisions = {
-        site: plan.decisions[site]
-        for path, plan in everywhere.items()
-        for site in [site_name(path, Gemm.OUTPUT)]
+        site: plan.decisions[site] for path, plan in everywhere.items() for site in [site_name(path, Gemm.OUTPUT)]
     }
     whole = replace(chosen[-1], decisions={**chosen[-1].decisions, **decisions})
     return ByRows(whole, tuple(tuple(path for path in everywhere if path not in found) for found in fp8))

@@ -120,13 +120,9 @@ class Card:
                 lines.append(f"{bucket} rows: {len(names)} of {len(rows)} sites run in high precision")
         lines += [f"kept in high precision too: {line}" for line in self.kept]
         lines += [f"no row reached {name}; it raises if one does" for name in self.unreached]
-        lines += [
-            f"the alarm is blind at {name}: its rows differ by more than 20 times" for name in self.blind
-        ]
+        lines += [f"the alarm is blind at {name}: its rows differ by more than 20 times" for name in self.blind]
         if self.scratch:
-            lines.append(
-                f"one request at a time, and no CUDA graphs: forward writes to {', '.join(self.scratch)}"
-            )
+            lines.append(f"one request at a time, and no CUDA graphs: forward writes to {', '.join(self.scratch)}")
         return "\n".join(lines)
 
 

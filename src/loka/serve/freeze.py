@@ -140,11 +140,7 @@ def freeze(
     tree, dropped, kept = _frozen(precise, plan, weights, scales, in_hp, lambda t: run(t, rows[0]))
     answers = _answer_error([run(tree, batch) for batch in rows], plain)
     _check_independent(tree, run, form, rows[0])
-    read = {
-        path: found.card(path, fp8[path], sources[path], weights[path], scales)
-        for path in fp8
-        if path in weights
-    }
+    read = {path: found.card(path, fp8[path], sources[path], weights[path], scales) for path in fp8 if path in weights}
     card = Card(
         model=class_name(model),
         machine=fingerprint(device),
@@ -181,9 +177,7 @@ def freeze(
 
 def _check_settings(buckets: Sequence[int], shadow: float) -> None:
     if not buckets or list(buckets) != sorted(set(buckets)) or buckets[0] < 1:
-        raise ServeRefused(
-            f"buckets {tuple(buckets)} are not rising numbers of rows", way_out=f"such as {BUCKETS}"
-        )
+        raise ServeRefused(f"buckets {tuple(buckets)} are not rising numbers of rows", way_out=f"such as {BUCKETS}")
     if not 0 <= shadow <= 1:
         raise ServeRefused(f"shadow={shadow} is no share of requests", way_out="such as 0.01, or 0 for none")
 
@@ -224,9 +218,7 @@ def _check_rows(batches: Sequence[Sequence[torch.Tensor]]) -> None:
     if count < LEAST_ROWS:
         raise _too_few(count)
     first = [column[:1] for column in next(batch for batch in batches if batch[0].shape[0])]
-    if all(
-        bool((column == one).all()) for batch in batches for column, one in zip(batch, first, strict=True)
-    ):
+    if all(bool((column == one).all()) for batch in batches for column, one in zip(batch, first, strict=True)):
         raise ServeRefused(
             f"all {count} calibration rows are alike", way_out="give rows of the traffic that will be served"
         )
@@ -359,9 +351,7 @@ def _answer_error(answers: Sequence[Any], plain: Sequence[Any]) -> AnswerError:
     low = torch.cat([leaf.double().flatten() for answer in answers for leaf in leaves(answer)])
     high = torch.cat([leaf.double().flatten() for answer in plain for leaf in leaves(answer)])
     apart = (low - high).abs()
-    return AnswerError(
-        max_abs=float(apart.max()), mean_abs=float(apart.mean()), rms=float(high.square().mean().sqrt())
-    )
+    return AnswerError(max_abs=float(apart.max()), mean_abs=float(apart.mean()), rms=float(high.square().mean().sqrt()))
 
 
 def _check_independent(tree: nn.Module, run: Runner, form: Form, batch: Sequence[torch.Tensor]) -> None:

@@ -132,9 +132,7 @@ def _weights(
     return weights, scales
 
 
-def _filled(
-    skeleton: nn.Module, state: Mapping[str, torch.Tensor], card: Card, device: torch.device
-) -> nn.Module:
+def _filled(skeleton: nn.Module, state: Mapping[str, torch.Tensor], card: Card, device: torch.device) -> nn.Module:
     """A tree with the weights of `state`; those that the card names as dropped stay on the meta device."""
     wanted = skeleton.state_dict()
     whole = dict(state)

@@ -58,9 +58,7 @@ def fastest(
     for choice in choices:
         for name, site in sites.items():
             site.in_hp = frozenset(buckets if name in choice else ())
-        capturer = Capturer(
-            tree, run=run, buckets=buckets, ranges={}, device=device_of(precise), least_db=_LEAST_DB
-        )
+        capturer = Capturer(tree, run=run, buckets=buckets, ranges={}, device=device_of(precise), least_db=_LEAST_DB)
         times[choice] = capturer.times(tree)
     found = []
     for bucket in buckets:

@@ -81,9 +81,7 @@ class Form:
 
     def call(self, module: nn.Module, tensors: Sequence[torch.Tensor]) -> Any:
         if self.kind == "named":
-            return module(
-                **{column.name: tensor for column, tensor in zip(self.columns, tensors, strict=True)}
-            )
+            return module(**{column.name: tensor for column, tensor in zip(self.columns, tensors, strict=True)})
         return module(*tensors)
 
     def check_rows(self, device: torch.device, count: int = CHECK_ROWS) -> list[torch.Tensor]:

@@ -80,12 +80,8 @@ class Server:
         self._serial = threading.Lock() if card.scratch else nullcontext()
         self._requests = itertools.count()
         self._shadow_every = round(1 / shadow) if shadow else 0
-        self._run = Runner(
-            form=card.form, autocast=None if card.autocast is None else getattr(torch, card.autocast)
-        )
-        self.device = next(
-            tensor.device for tensor in [*module.parameters(), *module.buffers()] if not tensor.is_meta
-        )
+        self._run = Runner(form=card.form, autocast=None if card.autocast is None else getattr(torch, card.autocast))
+        self.device = next(tensor.device for tensor in [*module.parameters(), *module.buffers()] if not tensor.is_meta)
         self._capturer = (
             Capturer(
                 module,
@@ -220,9 +216,7 @@ class Server:
             whole = self._with_kept(state, keep)
             precise = load_precise(self._skeleton, whole, self.device)
             rows = self.card.form.check_rows(self.device)
-            weights = record_weights(
-                precise, self.plan, lambda tree: self._run(tree, rows), joined=self.graphs
-            )
+            weights = record_weights(precise, self.plan, lambda tree: self._run(tree, rows), joined=self.graphs)
             lost = [name for name in self.card.sites if name not in weights]
             if lost:
                 raise ServeRefused(
@@ -307,7 +301,5 @@ class Server:
             )
             lines += [f"  {name} runs by itself: {reason}" for name, reason in apart.items()]
             unscaled = self._current.replays.unscaled if self._current.replays else ()
-            lines += [
-                f"  {name}: the alarm sees what is not finite alone, behind a norm" for name in unscaled
-            ]
+            lines += [f"  {name}: the alarm sees what is not finite alone, behind a norm" for name in unscaled]
         return "\n".join(lines)

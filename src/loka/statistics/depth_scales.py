@@ -117,9 +117,7 @@ def _grouped(magnitude: torch.Tensor, wide: int) -> torch.Tensor:
     return magnitude.unflatten(1, (-1, wide)).amax(dim=2)
 
 
-def _spread(
-    scale: torch.Tensor, sides: Sides, shape: Sequence[int], group: torch.Tensor | None
-) -> torch.Tensor:
+def _spread(scale: torch.Tensor, sides: Sides, shape: Sequence[int], group: torch.Tensor | None) -> torch.Tensor:
     """The scales of groups, broadcastable to the sample, whose rows are in the groups of rows `group` [m]."""
     (rows, columns), (high, wide) = shape, sides
     if 1 < high < rows:

@@ -165,9 +165,7 @@ def histogram_of(distribution: Distribution, cast: Cast, *, transposed: bool) ->
     return None if table is None or cast.centred else DepthHistogram(table)
 
 
-def operand_errors(
-    layer: LinearStats, gemm: Gemm, recipe: Recipe, *, margin: float = 0.0
-) -> dict[str, DepthError]:
+def operand_errors(layer: LinearStats, gemm: Gemm, recipe: Recipe, *, margin: float = 0.0) -> dict[str, DepthError]:
     """What `recipe` does to the operands of `gemm`, by name; without those it has no histogram of.
 
     `margin` are octaves left free above the amax, as with delayed scales.
@@ -191,9 +189,7 @@ def depth_bytes(depths: Mapping[str, torch.Tensor]) -> int:
     return sum(table.numel() * table.element_size() for table in depths.values())
 
 
-def depths_of_rows(
-    operands: Mapping[str, torch.Tensor], count: int, generator: torch.Generator
-) -> dict[str, Depths]:
+def depths_of_rows(operands: Mapping[str, torch.Tensor], count: int, generator: torch.Generator) -> dict[str, Depths]:
     """The histograms of operands by name, of `count` rows of each."""
     requests = []
     for operand, rows in operands.items():

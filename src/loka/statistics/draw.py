@@ -62,8 +62,7 @@ def sampler(distribution: Distribution, device: torch.device, *, keep_tails: boo
         return _normal_sampler(distribution, device)
     raise UnknownName(
         f"cannot draw from statistics of kind {distribution.kind!r}",
-        way_out=f"this version knows {gaussian.KIND}, {matrix_normal.KIND} and {NORMAL}; "
-        "use the LoKA that wrote them",
+        way_out=f"this version knows {gaussian.KIND}, {matrix_normal.KIND} and {NORMAL}; use the LoKA that wrote them",
     )
 
 
@@ -79,10 +78,7 @@ def samplers(
     if keep_tails and {"input", "grad_output"} <= operands.keys():
         pair = _paired(operands["input"].to(device), operands["grad_output"].to(device))
     # In the order of `operands`: input is drawn before the grad_output that belongs to it.
-    return {
-        name: pair.get(name) or sampler(kept, device, keep_tails=keep_tails)
-        for name, kept in operands.items()
-    }
+    return {name: pair.get(name) or sampler(kept, device, keep_tails=keep_tails) for name, kept in operands.items()}
 
 
 def _paired(input: Distribution, grad_output: Distribution) -> dict[str, Sampler]:
@@ -145,9 +141,7 @@ class _Pool:
     `draw` gets the number of draws and the rows of each.
     """
 
-    def __init__(
-        self, draw: Callable[[int, int, torch.Generator], tuple[torch.Tensor, ...]], features: int
-    ) -> None:
+    def __init__(self, draw: Callable[[int, int, torch.Generator], tuple[torch.Tensor, ...]], features: int) -> None:
         self._draw = draw
         self._most = _POOL_ELEMENTS // max(features, 1)
         self._rest: tuple[torch.Tensor, ...] = ()

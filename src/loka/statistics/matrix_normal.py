@@ -68,9 +68,7 @@ def update(learnt: MatrixNormal, weight: torch.Tensor) -> MatrixNormal:
     new_rows = _MOMENTUM * rows + (1 - _MOMENTUM) * new_rows
     new_columns = _MOMENTUM * columns + (1 - _MOMENTUM) * new_columns
     scale = _mean_diagonal(new_rows)
-    return MatrixNormal(
-        snapshots=learnt.snapshots + 1, mean=mean, rows=new_rows / scale, columns=new_columns * scale
-    )
+    return MatrixNormal(snapshots=learnt.snapshots + 1, mean=mean, rows=new_rows / scale, columns=new_columns * scale)
 
 
 def _identity_like(covariance: torch.Tensor) -> torch.Tensor:

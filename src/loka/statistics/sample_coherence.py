@@ -58,9 +58,7 @@ class Picked:
     all_rows: int
 
 
-def pick(
-    given: torch.Tensor, batch: int, elements: int, most: int, generator: torch.Generator
-) -> Picked | None:
+def pick(given: torch.Tensor, batch: int, elements: int, most: int, generator: torch.Generator) -> Picked | None:
     """Some samples of a site's input `given` [.., K], whose weight has `elements`.
 
     They have `most` rows together if they allow it.
@@ -152,9 +150,7 @@ def layout_of(leading: Sequence[int], batch: int) -> torch.Tensor | None:
     index = torch.arange(count)
     sides = [side for side in (0, 1) if list(leading[side : side + 1]) == [batch]]
     if sides == [1]:
-        return (
-            index.view(leading[0], batch, -1).transpose(0, 1).reshape(batch, -1) if leading[0] > 1 else None
-        )
+        return index.view(leading[0], batch, -1).transpose(0, 1).reshape(batch, -1) if leading[0] > 1 else None
     if not batch or count % batch:
         batch = leading[0] if len(leading) > 1 else count
     return index.view(batch, -1) if count > batch > 0 else None

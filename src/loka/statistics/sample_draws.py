@@ -56,9 +56,7 @@ def by_sample(samples: Samples, x: Gaussian, g: Gaussian, cross: Cross) -> BySam
         return None
     assert x.scatter is not None
     assert g.scatter is not None
-    x_covariance, g_covariance = (
-        v.double() / max(n - 1, 1) for v, n in ((x.scatter, x.count), (g.scatter, g.count))
-    )
+    x_covariance, g_covariance = (v.double() / max(n - 1, 1) for v, n in ((x.scatter, x.count), (g.scatter, g.count)))
     x_mean, g_mean = x.mean.double(), g.mean.double()
     d, d_g = x_covariance + torch.outer(x_mean, x_mean), g_covariance + torch.outer(g_mean, g_mean)
     mean = cross.sum.double() / max(cross.count.item(), 1.0)

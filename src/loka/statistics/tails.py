@@ -161,9 +161,7 @@ def _column_values(counts: torch.Tensor, values: torch.Tensor, generator: torch.
     size = torch.exp2(steps / _PER_OCTAVE + _LOWEST)
     sign = torch.sign(cell - _SIDE).to(size)
     quantiles = (size * sign).to(values)
-    ranked = (
-        values.t().contiguous().argsort(dim=1)
-    )  # by columns as they do not lie, it takes three times as long
+    ranked = values.t().contiguous().argsort(dim=1)  # by columns as they do not lie, it takes three times as long
     return torch.empty_like(quantiles).scatter_(1, ranked, quantiles).t().contiguous()
 
 
@@ -183,9 +181,7 @@ def _invert(counts: torch.Tensor, place: torch.Tensor) -> tuple[torch.Tensor, to
     return cell, ((target - below) / inside.clamp_min(1e-30)).clamp(0, 1)
 
 
-def coupling(
-    cross: Cross, means: tuple[torch.Tensor, torch.Tensor], covariance: torch.Tensor
-) -> torch.Tensor:
+def coupling(cross: Cross, means: tuple[torch.Tensor, torch.Tensor], covariance: torch.Tensor) -> torch.Tensor:
     """M [N, K] with E[g | x] = mean_g + M (x - mean_x), for `means` of x and g and x's covariance [K, K]."""
     between = cross.sum.double() / max(cross.count.item(), 1.0)
     between -= torch.outer(means[1].double(), means[0].double())

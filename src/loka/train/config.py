@@ -35,9 +35,7 @@ _BEFORE = {
 }
 
 # They change how a run is watched or stored, not its weights, so a resumed run may change them.
-_WITHOUT_EFFECT = frozenset(
-    {"capture_collectives", "checkpoint_every", "keep_checkpoints", "log_every", "pipeline"}
-)
+_WITHOUT_EFFECT = frozenset({"capture_collectives", "checkpoint_every", "keep_checkpoints", "log_every", "pipeline"})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,9 +111,7 @@ class TrainConfig:
         if not 0 <= self.warmup <= 1:
             raise ValueError(f"warmup is {self.warmup}; it is a fraction of the steps, between 0 and 1")
         if not 0 <= self.final_rate <= 1:
-            raise ValueError(
-                f"final_rate is {self.final_rate}; it is a fraction of the peak, between 0 and 1"
-            )
+            raise ValueError(f"final_rate is {self.final_rate}; it is a fraction of the peak, between 0 and 1")
         for name in ("decay", "average_share"):
             if not 0 < getattr(self, name) <= 1:
                 raise ValueError(
@@ -125,9 +121,7 @@ class TrainConfig:
             if getattr(self, name) not in get_args(known):
                 raise ValueError(f"{name} is {getattr(self, name)!r}; choose one of {get_args(known)}")
         if self.accumulate > self.batch_size:
-            raise ValueError(
-                f"accumulate is {self.accumulate}, more parts than the {self.batch_size} rows of a batch"
-            )
+            raise ValueError(f"accumulate is {self.accumulate}, more parts than the {self.batch_size} rows of a batch")
         if self.grad_clip is not None and not self.grad_clip > 0:
             raise ValueError(f"grad_clip is {self.grad_clip}; use None to leave gradients as they are")
 

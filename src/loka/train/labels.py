@@ -35,10 +35,7 @@ class Labels:
         if self.rate is None:
             return f"all {self.rows} labels read are {int(self.positive > 0)}"
         error = math.sqrt(self.rate * (1 - self.rate) / self.rows)
-        return (
-            f"{self.positive} of {self.rows} labels are positive: "
-            f"a share of {self.rate:.3g} +- {1.96 * error:.1g}"
-        )
+        return f"{self.positive} of {self.rows} labels are positive: a share of {self.rate:.3g} +- {1.96 * error:.1g}"
 
 
 def count_labels(source: Source, *, batch_size: int, most: int = MOST_ROWS) -> dict[str, Labels]:
@@ -76,9 +73,7 @@ def require_both(source: Source, *, batch_size: int, what: str) -> None:
     alike = [which.format(name) + str(labels) for name, labels in found.items() if labels.rate is None]
     raise DataRefused(
         f"{what}: {'; '.join(alike)}",
-        why=[
-            "NE is the loss over the entropy of the labels, which is 0 here, and the AUC needs both classes"
-        ],
+        why=["NE is the loss over the entropy of the labels, which is 0 here, and the AUC needs both classes"],
         way_out="check which column is the label, or choose rows that have both",
     )
 

@@ -194,9 +194,7 @@ def _places(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
 def _quality(sums: list[float], histogram: torch.Tensor | None) -> Quality:
     rows, loss, clicks, predicted = sums
     if not rows:
-        return Quality(
-            ne=math.nan, logloss=math.nan, auc=math.nan, calibration=math.nan, rows=0, base_rate=math.nan
-        )
+        return Quality(ne=math.nan, logloss=math.nan, auc=math.nan, calibration=math.nan, rows=0, base_rate=math.nan)
     return Quality(
         ne=normalized_entropy(loss / rows, clicks / rows),
         logloss=loss / rows,

@@ -30,14 +30,10 @@ class Segments:
 
     def __post_init__(self) -> None:
         if not 1 <= len(self.names) <= _MOST:
-            raise ValueError(
-                f"{len(self.names)} segments; there have to be 1 to {_MOST}, the rest is {OTHER!r}"
-            )
+            raise ValueError(f"{len(self.names)} segments; there have to be 1 to {_MOST}, the rest is {OTHER!r}")
         twice = sorted({name for name in self.names if self.names.count(name) > 1})
         if twice or OTHER in self.names:
-            raise ValueError(
-                f"names of segments have to differ, from {OTHER!r} too: {', '.join(twice) or OTHER}"
-            )
+            raise ValueError(f"names of segments have to differ, from {OTHER!r} too: {', '.join(twice) or OTHER}")
 
     @classmethod
     def of_column(cls, column: int, *, ids: Iterable[int] = range(16), name: str = "") -> Segments:

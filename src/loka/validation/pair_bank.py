@@ -154,9 +154,7 @@ def prior_of(bank: Bank, world: str, arms: tuple[str, ...]) -> BankedArm | None:
     return max(real, key=lambda arm: arm.variance.between_pairs, default=None)
 
 
-def expected_of(
-    bank: Bank, *, world: str, setting: str, seeds: Sequence[int], task: str = ""
-) -> Expected | None:
+def expected_of(bank: Bank, *, world: str, setting: str, seeds: Sequence[int], task: str = "") -> Expected | None:
     """The spread to expect between pairs of `world`, whose own `seeds` are about to be trained.
 
     From arms on the same rows with the same configuration, A/A arms apart: of each model the median over its

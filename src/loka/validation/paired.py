@@ -82,9 +82,7 @@ class AcrossPairs:
         return verdict(self.ne_percent)
 
 
-def paired_difference(
-    logits_a: npt.ArrayLike, logits_b: npt.ArrayLike, labels: npt.ArrayLike
-) -> PairedDifference:
+def paired_difference(logits_a: npt.ArrayLike, logits_b: npt.ArrayLike, labels: npt.ArrayLike) -> PairedDifference:
     """How `logits_b` [N] differ from `logits_a` [N] on the same `labels` [N], with 95 % intervals.
 
     Swapping the models flips the sign of AUC and calibration exactly. With one row of a class the AUC's

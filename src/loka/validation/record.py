@@ -119,8 +119,7 @@ class Validation:
             if (self.control, seed) in runs and (arm, seed) in runs
         ]
         by_rows = [
-            ({p.rows: p.recent_ne for p in control}, {p.rows: p.recent_ne for p in other})
-            for control, other in pairs
+            ({p.rows: p.recent_ne for p in control}, {p.rows: p.recent_ne for p in other}) for control, other in pairs
         ]
         if not by_rows:
             return []

@@ -328,9 +328,7 @@ def _train(bench: Bench, arm: ArmSpec, config: TrainConfig, folder: Path) -> tup
             final_rate=trained.final_rate,
             task=task,
         )
-        for place, (task, reading) in enumerate(
-            zip(bench.tasks, trained.reading_by_task.values(), strict=True)
-        )
+        for place, (task, reading) in enumerate(zip(bench.tasks, trained.reading_by_task.values(), strict=True))
     )
     return finished, HeldOut(logits, labels, mean_logits)
 
@@ -344,9 +342,7 @@ class _Curve(Callback):
 
     def add(self, line: TrainLog) -> None:
         both = zip(line.reading_by_task.values(), line.recent_ne_by_task.values(), strict=True)
-        self._points[line.rows] = tuple(
-            ne for reading, recent in both for ne in (reading.lifetime.ne, recent)
-        )
+        self._points[line.rows] = tuple(ne for reading, recent in both for ne in (reading.lifetime.ne, recent))
 
     def state(self) -> dict[str, Any]:
         return {str(rows): list(line) for rows, line in self._points.items()}
@@ -356,6 +352,4 @@ class _Curve(Callback):
 
     def points(self, task: int = 0) -> tuple[CurvePoint, ...]:
         """Of that task, by its place."""
-        return tuple(
-            CurvePoint(rows, *line[2 * task : 2 * task + 2]) for rows, line in sorted(self._points.items())
-        )
+        return tuple(CurvePoint(rows, *line[2 * task : 2 * task + 2]) for rows, line in sorted(self._points.items()))

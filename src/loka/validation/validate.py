@@ -245,9 +245,7 @@ def _arm_verdict(
     labels: npt.NDArray[np.float32] = np.zeros(0, np.float32)
     losses, by_mean = [], []
     for seed in seeds:
-        before, after = (
-            held_out(bench.out, which, seed).by_task(bench.tasks)[task] for which in (rules.control, arm)
-        )
+        before, after = (held_out(bench.out, which, seed).by_task(bench.tasks)[task] for which in (rules.control, arm))
         labels = before.labels
         if seed not in differences:
             differences[seed] = paired_difference(before.logits, after.logits, labels)
@@ -284,9 +282,7 @@ def _arm_verdict(
         pairs=pairs,
         average=replace(average, variance=replace(average.variance, expected=expected)),
         segments=tuple(
-            verdict
-            for part in rules.segments
-            for verdict in verdicts(part, rules.segment_limit, error / several)
+            verdict for part in rules.segments for verdict in verdicts(part, rules.segment_limit, error / several)
         ),
         broke=broke,
         readings=tuple(verdicts(of_mean, rules.limit, error, by_mean)) if len(by_mean) == len(seeds) else (),

@@ -75,9 +75,7 @@ def by_kl(differences: Iterable[PairedDifference]) -> Expected | None:
     return Expected(KL_SHARE * mean, 0, f"a third of the KL/H between the models of a pair, {mean:.3g} %")
 
 
-def seeds_half(
-    own: npt.ArrayLike, pairs: int, tail: float, *, spread: npt.ArrayLike = 0.0, freedom: int = 0
-) -> Floats:
+def seeds_half(own: npt.ArrayLike, pairs: int, tail: float, *, spread: npt.ArrayLike = 0.0, freedom: int = 0) -> Floats:
     """The half-width that other seeds make, where `pairs` pairs have the standard deviation `own` and
     `spread` was to be expected with `freedom` degrees of freedom; of each validation, in percent."""
     own, spread = np.asarray(own, np.float64), np.asarray(spread, np.float64)

@@ -59,9 +59,7 @@ class CrossInteraction(nn.Module):
 class AttentionInteraction(nn.Module):
     """[B, n, d] -> [B, out_tokens, d]: attention and a feed-forward part, each with residual and norm."""
 
-    def __init__(
-        self, tokens: int, dim: int, *, out_tokens: int, heads: int, hidden: int, activation: str
-    ) -> None:
+    def __init__(self, tokens: int, dim: int, *, out_tokens: int, heads: int, hidden: int, activation: str) -> None:
         super().__init__()
         self.attention = SelfAttention(dim, heads=heads, rotary=False)
         self.attention_norm = nn.LayerNorm(dim)
@@ -77,9 +75,7 @@ class AttentionInteraction(nn.Module):
 class DHENLayer(nn.Module):
     """[B, n, d] -> [B, out_tokens, d]; `interactions` by name, each [B, n, d] -> [B, module_tokens, d]."""
 
-    def __init__(
-        self, tokens: int, dim: int, *, interactions: Mapping[str, nn.Module], module_tokens: int
-    ) -> None:
+    def __init__(self, tokens: int, dim: int, *, interactions: Mapping[str, nn.Module], module_tokens: int) -> None:
         super().__init__()
         self.interactions = nn.ModuleDict(interactions)
         self.out_tokens = len(interactions) * module_tokens

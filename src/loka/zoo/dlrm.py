@@ -34,9 +34,7 @@ class DLRM(nn.Module):
     The front has the bottom MLP. Raises ValueError for one without.
     """
 
-    def __init__(
-        self, front: Front, *, top: Sequence[int], activation: str = "relu", norm: bool = False
-    ) -> None:
+    def __init__(self, front: Front, *, top: Sequence[int], activation: str = "relu", norm: bool = False) -> None:
         super().__init__()
         if front.dense_tokens != 1:
             raise ValueError(

@@ -48,9 +48,7 @@ def dense_part(model: nn.Module) -> nn.Module:
     return part
 
 
-def look_up(
-    model: nn.Module, sparse: torch.Tensor, sequence: torch.Tensor | None = None
-) -> tuple[torch.Tensor, ...]:
+def look_up(model: nn.Module, sparse: torch.Tensor, sequence: torch.Tensor | None = None) -> tuple[torch.Tensor, ...]:
     """The rows of ids [B, F], and of a history's [B, L], as `dense_part(model)` takes them in their places.
 
     Padding is looked up as well; the model leaves it out by its lengths. A history that the model does not

@@ -202,9 +202,7 @@ class HSTU(nn.Module):
         context = self.front(dense, sparse)
         events = self.front.events(sequence, lengths)
         if (times is None) == self.timed:
-            raise ValueError(
-                "timestamps `times` [B, L + 1] are for models with time_buckets, and those need them"
-            )
+            raise ValueError("timestamps `times` [B, L + 1] are for models with time_buckets, and those need them")
         batch = context.shape[0]
         target = self.target.expand(batch, 1, -1)
         if self.front.history_column is not None:

@@ -61,15 +61,11 @@ class Inventory:
 
     def __str__(self) -> str:
         lines = [f"{self.name}:{self.size}  {self.parameters:,} parameters  {self.gflop:.4g} GFLOP a row"]
-        lines += [
-            f"  {gemm.count:>3} x  M={gemm.m} K={gemm.k} N={gemm.n}  {gemm.site}" for gemm in self.gemms
-        ]
+        lines += [f"  {gemm.count:>3} x  M={gemm.m} K={gemm.k} N={gemm.n}  {gemm.site}" for gemm in self.gemms]
         return "\n".join(lines)
 
 
-def inventory(
-    name: str, size: str = "small", *, batch: int = 1, features: Features | None = None
-) -> Inventory:
+def inventory(name: str, size: str = "small", *, batch: int = 1, features: Features | None = None) -> Inventory:
     """Looks at a preset with the features it was made for, or with `features`.
 
     Equal GEMMs are listed once, with their count, under the path of the first.

@@ -87,9 +87,7 @@ class WindowAttention(nn.Module):
 class WukongExperts(nn.Module):
     """[B, experts g, d] -> the same: expert m has tokens m g to (m + 1) g."""
 
-    def __init__(
-        self, dim: int, *, experts: int, tokens: int, rank: int, hidden: int, activation: str
-    ) -> None:
+    def __init__(self, dim: int, *, experts: int, tokens: int, rank: int, hidden: int, activation: str) -> None:
         super().__init__()
         if tokens % experts:
             raise ValueError(f"{experts} experts need a count of tokens that they divide, not {tokens}")
@@ -143,8 +141,7 @@ class Kunlun(nn.Module):
         self.top = mlp(tokens * dim, top, activation=activation, norm=norm)
         self.enter = nn.Sequential(nn.Linear(dim, dim), nn.LayerNorm(dim))
         self.summaries = nn.ModuleList(
-            nn.Sequential(TokenLinear(count, summary), Gate(dim))
-            for count in [front.tokens, *[tokens] * (layers - 1)]
+            nn.Sequential(TokenLinear(count, summary), Gate(dim)) for count in [front.tokens, *[tokens] * (layers - 1)]
         )
         mix = {"experts": experts, "tokens": tokens, "rank": rank, "hidden": hidden}
         self.experts = nn.ModuleList(WukongExperts(dim, **mix, activation=activation) for _ in range(layers))
@@ -152,9 +149,7 @@ class Kunlun(nn.Module):
         self.seeds = nn.ModuleList(AttentionPool(dim, heads=heads, outputs=seeds) for _ in even)
         self.compress = nn.ModuleList(SumKron(seeds, pooled, dim, rank=kron_rank) for _ in even)
         between = range(len(even) - 1)  # after the last even layer nothing reads S
-        self.personal = nn.ModuleList(
-            GDPA(dim, heads=heads, longest=longest, activation=activation) for _ in between
-        )
+        self.personal = nn.ModuleList(GDPA(dim, heads=heads, longest=longest, activation=activation) for _ in between)
         self.windows = nn.ModuleList(WindowAttention(dim, heads=heads, window=window) for _ in between)
         self.logit = nn.Linear(top[-1], 1)
 

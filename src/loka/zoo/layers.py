@@ -155,8 +155,6 @@ class Front(nn.Module):
                 raise ValueError("the model was built without history=HistoryTable(...), but got sequences")
             return None
         if sequence is None or lengths is None:
-            raise ValueError(
-                "the model was built with a history; call it with sequence [B, L] and lengths [B]"
-            )
+            raise ValueError("the model was built with a history; call it with sequence [B, L] and lengths [B]")
         seen = torch.arange(sequence.shape[1], device=sequence.device) < lengths.unsqueeze(1)
         return self.embeddings(sequence, self.history) * seen.unsqueeze(-1), seen

@@ -268,9 +268,7 @@ def build(
     """
     if (name, size) not in _PRESETS:
         known = [f"{model}: {', '.join(s for m, s in _PRESETS if m == model)}" for model in MODELS]
-        raise UnknownName(
-            f"model {name!r} of size {size!r}", why=known, way_out="choose a name and one of its sizes"
-        )
+        raise UnknownName(f"model {name!r} of size {size!r}", why=known, way_out="choose a name and one of its sizes")
     if history is not None and not takes_history(name):
         raise UnknownName(
             f"{name} with a history",

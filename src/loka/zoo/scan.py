@@ -28,9 +28,7 @@ def decays(log_a: torch.Tensor) -> torch.Tensor:
     return apart.masked_fill(~past, float("-inf")).exp()
 
 
-def chunked_scan(
-    x: torch.Tensor, log_a: torch.Tensor, b: torch.Tensor, c: torch.Tensor, *, chunk: int
-) -> torch.Tensor:
+def chunked_scan(x: torch.Tensor, log_a: torch.Tensor, b: torch.Tensor, c: torch.Tensor, *, chunk: int) -> torch.Tensor:
     """S_t = exp(log_a_t) S_{t-1} + x_t b_t^T, y_t = S_t c_t, from S = 0.
 
     x [B, T, heads, P], log_a [B, T, heads], b and c [B, T, N] -> y of the shape of x.

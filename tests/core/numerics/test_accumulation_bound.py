@@ -62,9 +62,7 @@ def test_a_tensor_without_elements_has_the_scales_of_its_groups(rows, columns, g
     cast = Cast(Format.E4M3, granularity)
     low = quantize(torch.zeros(rows, columns), cast)
     group_rows, group_columns = granularity.group(rows, columns)
-    wanted = [
-        max(math.ceil(side / group), 1) for side, group in ((rows, group_rows), (columns, group_columns))
-    ]
+    wanted = [max(math.ceil(side / group), 1) for side, group in ((rows, group_rows), (columns, group_columns))]
     assert list(low.scale.shape) == wanted
     assert bool((low.scale == scale_of(torch.zeros(1), cast)).all())
     assert dequantize(low).shape == (rows, columns)

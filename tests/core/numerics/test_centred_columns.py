@@ -41,6 +41,4 @@ def test_the_product_with_what_was_taken_off_is_given_back(seed):
     centre = centre_of_rows(x)
     y = subtract(x, centre) @ weight.t()
     torch.testing.assert_close(restore(y, centre, weight), x @ weight.t(), rtol=1e-5, atol=1e-4)
-    assert (
-        restore(y.bfloat16(), centre, weight).dtype is subtract(x.bfloat16(), centre).dtype is torch.bfloat16
-    )
+    assert restore(y.bfloat16(), centre, weight).dtype is subtract(x.bfloat16(), centre).dtype is torch.bfloat16

@@ -67,9 +67,7 @@ def measured(hp, cast):
     granularity=st.sampled_from(Granularity),
     power_of_two=st.booleans(),
 )
-def test_the_histogram_gives_the_measured_error(
-    name, rows, columns, seed, exponent, granularity, power_of_two
-):
+def test_the_histogram_gives_the_measured_error(name, rows, columns, seed, exponent, granularity, power_of_two):
     hp = family(name, rows, columns, seed) * 2.0**exponent
     histogram = depth_histogram(hp, granularity, power_of_two=power_of_two)
     assert histogram.table[:, 0].sum() == hp.numel()
@@ -196,9 +194,7 @@ def test_rows_of_a_sample_keep_the_amax_of_the_whole():
     hp = family("student_t2", 300, 200, 5)
     for granularity in Granularity:
         amax = group_amax(hp, granularity).expand(300, 200)
-        parts = [
-            depth_histogram(hp[a : a + 77], granularity, amax=amax[a : a + 77]) for a in range(0, 300, 77)
-        ]
+        parts = [depth_histogram(hp[a : a + 77], granularity, amax=amax[a : a + 77]) for a in range(0, 300, 77)]
         merged = DepthHistogram(sum(part.table for part in parts))
         whole = depth_error(depth_histogram(hp, granularity), Format.E4M3)
         assert depth_error(merged, Format.E4M3).relative == pytest.approx(whole.relative, rel=1e-9)

@@ -68,9 +68,7 @@ def assert_same(found, expected):
 
 
 def scales_of(values):
-    amaxes = (
-        [values.abs().amax(1, keepdim=True), values.abs().amax().reshape(1, 1)] if values.numel() else [ONE]
-    )
+    amaxes = [values.abs().amax(1, keepdim=True), values.abs().amax().reshape(1, 1)] if values.numel() else [ONE]
     casts = [Cast(Format.E4M3, Granularity.ROW, power_of_two) for power_of_two in (False, True)]
     return [scale_of(amax, cast) for amax in amaxes for cast in casts]
 
@@ -79,9 +77,7 @@ def scales_of(values):
 @pytest.mark.parametrize("weighted", [False, True])
 def test_tables_are_what_their_definition_says(part, weighted, monkeypatch):
     monkeypatch.setitem(depth_tables._PART, "cpu", part)  # several operands at a time; a few rows at a time
-    many = [
-        spread_out(*shape, seed) for seed, shape in enumerate(((9, 30), (1, 150), (0, 5), (12, 7), (4, 0)))
-    ]
+    many = [spread_out(*shape, seed) for seed, shape in enumerate(((9, 30), (1, 150), (0, 5), (12, 7), (4, 0)))]
     weights = [torch.rand(values.shape[1]) + 0.1 if weighted else None for values in many]
     operands = [
         Operand(values=values, scales=scales_of(values), weight=weight)

@@ -16,9 +16,7 @@ from loka.core.storage.codec import decode, encode
 def drawn(count, *, cv, generator):
     """Log-normal terms of mean 1 and this coefficient of variation: heavy as real ones."""
     sigma = math.sqrt(math.log1p(cv**2))
-    return (
-        (torch.randn(count, generator=generator, dtype=torch.float64) * sigma - sigma**2 / 2).exp().tolist()
-    )
+    return (torch.randn(count, generator=generator, dtype=torch.float64) * sigma - sigma**2 / 2).exp().tolist()
 
 
 def test_ne_is_the_mean_term_over_the_entropy():
@@ -180,9 +178,7 @@ def test_through_json():
 
 def test_a_stored_effect_is_read_and_written_again_with_the_same_bytes():
     """As statistics held it before there was a codec: digests of them go by these bytes."""
-    sums = (
-        '{"count": 2, "spread": 2, "total": 0.0020001, "squares": 4.00000001e-06, "probabilities": [0.6, 0.8]'
-    )
+    sums = '{"count": 2, "spread": 2, "total": 0.0020001, "squares": 4.00000001e-06, "probabilities": [0.6, 0.8]'
     shifts = '"pulls": [0.0009, -0.002], "curvatures": [0.6, 0.8]'
     for text in (f"{sums}, {shifts}}}", f'{sums}, {shifts}, "log_variance": 0.01, "cubes": 8e-09}}'):
         assert json.dumps(encode(decode(Effect, json.loads(text)))) == text

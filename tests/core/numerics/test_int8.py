@@ -100,9 +100,7 @@ def test_longer_sums_are_refused_with_the_reason():
             reason = candidate_named(name).illegal(problem)
             assert reason is not None
             assert "int32 is sure to hold a sum of 131072 products" in reason
-    assert (
-        candidate_named("emulated:rowwise_e4m3").illegal(Problem(**{**vars(long), "target": "cpu"})) is None
-    )
+    assert candidate_named("emulated:rowwise_e4m3").illegal(Problem(**{**vars(long), "target": "cpu"})) is None
     ones = Quantized(torch.ones(1, MOST + 1, dtype=torch.int8), torch.ones(1, 1), INT8)
     with pytest.raises(ValueError, match="131072"):
         scaled_mm(ones, ones, dtype=torch.float32)
@@ -145,9 +143,7 @@ def test_what_is_not_finite_surfaces_in_its_row_and_no_other(bad):
 def test_both_copies_of_a_tensor_in_two_types():
     """The input for `output` in INT8, transposed for `grad_weight` in e4m3: each as it would be alone."""
     hp = hard("heavy", 3)
-    row, column = quantize_pair(
-        hp, row=Side(cast=INT8, padded=(64, 96)), column=Side(cast=E4M3, padded=(96, 64))
-    )
+    row, column = quantize_pair(hp, row=Side(cast=INT8, padded=(64, 96)), column=Side(cast=E4M3, padded=(96, 64)))
     assert row is not None
     assert column is not None
     assert torch.equal(row.data, quantize(hp, INT8).data)
@@ -176,9 +172,7 @@ def test_depths_by_hand():
     histogram = depth_histogram(torch.tensor([[127.0, 100.0, 3.25, 0.25]]), Granularity.ROW)
     assert error_sum(histogram, Format.INT8).item() == pytest.approx(2 * 0.25**2, rel=1e-6)
     # An octave of room doubles the step: 127 -> 128 or 126, 100 exact, 3.25 -> 4, 0.25 -> 0.
-    assert error_sum(histogram, Format.INT8, margin=1).item() == pytest.approx(
-        1 + 0.75**2 + 0.25**2, rel=1e-6
-    )
+    assert error_sum(histogram, Format.INT8, margin=1).item() == pytest.approx(1 + 0.75**2 + 0.25**2, rel=1e-6)
     # Half the range saturates the first at 63.5, and so the second; 3.25 -> 3 or 3.5.
     saturated = (127 - 63.5) ** 2 + (100 - 63.5) ** 2 + 2 * 0.25**2
     assert error_sum(histogram, Format.INT8, margin=-1).item() == pytest.approx(saturated, rel=1e-6)

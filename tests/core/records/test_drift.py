@@ -65,9 +65,7 @@ def plan_of(candidates, *, budget=None, ne=None):
     decisions = {}
     for path in SIGNATURE.layers:
         for gemm in Gemm:
-            problem = linear_problem(
-                gemm, rows=64, in_features=8, out_features=8, dtype="bfloat16", target="cpu"
-            )
+            problem = linear_problem(gemm, rows=64, in_features=8, out_features=8, dtype="bfloat16", target="cpu")
             low = candidates.get(f"{path}/{gemm}", "hp")
             known = Estimate(ne, ne, ne) if ne is not None and gemm is Gemm.OUTPUT and low != "hp" else None
             decision = Decision(path=path, problem=problem, candidate=low, reason="", kl=known)
@@ -123,9 +121,7 @@ def test_only_operands_that_run_in_fp8_count():
 @pytest.mark.parametrize(("ne", "closes"), [(1.9e-5, False), (3e-5, True), (5e-6, False)])
 def test_an_effect_that_doubled_closes_its_layer(ne, closes):
     """b / 2S = 2e-5 / 4: effects of 1e-5 are not small."""
-    plan = plan_of(
-        {"a/output": f"emulated:{RECIPE}", "b/output": f"emulated:{RECIPE}"}, budget=Budget(ne=2e-5)
-    )
+    plan = plan_of({"a/output": f"emulated:{RECIPE}", "b/output": f"emulated:{RECIPE}"}, budget=Budget(ne=2e-5))
     found = drift(plan, window(ne=ne), before=window())
     assert found.unsafe == ({"a"} if closes else set())
     assert found.over_budget is (ne > 5e-6)

@@ -20,9 +20,7 @@ def plan(*effects, candidate=LOW, ne=None):
     """A layer for each effect, whose `output` runs by the candidate."""
     shape = LinearShape(in_features=8, out_features=8, bias=False)
     layers = {f"layer{place}": shape for place in range(len(effects))}
-    problem = linear_problem(
-        Gemm.OUTPUT, rows=8, in_features=8, out_features=8, dtype="bfloat16", target="cpu"
-    )
+    problem = linear_problem(Gemm.OUTPUT, rows=8, in_features=8, out_features=8, dtype="bfloat16", target="cpu")
     decisions = [
         Decision(path=path, problem=problem, candidate=candidate, reason="", kl=effect)
         for path, effect in zip(layers, effects, strict=True)

@@ -18,9 +18,7 @@ def made(**others):
 
 
 def test_reasons_are_told_once_and_kept(tmp_path):
-    report = made(
-        no_effect={"a": "no logits", "b": "no logits", "c": "a norm over the batch", "d": OLD + "no logits"}
-    )
+    report = made(no_effect={"a": "no logits", "b": "no logits", "c": "a norm over the batch", "d": OLD + "no logits"})
     assert report.unknown_effects() == [
         "effect on KL/H not known: a, b: no logits",
         "effect on KL/H not known: c: a norm over the batch",

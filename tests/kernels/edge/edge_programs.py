@@ -28,9 +28,7 @@ class Writing:
         self.steps.append((op, args))
         return len(self.kinds) + len(self.steps) - 1
 
-    def done(
-        self, gradient=None, transposed=None, sums=(), row=True, column=True, values=(), value_dtypes=None
-    ):
+    def done(self, gradient=None, transposed=None, sums=(), row=True, column=True, values=(), value_dtypes=None):
         program = Program(
             features=self.features,
             block=self.block or self.features,

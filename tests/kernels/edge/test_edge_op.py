@@ -17,9 +17,7 @@ CPU = torch.device("cpu")
 def equal(one, other):
     pairs = zip(one, other, strict=True)
     return all(
-        a.dtype == b.dtype
-        and a.stride() == b.stride()
-        and torch.equal(a.view(torch.uint8), b.view(torch.uint8))
+        a.dtype == b.dtype and a.stride() == b.stride() and torch.equal(a.view(torch.uint8), b.view(torch.uint8))
         for a, b in pairs
     )
 
@@ -31,9 +29,7 @@ def test_the_fake_promises_what_the_op_returns(name, rows):
     leaves, given, text = case.leaves(rows, CPU), case.given(rows, CPU), case.program.to_text()
     real = edge(leaves, rows, *given, text)
     with FakeTensorMode() as mode:
-        fake = edge(
-            [mode.from_tensor(leaf) for leaf in leaves], rows, *(mode.from_tensor(g) for g in given), text
-        )
+        fake = edge([mode.from_tensor(leaf) for leaf in leaves], rows, *(mode.from_tensor(g) for g in given), text)
     assert len(real) == len(fake) == len(case.program.outputs)
     for made, promised in zip(real, fake, strict=True):
         assert (made.shape, made.dtype) == (promised.shape, promised.dtype)

@@ -105,9 +105,7 @@ def test_what_makes_no_program_is_refused(changes, message):
         Program(**{"features": 8, "block": 8, "leaves": (Kind.FULL,), **changes})  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(
-    "text", ["", "[]", "{}", '{"steps":[],"leaves":["round"]}', '{"steps":[[1]]}', "[1]"]
-)
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"steps":[],"leaves":["round"]}', '{"steps":[[1]]}', "[1]"])
 def test_other_text_is_no_program(text):
     with pytest.raises((ValueError, LookupError, TypeError)):
         program_of(text)
@@ -129,9 +127,7 @@ def test_kinds_join_to_what_holds_both():
 
 
 def test_sums_are_numbers_for_rows_and_blocks():
-    program = Program(
-        features=8, block=4, leaves=(Kind.FULL,), steps=(Step("row_sum", (0,)), Step("block_sum", (0,)))
-    )
+    program = Program(features=8, block=4, leaves=(Kind.FULL,), steps=(Step("row_sum", (0,)), Step("block_sum", (0,))))
     assert program.kinds == (Kind.FULL, Kind.COLUMN, Kind.BLOCK)
 
 

@@ -211,9 +211,7 @@ def test_leaves_of_all_dtypes_and_kinds(kind, dtype, device):
     check(case, leaves, 33, (None, None, None), exact=True)
 
 
-@pytest.mark.parametrize(
-    "kind", sweep((Kind.ROW, Kind.COLUMN, Kind.BLOCK, Kind.SCALAR), (Kind.COLUMN, Kind.SCALAR))
-)
+@pytest.mark.parametrize("kind", sweep((Kind.ROW, Kind.COLUMN, Kind.BLOCK, Kind.SCALAR), (Kind.COLUMN, Kind.SCALAR)))
 def test_results_need_not_be_elements(kind, device):
     """Copies and sums of what is one number for several elements, as the gradient of a mean is.
 

@@ -315,9 +315,7 @@ def test_precompile_compiles_each_kernel_once(monkeypatch):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("gemm", list(Gemm))
-@pytest.mark.parametrize(
-    "candidate", [c for c in ADAPTED if c.kernel.library == "cublaslt"], ids=lambda c: c.name
-)
+@pytest.mark.parametrize("candidate", [c for c in ADAPTED if c.kernel.library == "cublaslt"], ids=lambda c: c.name)
 def test_every_algorithm_of_cublaslt_agrees(candidate, gemm):
     if reason := candidate.kernel.missing():
         pytest.skip(reason)

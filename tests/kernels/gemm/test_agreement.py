@@ -67,9 +67,7 @@ def test_agrees_with_the_reference(name, gemm, dtype, kind, device):
             bound = shape[2] * 2.0**-23 * absolute + unit * expected.abs()
         else:
             bound = accumulation_bound(qa, qb, fast=candidate.kernel.fast, dtype=dtype)
-            problem = Problem(
-                gemm=gemm, m=shape[0], n=shape[1], k=shape[2], dtype=dtype_name(dtype), target="sm_90"
-            )
+            problem = Problem(gemm=gemm, m=shape[0], n=shape[1], k=shape[2], dtype=dtype_name(dtype), target="sm_90")
             bound += candidate.kernel.rounding(problem, candidate.recipe) * expected.abs()
         gap = (out.cpu().float() - expected).abs()
         share = (gap / (bound + 1e-37)).max().item()
@@ -89,9 +87,7 @@ def test_non_finite_surfaces_and_is_flagged(name, gemm, bad, device):
     a[5, 7] = bad
     for first, second, slot in ((a, b, 1), (b[:32], a.repeat(2, 1)[:48], 2)):
         health = torch.zeros(3, dtype=torch.int64, device=device)
-        out = run_gemm(
-            name, first.to(device), second.to(device), gemm=gemm, dtype=torch.bfloat16, health=health
-        )
+        out = run_gemm(name, first.to(device), second.to(device), gemm=gemm, dtype=torch.bfloat16, health=health)
         hit = out[5] if slot == 1 else out[:, 5]
         assert not torch.isfinite(hit).any()
         flags = health.tolist()

@@ -50,9 +50,7 @@ def test_every_planted_bug_is_convicted(recipe, gemm, plant):  # noqa: F811
 
 
 def changed(before, after):
-    return not torch.equal(before.scale, after.scale) or not torch.equal(
-        before.data.float(), after.data.float()
-    )
+    return not torch.equal(before.scale, after.scale) or not torch.equal(before.data.float(), after.data.float())
 
 
 @pytest.mark.parametrize("shape", module._SIDES)

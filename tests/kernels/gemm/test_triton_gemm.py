@@ -182,9 +182,7 @@ def test_the_largest_operands_normalize_to_one(device):
     """|Z| = 448 * 448 * K everywhere; its square is far from float32's limit, and y = +-1."""
     signs = torch.where(torch.arange(256) % 3 == 0, -1.0, 1.0)
     a = Quantized(torch.full((70, 400), 448.0).to(torch.float8_e4m3fn), torch.ones(1, 1), TENSOR)
-    w = Quantized(
-        (signs[:, None] * torch.full((256, 400), 448.0)).to(torch.float8_e4m3fn), torch.ones(1, 1), TENSOR
-    )
+    w = Quantized((signs[:, None] * torch.full((256, 400), 448.0)).to(torch.float8_e4m3fn), torch.ones(1, 1), TENSOR)
     of = epilogue(256, Activation.NONE)
     found = run(a, w, of, device)
     assert torch.equal(found.data.float() * of.scale, signs.expand(70, 256))
@@ -284,9 +282,7 @@ def test_no_rows_are_no_work(device):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(
-    "shape", [(2048, 512, 512), (1001, 608, 768), (4096, 1024, 1024), (6145, 2048, 2048)], ids=str
-)
+@pytest.mark.parametrize("shape", [(2048, 512, 512), (1001, 608, 768), (4096, 1024, 1024), (6145, 2048, 2048)], ids=str)
 @pytest.mark.parametrize("name", [*CONFIGS, *EXACT])
 def test_real_sizes(name, shape):
     rows, inner, columns = shape

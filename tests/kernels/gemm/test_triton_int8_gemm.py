@@ -53,9 +53,7 @@ def test_it_is_the_twin(shape, config, device):
 def test_the_largest_sum_there_can_be_is_exact(device):
     """K = 131,072 of 127 * 127, the bound of core/recipe.Format.max_terms: 2^31 less 34 million."""
     k = 131_072
-    a = Quantized(
-        torch.full((16, k), 127, dtype=torch.int8, device=device), torch.ones(16, 1, device=device), INT8
-    )
+    a = Quantized(torch.full((16, k), 127, dtype=torch.int8, device=device), torch.ones(16, 1, device=device), INT8)
     b = Quantized(-a.data, a.scale, INT8)
     config = on_gpu_or_cpu(None, replace(SMALL, block_k=8192))
     out = kernel.int8_gemm(a.data, b.data, a.scale, b.scale, torch.float32, config=config)

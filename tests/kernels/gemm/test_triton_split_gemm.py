@@ -127,9 +127,7 @@ def test_small_integers_leave_nothing_to_rounding(device):
     """Products of -1, 0 and 1 sum exactly in every register on the way, so no step is lost or doubled."""
     generator = torch.Generator().manual_seed(0)
     a, b = (
-        torch.randint(-1, 2, (side, on_gpu_or_cpu(656, 336)), generator=generator)
-        .to(torch.float8_e4m3fn)
-        .to(device)
+        torch.randint(-1, 2, (side, on_gpu_or_cpu(656, 336)), generator=generator).to(torch.float8_e4m3fn).to(device)
         for side in (80, 112)
     )
     one = torch.ones(1, 1, device=device)
@@ -275,9 +273,7 @@ def test_real_sizes(name, shape, cast):
     fast = KERNELS[name].fast
     a, b = operands(*shape, torch.device("cuda"), cast)
     # The bound of fast accumulation is wide for a K of 65536; sums of -1, 0 and 1 are exact below 2^13.
-    few_a, few_b = (
-        replace(of, data=torch.randint(-1, 2, of.shape, device="cuda").to(of.data.dtype)) for of in (a, b)
-    )
+    few_a, few_b = (replace(of, data=torch.randint(-1, 2, of.shape, device="cuda").to(of.data.dtype)) for of in (a, b))
     sums = (few_a.data.double() @ few_b.data.double().t()) * a.scale.double() * b.scale.double()
     for config in split.FAST if fast else split.EXACT:
         for splits in (None, 0, 1, 5):

@@ -109,9 +109,7 @@ def test_log_probabilities_and_losses_are_no_logits():
     chosen = z.log_softmax(1).gather(1, labels[:, None])
     losses = F.cross_entropy(z, labels, reduction="none"), bce(z, torch.rand(5, 3), reduction="none").mean(1)
     for output in (chosen, chosen[:, 0] * torch.rand(5), -chosen, *losses):
-        with pytest.raises(
-            NoEffect, match=r"(Softmax|Loss|Logits) of something, no logits of clicks.*ne=None"
-        ):
+        with pytest.raises(NoEffect, match=r"(Softmax|Loss|Logits) of something, no logits of clicks.*ne=None"):
             logits_of(output, None)
     log_odds = z.log_softmax(1)[:, 1] - z.log_softmax(1)[:, 0]
     assert torch.equal(logits_of(log_odds, None)[:, 0], log_odds)

@@ -97,9 +97,7 @@ def test_batch_norm_is_named_where_it_mixes_samples():
         model(x).sum().backward()
     layers = probe.stats().layers
     for path in ("0", "3"):
-        assert re.search(
-            r"mix samples.*BatchNorm takes its statistics over the batch \(1, 4\)", layers[path].no_effect
-        )
+        assert re.search(r"mix samples.*BatchNorm takes its statistics over the batch \(1, 4\)", layers[path].no_effect)
     assert layers["5"].effects
     with loka.Probe(model.eval(), every=1) as probe:
         model(x).sum().backward()

@@ -115,8 +115,7 @@ def test_fading_samples_are_of_models_that_are_gone(trained):
     again = renewed(model, renewed(model, stats)).layers["out"]
     assert again.effects == renewed(model, stats).layers["out"].effects
     tables = [
-        found.operands["input"].tensors["effect_depth_row"]
-        for found in (again, renewed(model, stats).layers["out"])
+        found.operands["input"].tensors["effect_depth_row"] for found in (again, renewed(model, stats).layers["out"])
     ]
     assert torch.equal(*tables), "histograms are replaced too, not added"
 
@@ -231,9 +230,7 @@ def test_the_age_of_fading_samples():
     with loka.Probe(model, every=1) as probe:
         model(torch.randn(70, 4))
     (layer,) = probe.stats().layers.values()
-    stats = replace(
-        probe.stats(), steps=1000, sampled_steps=100, layers={"": replace(layer, effects={RECIPE: fading})}
-    )
+    stats = replace(probe.stats(), steps=1000, sampled_steps=100, layers={"": replace(layer, effects={RECIPE: fading})})
     assert Horizon.of_probe(stats, until=1).earlier == pytest.approx(1000 - 7 * 10)
 
 
@@ -265,9 +262,7 @@ def test_no_promise(trained, bias, rate, word):
 def test_h_is_that_of_the_labels_and_its_error_widens(trained):
     model, stats = trained
     known = renewed(model, stats, base_rate=0.01).layers["out"].effects[RECIPE]
-    counted = (
-        renewed(model, stats, base_rate=LabelRate(positives=20, rows=2000)).layers["out"].effects[RECIPE]
-    )
+    counted = renewed(model, stats, base_rate=LabelRate(positives=20, rows=2000)).layers["out"].effects[RECIPE]
     assert counted.kl().value == pytest.approx(known.kl().value)
     assert counted.kl().high > 1.1 * known.kl().high
     assert counted.log_variance == pytest.approx((math.log(99) * 0.01 / counted.entropy) ** 2 * 0.99 / 20)

@@ -164,9 +164,7 @@ class Twice(nn.Module):
 def test_calls_of_one_layer_add_up_before_squaring():
     model, x = Twice(), sample()
     stats = probed(model, x)
-    assert predicted(stats, "fc", "rowwise_e4m3") == pytest.approx(
-        actual(model, "fc", "rowwise_e4m3", x), rel=0.06
-    )
+    assert predicted(stats, "fc", "rowwise_e4m3") == pytest.approx(actual(model, "fc", "rowwise_e4m3", x), rel=0.06)
 
 
 def test_work_in_place_behind_a_layer_changes_nothing():

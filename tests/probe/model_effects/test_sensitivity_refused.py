@@ -330,9 +330,7 @@ def test_a_step_keeps_nothing_alive():
 
 def test_wrapped_in_distributed_data_parallel(tmp_path):
     """The extra backward wakes no reducer, in the first step of a static graph either."""
-    torch.distributed.init_process_group(
-        "gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1
-    )
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
     try:
         plain, watched = model_of((13, 8, 1)), model_of((13, 8, 1))
         wrapped = nn.parallel.DistributedDataParallel(watched, static_graph=True)

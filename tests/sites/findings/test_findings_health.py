@@ -74,9 +74,7 @@ def test_s5_in_weights_that_are_no_linear_layers(name):
     parameters = dict(model.named_parameters(remove_duplicate=False))
     for parameter in used:
         reset_health(model)
-        names = {
-            name for name, other in parameters.items() if other is parameters[parameter]
-        }  # tied ones too
+        names = {name for name, other in parameters.items() if other is parameters[parameter]}  # tied ones too
         weight = parameters[parameter].data
         kept = weight.clone()
         weight.view(-1)[0] = float("nan")

@@ -176,9 +176,7 @@ def test_r2_an_impossible_candidate_is_refused_before_anything_changes(name, can
         loka.convert(model, _with(known.plan, site, candidate))
     assert not runs(model)
     assert not any("forward" in vars(module) for module in model.modules())
-    assert {p: set(vars(m)) for p, m in model.named_modules()} == {
-        p: set(vars(m)) for p, m in plain.named_modules()
-    }
+    assert {p: set(vars(m)) for p, m in model.named_modules()} == {p: set(vars(m)) for p, m in plain.named_modules()}
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), plain.parameters(), strict=True))
     assert torch.equal(train_step(known.foreign, model), train_step(known.foreign, plain))
     loka.convert(model, known.plan)

@@ -75,9 +75,7 @@ def test_d1_twenty_thousand_calls_from_eight_threads(compiled, share):
     model = torch.compile(found) if compiled else found
     for index in range(ROUNDS):
         if index:
-            state = {
-                name: 30.0 ** (index % 3 - 1) * value for name, value in _small(index).state_dict().items()
-            }
+            state = {name: 30.0 ** (index % 3 - 1) * value for name, value in _small(index).state_dict().items()}
             found.load_state_dict(state)
         elif not compiled:
             found = model = loka.convert(loka.revert(found), plan)

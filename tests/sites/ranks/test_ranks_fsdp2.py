@@ -127,10 +127,7 @@ class Job:
 class Compiled(Job):
     def __call__(self, rank, folder):
         cases = (("root", "convert first"), ("layer", "shard first"))
-        return {
-            f"{units}, {order}, sgd": self.trained(rank, units, order, sgd, "aot_eager")
-            for units, order in cases
-        }
+        return {f"{units}, {order}, sgd": self.trained(rank, units, order, sgd, "aot_eager") for units, order in cases}
 
 
 @pytest.fixture(scope="module")

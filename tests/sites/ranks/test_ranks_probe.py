@@ -77,9 +77,7 @@ WRAPPERS: dict[str, Callable[[nn.Module], nn.Module]] = {
     "fsdp1, flat": fsdp1,
     "checkpoint": lambda model: checkpointed(model, CheckpointImpl.NO_REENTRANT),
     "reentrant": lambda model: checkpointed(model, CheckpointImpl.REENTRANT),
-    "ddp of checkpoint": lambda model: DistributedDataParallel(
-        checkpointed(model, CheckpointImpl.NO_REENTRANT)
-    ),
+    "ddp of checkpoint": lambda model: DistributedDataParallel(checkpointed(model, CheckpointImpl.NO_REENTRANT)),
 }
 
 

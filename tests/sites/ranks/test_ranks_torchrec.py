@@ -112,9 +112,7 @@ class Job:
     plan: Plan
 
     def __call__(self, rank, folder):
-        found: dict[str, Any] = {
-            f"{order}, {way}": self.trained(rank, order, way) for order in ORDERS for way in WAYS
-        }
+        found: dict[str, Any] = {f"{order}, {way}": self.trained(rank, order, way) for order in ORDERS for way in WAYS}
         for order in ORDERS:
             found[f"{order}, DLRM_DCN"] = self.bare(rank, order)
         wrapped = sharded(build())

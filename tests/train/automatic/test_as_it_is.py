@@ -37,9 +37,7 @@ def test_learning_leaves_the_model_as_it_is():
         learn(model, RandomRows(10), config=CONFIG, base_rate=0.3)
 
 
-@pytest.mark.parametrize(
-    ("step", "epochs", "left"), [(0, 1, 30), (9, 1, 21), (9, 3, 21), (30, 3, 0), (45, 3, 0)]
-)
+@pytest.mark.parametrize(("step", "epochs", "left"), [(0, 1, 30), (9, 1, 21), (9, 3, 21), (30, 3, 0), (45, 3, 0)])
 def test_unused_rows_are_those_of_the_first_epoch(step, epochs, left):
     config = TrainConfig(batch_size=16, epochs=epochs)
     found = list(unused_batches(ROWS, config, Length.of(ROWS, config), step=step))

@@ -229,9 +229,7 @@ def test_on_a_gpu_in_graphs(tmp_path):
             least_steps=5,
             most_steps=20,
             budget=Budget(min_sqnr_db=None, min_speedup=0),
-            settings=Settings(
-                min_draws=2, max_draws=2, max_rounds=5, search_rounds=3, quantize_once_rounds=3
-            ),
+            settings=Settings(min_draws=2, max_draws=2, max_rounds=5, search_rounds=3, quantize_once_rounds=3),
         ),
         folder=tmp_path,
     )

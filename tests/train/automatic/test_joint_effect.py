@@ -44,13 +44,9 @@ def plan_of(model, candidates, *, ne=None):
             target="cpu",
         )
         effect = Estimate(ne, ne, ne) if ne is not None and path in candidates else None
-        decision = Decision(
-            path=path, problem=problem, candidate=candidates.get(path, "hp"), reason="", kl=effect
-        )
+        decision = Decision(path=path, problem=problem, candidate=candidates.get(path, "hp"), reason="", kl=effect)
         decisions[decision.site] = decision
-    return Plan(
-        model=signature(model), machine=fingerprint("cpu"), budget=Budget(), timed=False, decisions=decisions
-    )
+    return Plan(model=signature(model), machine=fingerprint("cpu"), budget=Budget(), timed=False, decisions=decisions)
 
 
 def forward(model, x):

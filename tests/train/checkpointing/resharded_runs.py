@@ -26,9 +26,7 @@ from loka.train.steps.step_time import blocks_of
 POW2 = "emulated:rowwise_e4m3_pow2"
 PARTS, STEPS, SAVED, EVERY = 4, 7, 4, 2
 ROWS = PARTS * 16  # of a step
-CONFIG = replace(
-    fp8_run.CONFIG, checkpoint_every=EVERY, log_every=1, precision="fp32", average="ema", grad_clip=1.0
-)
+CONFIG = replace(fp8_run.CONFIG, checkpoint_every=EVERY, log_every=1, precision="fp32", average="ema", grad_clip=1.0)
 
 
 def pow2_plan(make=tower):

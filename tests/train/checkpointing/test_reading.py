@@ -178,9 +178,7 @@ def test_what_earlier_versions_noted_of_layers_that_ran_alone_is_passed_over(tmp
 
 
 @pytest.mark.parametrize("flush", [0, 1, 2, 3])
-def test_whichever_flush_finds_the_disk_full_the_reason_is_told_and_one_can_resume(
-    folder, monkeypatch, flush
-):
+def test_whichever_flush_finds_the_disk_full_the_reason_is_told_and_one_can_resume(folder, monkeypatch, flush):
     """Of the state, the manifest, the folder that they are in, and the one that holds it."""
     flushed, sync = itertools.count(), os.fsync
 

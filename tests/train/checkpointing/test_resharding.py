@@ -106,9 +106,7 @@ def runs(request, plan, tmp_path_factory):
         shutil.copytree(left, folder / where)
     (folder / "meet").mkdir()
     (folder / "meet-two").mkdir()
-    four = on_ranks(
-        Straight(plan, engine, (folder / "stepping-four", folder / "saving-four")), PARTS, folder / "meet"
-    )
+    four = on_ranks(Straight(plan, engine, (folder / "stepping-four", folder / "saving-four")), PARTS, folder / "meet")
     two = on_ranks(Resumed(plan, engine, folder / "two"), 2, folder / "meet-two")
     one = Resumed(plan, engine, folder / "one")(0, folder)
     return {"engine": engine, "left": left, "folder": folder, "four": four, "two": two, "one": one}
@@ -271,7 +269,5 @@ def test_what_other_ranks_cannot_go_on_with_is_refused(tmp_path, identities, ste
 
 def test_folders_of_ranks_are_refused(tmp_path):
     (tmp_path / "rank-1" / "step-00000003").mkdir(parents=True)
-    with pytest.raises(
-        CheckpointRefused, match=r"(?s)folder of checkpoints for each rank.*version that began it"
-    ):
+    with pytest.raises(CheckpointRefused, match=r"(?s)folder of checkpoints for each rank.*version that began it"):
         load_newest(tmp_path)

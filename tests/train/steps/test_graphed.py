@@ -98,9 +98,7 @@ def test_a_changed_learning_rate_is_captured_again(fake):
             optimizer.param_groups[0]["lr"] = other.param_groups[0]["lr"] = 0.05
             with pytest.warns(RuntimeWarning, match="'lr' of group 0 of SGD changed from 0.1 to 0.05"):
                 step(*batch)
-            assert (
-                step.reason == "'lr' of group 0 of SGD changed from 0.1 to 0.05; warm-up: 1 of 2 steps done"
-            )
+            assert step.reason == "'lr' of group 0 of SGD changed from 0.1 to 0.05; warm-up: 1 of 2 steps done"
         else:
             step(*batch)
         plain(twin, other, [batch])

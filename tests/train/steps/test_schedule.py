@@ -139,9 +139,7 @@ def test_a_killed_run_ends_with_the_same_bits(tmp_path, schedule, stop):
     with pytest.raises(MemoryError):
         train(small_model(), ROWS, config=config, checkpoints=tmp_path, on_step=kill)
     resumed, again = small_model(seed=9), []
-    found = train(
-        resumed, ROWS, config=config, checkpoints=tmp_path, on_log=lambda line: again.append(line.rate)
-    )
+    found = train(resumed, ROWS, config=config, checkpoints=tmp_path, on_log=lambda line: again.append(line.rate))
     done = found.resumed_from or 0
     assert done == stop - stop % 3
     assert again == rates[done:]
@@ -175,9 +173,7 @@ def test_a_captured_step_follows_it_without_a_second_capture(monkeypatch):
             rates.step()
         assert seen == pytest.approx([0.1 * rate_factor(k, 12, config) for k in range(12)], rel=1e-6)
         assert optimizer.param_groups[0]["lr"] is rate
-        assert isinstance(
-            rates.base_lrs[0], float
-        )  # a tensor would be read back from the device at each step
+        assert isinstance(rates.base_lrs[0], float)  # a tensor would be read back from the device at each step
         models[captured] = model
     assert (fake.captures, step.replays) == (1, 10)
     for plain, replayed in zip(models[False].parameters(), models[True].parameters(), strict=True):

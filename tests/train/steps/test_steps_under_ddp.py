@@ -44,9 +44,7 @@ def test_gradients_on_their_way_are_captured_only_where_asked_for(fake):
         model = DistributedDataParallel(small())
         optimizer = sgd(model)
         record = fake(model, optimizer)
-        step = graphed(
-            step_of(model, optimizer), *batches(8)[0], model=model, optimizers=optimizer, collectives=asked
-        )
+        step = graphed(step_of(model, optimizer), *batches(8)[0], model=model, optimizers=optimizer, collectives=asked)
         for batch in batches(*[8] * 14):
             step(*batch)
         if asked:
@@ -84,9 +82,7 @@ def test_captured_gradients_train_as_sent_ones():
         with synced(capture_stream(device)):
             model = DistributedDataParallel(small(device))
         optimizer = sgd(model)
-        step = graphed(
-            step_of(model, optimizer), *batches(8)[0], model=model, optimizers=optimizer, collectives=asked
-        )
+        step = graphed(step_of(model, optimizer), *batches(8)[0], model=model, optimizers=optimizer, collectives=asked)
         for batch in batches(*[8] * 40, device=device):
             step(*batch)
         assert step.replays == (29 if asked else 0), step.reason

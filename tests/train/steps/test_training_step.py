@@ -67,9 +67,7 @@ def test_each_row_counts_alike_in_a_short_batch(accumulate):
     assert len(last) == 10
     twin = of_zoo()
     twin.load_state_dict(before)
-    losses = nn.functional.binary_cross_entropy_with_logits(
-        twin(last.dense, last.sparse), last.label, reduction="none"
-    )
+    losses = nn.functional.binary_cross_entropy_with_logits(twin(last.dense, last.sparse), last.label, reduction="none")
     (losses.sum() / 64).backward()
     for (name, weight), expected in zip(model.named_parameters(), twin.parameters(), strict=True):
         found, exact = weight.grad.to_dense(), expected.grad.to_dense()

@@ -49,9 +49,7 @@ def gemm(
         typer.Option(help="CSV with columns model, site, kind, M, K, N; LoKA's own by default."),
     ] = None,
     candidate: Annotated[list[str] | None, typer.Option(help="Only these; may be repeated.")] = None,
-    out: Annotated[Path, typer.Option(help="Folder; an unfinished run in it is continued.")] = Path(
-        "runs/bench_gemm"
-    ),
+    out: Annotated[Path, typer.Option(help="Folder; an unfinished run in it is continued.")] = Path("runs/bench_gemm"),
     device: Device = None,
     weight_dtype: Annotated[str, typer.Option(help="bfloat16, or float32 master weights.")] = "bfloat16",
     rounds: Annotated[int, typer.Option(min=6, help="At most so many in a race.")] = Settings().max_rounds,
@@ -111,13 +109,9 @@ def step(
     data: DataFile = None,
     schema: SchemaFile = None,
     batch_size: BatchSize = 6144,
-    arm: Annotated[
-        list[str] | None, typer.Option(help="Only these arms; repeatable. All by default.")
-    ] = None,
+    arm: Annotated[list[str] | None, typer.Option(help="Only these arms; repeatable. All by default.")] = None,
     candidate: Annotated[list[str] | None, typer.Option(help="Plan over these only; repeatable.")] = None,
-    out: Annotated[Path, typer.Option(help="Folder; statistics and report in it are used.")] = Path(
-        "runs/bench_step"
-    ),
+    out: Annotated[Path, typer.Option(help="Folder; statistics and report in it are used.")] = Path("runs/bench_step"),
     device: Annotated[str | None, typer.Option(help="cuda; steps are timed on a GPU only.")] = None,
     seed: Seed = 0,
     rounds: Annotated[int, typer.Option(min=9, help="Of each race against bf16.")] = 21,

@@ -24,9 +24,7 @@ Workers = Annotated[int | None, typer.Option(min=1, help="Threads; one per CPU i
 def convert(
     files: Annotated[list[Path], typer.Argument(help="Criteo TSV, parquet or CSV, in the order of time.")],
     out: Annotated[Path, typer.Option(help="Folder for the shards; an unfinished one is continued.")],
-    schema: Annotated[
-        Path | None, typer.Option(help="JSON naming the columns; Criteo's if left out.")
-    ] = None,
+    schema: Annotated[Path | None, typer.Option(help="JSON naming the columns; Criteo's if left out.")] = None,
     buckets: Annotated[int | None, typer.Option(min=1, help="Hash categories into so many ids.")] = None,
     min_count: Annotated[
         int | None, typer.Option(min=1, help="Keep the categories seen so often, counted in a first pass.")
@@ -38,9 +36,7 @@ def convert(
     vocabulary: Annotated[
         Path | None, typer.Option(help="Prepared folder whose ids to use, as for a test set.")
     ] = None,
-    format: Annotated[
-        str | None, typer.Option(help="tsv, csv or parquet, where a suffix does not say.")
-    ] = None,
+    format: Annotated[str | None, typer.Option(help="tsv, csv or parquet, where a suffix does not say.")] = None,
     workers: Workers = None,
 ) -> None:
     """Tables to parquet shards of encoded rows, once; the same command goes on after a kill."""

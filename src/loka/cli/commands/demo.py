@@ -116,9 +116,7 @@ class Details:
         write_atomic(path, ("\n\n".join(map(printable, self._lines)) + "\n").encode())
 
 
-def run_demo(
-    config: DemoConfig, *, out: Path, say: Say = say, verbose: bool = False
-) -> dict[str, Comparison]:
+def run_demo(config: DemoConfig, *, out: Path, say: Say = say, verbose: bool = False) -> dict[str, Comparison]:
     """Runs the loop for every model and writes stats/, report.json, plan.json, train.json and a page.
 
     Raises:
@@ -165,9 +163,7 @@ def _claim(out: Path, config: DemoConfig) -> None:
             found = dict(parse_json(read_bounded(file, Limits()), Limits()))
         except (ValueError, TypeError, OSError, RecursionError) as error:
             raise LokaError(f"{file} is damaged ({error})", way_out="choose another --out") from error
-        different = [
-            f"{k}: {found.get(k)} there, {wanted[k]} now" for k in wanted if found.get(k) != wanted[k]
-        ]
+        different = [f"{k}: {found.get(k)} there, {wanted[k]} now" for k in wanted if found.get(k) != wanted[k]]
         if different:
             raise LokaError(
                 f"{out} holds another demo",
@@ -246,9 +242,7 @@ def _run_model(
     return decided, comparison
 
 
-def _decide(
-    stats: Stats, config: DemoConfig, out: Path, say: Say, details: Details, bars: ProgressBars
-) -> Plan:
+def _decide(stats: Stats, config: DemoConfig, out: Path, say: Say, details: Details, bars: ProgressBars) -> Plan:
     say(f"probe: {stats.sampled_steps} of {stats.steps} steps sampled, {len(stats.layers)} linear layers")
     report = measure(stats, device=config.device, out=out / "report.json", track=bars)
     budget = Budget(min_sqnr_db=config.min_sqnr_db, min_speedup=config.min_speedup)

@@ -87,9 +87,7 @@ def _answers(candidate: Candidate, target: str) -> list[str]:
     """For each GEMM "yes", or why not, wherever the library is installed."""
     answers = []
     for gemm in Gemm:
-        problem = linear_problem(
-            gemm, rows=4096, in_features=1024, out_features=1024, dtype="bfloat16", target=target
-        )
+        problem = linear_problem(gemm, rows=4096, in_features=1024, out_features=1024, dtype="bfloat16", target=target)
         answers.append(candidate.illegal(problem) or "yes")
     return answers
 

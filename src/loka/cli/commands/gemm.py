@@ -58,9 +58,7 @@ def run_gemm_bench(config: GemmConfig, *, track: Track | None = None) -> tuple[G
     deadline = None if config.time_limit is None else time.monotonic() + config.time_limit
     device = torch.device(config.device)
     listed = read_shapes(config.shapes) if config.shapes else lrm_gemm_shapes()
-    suite = suite_of(
-        of_models(listed, config.models), weight_dtype=config.weight_dtype, memory=total_memory(device)
-    )
+    suite = suite_of(of_models(listed, config.models), weight_dtype=config.weight_dtype, memory=total_memory(device))
     if not suite.layers:
         others = {**suite.not_covered, **suite.too_large}
         raise DataRefused(
@@ -176,8 +174,7 @@ def _continue_from(path: Path, fresh: GemmBench) -> GemmBench:
         return fresh
     earlier = GemmBench.load(path)
     same = all(
-        getattr(earlier, name) == getattr(fresh, name)
-        for name in ("machine", "settings", "layers", "plan_digest")
+        getattr(earlier, name) == getattr(fresh, name) for name in ("machine", "settings", "layers", "plan_digest")
     )
     return replace(fresh, contests=earlier.contests) if same else fresh
 

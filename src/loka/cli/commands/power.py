@@ -28,9 +28,7 @@ class Power:
     sequential: bool
 
     @classmethod
-    def of(
-        cls, file: Path | None, *, prior_sd: float | None, pairs: int, limit: float, sequential: bool
-    ) -> Power:
+    def of(cls, file: Path | None, *, prior_sd: float | None, pairs: int, limit: float, sequential: bool) -> Power:
         """A file that does not exist is an empty bank. Raises FileRefused for a damaged one."""
         bank = Bank.load(file) if file is not None and file.exists() else Bank()
         return cls(bank=bank, file=file, prior_sd=prior_sd, pairs=pairs, limit=limit, sequential=sequential)

@@ -75,9 +75,7 @@ def probe(
     ] = None,
     checkpoint: Annotated[
         Path | None,
-        typer.Option(
-            help="Of `loka train`: a folder of them, or one. Its model as it is; nothing is trained."
-        ),
+        typer.Option(help="Of `loka train`: a folder of them, or one. Its model as it is; nothing is trained."),
     ] = None,
 ) -> None:
     """Train in bf16, or load a checkpoint, and learn what flows through every site.
@@ -101,9 +99,7 @@ def probe(
         else:
             effects = effects_by(rate, opened.train, batch_size)
             with Probe(built, every=cadence, save_to=out, logits=as_they_are, **effects) as probing:
-                result = train_model(
-                    built, opened.train, config=config, track=ProgressBars("probe"), on_log=show_log
-                )
+                result = train_model(built, opened.train, config=config, track=ProgressBars("probe"), on_log=show_log)
             stats = probing.stats()
             say(f"{stats.sampled_steps} of {stats.steps} steps sampled, train NE {train_ne(result)}")
             began = time.perf_counter()
@@ -149,9 +145,7 @@ def _of_checkpoint(
             f"{path} holds no checkpoint", way_out="name the folder that `loka train --checkpoints` wrote to"
         )
     restore_model(found.state, model, path=found.path)
-    say(
-        f"the model of {found.path}, after {found.step} steps; the last fifth of the rows is taken for unused"
-    )
+    say(f"the model of {found.path}, after {found.step} steps; the last fifth of the rows is taken for unused")
     began = time.perf_counter()
     known = rate or label_rates(found.state["running"])
     stats = learn(model, opened.test, config=config, base_rate=known, segments=segments)

@@ -51,18 +51,14 @@ def scale(
         str | None,
         typer.Option(help="package.module:function that returns what it is called with."),
     ] = None,
-    kernels: Annotated[
-        str, typer.Option(help="all: the fastest library at each shape; torch: its own alone.")
-    ] = "all",
+    kernels: Annotated[str, typer.Option(help="all: the fastest library at each shape; torch: its own alone.")] = "all",
     data: DataFile = None,
     schema: SchemaFile = None,
     out: Annotated[Path | None, typer.Option(help="JSON file for all of it.")] = None,
     page: Annotated[Path | None, typer.Option(help="With --network: HTML page with plots.")] = None,
     network: Annotated[
         Path | None,
-        typer.Option(
-            help="JSON file of a cluster's links: tells steps on many GPUs instead (docs/scale.md)."
-        ),
+        typer.Option(help="JSON file of a cluster's links: tells steps on many GPUs instead (docs/scale.md)."),
     ] = None,
     gpus: Annotated[
         str | None,
@@ -124,9 +120,7 @@ def scale(
                 "sync_every": sync_every,
             },
         )
-    build = (
-        _of_rows(model, data, schema) if is_of_zoo(model) else _own(model, inputs, batch_size, data, schema)
-    )
+    build = _of_rows(model, data, schema) if is_of_zoo(model) else _own(model, inputs, batch_size, data, schema)
     found = (_without_numbers if network is None else _never_with_numbers)(build, ask)
     say(found)
     if out is not None:

@@ -129,9 +129,7 @@ def bench(
     rows: Rows = 50_000,
     batch_size: Annotated[int, typer.Option(min=1, help="Rows in a request.")] = 128,
     rate: Annotated[float | None, typer.Option(min=0, help="Requests a second, instead of --load.")] = None,
-    share: Annotated[
-        float, typer.Option("--load", min=0, help="Of what one thread answers back to back.")
-    ] = 0.7,
+    share: Annotated[float, typer.Option("--load", min=0, help="Of what one thread answers back to back.")] = 0.7,
     seconds: Annotated[float, typer.Option(min=0.01, max=3600, help="Of arrivals.")] = 10.0,
     threads: Annotated[int, typer.Option(min=1, max=256, help="That answer.")] = 1,
     seed: Seed = 0,
@@ -177,9 +175,7 @@ def package(
 ) -> None:
     """Compile a folder into one file, and run that in a process without loka."""
     if triton is not None and least != 1:
-        raise LokaError(
-            f"--least {least} with --triton", way_out="the server sends single rows too: --least 1"
-        )
+        raise LokaError(f"--least {least} with --triton", way_out="the server sends single rows too: --least 1")
     _, server = _server(folder, model, data, schema, rows, seed, device, with_mods)
     if triton is None:
         say(server.package(out, batch=(least, most)))

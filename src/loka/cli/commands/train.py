@@ -114,9 +114,7 @@ def train(
     tensorboard: Annotated[Path | None, typer.Option(help="Folder to log to for TensorBoard.")] = None,
     ne: Annotated[float | None, typer.Option(min=0, help="Of --auto: KL/H allowed, absolute; 2e-4.")] = None,
     min_sqnr_db: Annotated[float | None, typer.Option(help="Of --auto: floor on every site's error.")] = None,
-    min_speedup: Annotated[
-        float | None, typer.Option(min=0, help="Of --auto: least speed-up worth having.")
-    ] = None,
+    min_speedup: Annotated[float | None, typer.Option(min=0, help="Of --auto: least speed-up worth having.")] = None,
     probe_every: Annotated[
         str, typer.Option(help="Of --auto: a step in so many is sampled; auto: 5 % of the phase's time.")
     ] = "auto",
@@ -134,9 +132,7 @@ def train(
     no_cache: NoCache = False,
     engine: Annotated[
         str,
-        typer.Option(
-            help="Of tables: torch, whole on each rank; torchrec, sharded over the ranks by TorchRec."
-        ),
+        typer.Option(help="Of tables: torch, whole on each rank; torchrec, sharded over the ranks by TorchRec."),
     ] = "torch",
     qcomm: Annotated[
         str,

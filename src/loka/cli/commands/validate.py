@@ -76,25 +76,19 @@ def validate(
         typer.Option(help="sparse:FEATURE, such as the user: rows of one id are taken to come together."),
     ] = None,
     limit: Annotated[float, typer.Option(help="Percent of NE, either way.")] = NE_LIMIT_PERCENT,
-    segment_limit: Annotated[
-        float | None, typer.Option(help="Percent of a segment's NE; --limit without it.")
-    ] = None,
+    segment_limit: Annotated[float | None, typer.Option(help="Percent of a segment's NE; --limit without it.")] = None,
     sequential: Annotated[
         bool, typer.Option("--sequential", help="Stop after any pair that decides; --pairs are the most.")
     ] = False,
     bank: Annotated[
         Path | None,
-        typer.Option(
-            help="File of earlier pairs: says what spread to expect and what can be decided; takes the new."
-        ),
+        typer.Option(help="File of earlier pairs: says what spread to expect and what can be decided; takes the new."),
     ] = None,
     prior_sd: Annotated[
         float | None,
         typer.Option(min=0, help="Standard deviation between pairs to expect, in %."),
     ] = None,
-    out: Annotated[Path, typer.Option(help="Folder of the runs and of validation.json.")] = Path(
-        "runs/validate"
-    ),
+    out: Annotated[Path, typer.Option(help="Folder of the runs and of validation.json.")] = Path("runs/validate"),
     rows: Rows = 50_000,
     batch_size: BatchSize = 256,
     step: StepName = "eager",
@@ -108,9 +102,7 @@ def validate(
     average_share: AverageShare = 0.1,
     seed: Seed = 0,
     device: Device = None,
-    with_mods: Annotated[
-        bool, typer.Option("--mods/--no-mods", help="Apply NoBias, BlockNorm and HardSwish.")
-    ] = True,
+    with_mods: Annotated[bool, typer.Option("--mods/--no-mods", help="Apply NoBias, BlockNorm and HardSwish.")] = True,
 ) -> None:
     """Is FP8 within 0.02 % of NE? Paired runs against bf16, overall and by segment.
 

@@ -63,20 +63,14 @@ def is_pointwise(node: Node) -> bool:
     if node.target is aten.pow.Tensor_Scalar:
         return float(args_of(node)[1]) in (*_POWERS, 3.0, 4.0)
     if node.target in (aten.scalar_tensor.default, aten.full.default):
-        return isinstance(
-            args_of(node)[-1] if node.target is aten.full.default else args_of(node)[0], int | float
-        )
+        return isinstance(args_of(node)[-1] if node.target is aten.full.default else args_of(node)[0], int | float)
     if node.target is aten.clamp.default:
         return True
     if node.target not in _SAME:
         return False
     val = node.meta.get("val")
     scaled = {"alpha", "rounding_mode"} & set(node.kwargs)
-    return (
-        isinstance(val, torch.Tensor)
-        and not scaled
-        and (val.dtype.is_floating_point or val.dtype == torch.bool)
-    )
+    return isinstance(val, torch.Tensor) and not scaled and (val.dtype.is_floating_point or val.dtype == torch.bool)
 
 
 def operands(node: Node) -> list[Node | float]:

@@ -31,9 +31,7 @@ aten = torch.ops.aten
 _COMPARISONS = (aten.le.Scalar, aten.gt.Scalar)
 
 
-def cone_of(
-    root: Node, matrix: Matrix, low: Mapping[Node, Low], absorbed: set[Node], *, forward: bool = False
-) -> Cone:
+def cone_of(root: Node, matrix: Matrix, low: Mapping[Node, Low], absorbed: set[Node], *, forward: bool = False) -> Cone:
     """The program above `root`, which is one of `matrix`.
 
     `absorbed`: what reads values of it and will be given them by the program itself. `forward`: statistics
@@ -68,9 +66,7 @@ def _as_it_is(root: Node) -> list[Node]:
     return found
 
 
-def _grow(
-    root: Node, matrix: Matrix, low: Mapping[Node, Low], cut: set[Node], *, forward: bool = False
-) -> Cone:
+def _grow(root: Node, matrix: Matrix, low: Mapping[Node, Low], cut: set[Node], *, forward: bool = False) -> Cone:
     cone = Cone(matrix=matrix, low=low)
     blocks: set[int] = set()  # sizes; a program has blocks of one
     waiting = [root]

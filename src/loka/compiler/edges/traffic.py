@@ -94,9 +94,7 @@ def readers(node: Node, cone: Cone | None = None) -> set[Node]:
     return found
 
 
-def matrices_above(
-    node: Node, cone: Cone, *, given: Sequence[Node] = (), without: Node | None = None
-) -> set[Node]:
+def matrices_above(node: Node, cone: Cone, *, given: Sequence[Node] = (), without: Node | None = None) -> set[Node]:
     """The matrices that `node` is computed from, or `given`; not those of the value `without` alone."""
     found: set[Node] = set()
     waiting, seen = [node], {without}

@@ -208,9 +208,7 @@ def _spread_error(moments: torch.Tensor, format: Format, margin: float) -> torch
     """The error where thresholds lie inside bins: a bin's elements spread evenly about their mean, as
     wide as their variance says, and quantized at points of that."""
     begin, end = _even_ends(moments, centres(moments.device))
-    even = torch.linspace(
-        -1 + 1 / _POINTS, 1 - 1 / _POINTS, _POINTS, dtype=torch.float64, device=moments.device
-    )
+    even = torch.linspace(-1 + 1 / _POINTS, 1 - 1 / _POINTS, _POINTS, dtype=torch.float64, device=moments.device)
     points = ((begin + end) / 2).unsqueeze(1) + ((end - begin) / 2).unsqueeze(1) * even
     factor = (units(moments.device) * (format.max / Format.E4M3.max * 2.0**-margin)).unsqueeze(1)
     gaps = points - _quantized(points * factor, format) / factor

@@ -118,9 +118,7 @@ def _add(sums: torch.Tensor, pieces: Sequence[_Piece], *, weighted_only: bool, b
     square = torch.empty_like(terms[0, 0]) if weighted_only else terms[0, 0]
     elements = zip(flat.split(sizes), magnitude.split(sizes), strict=True)
     repeated = zip(*(line.split(counts) for line in (v, first, square, terms[-1, 0])), strict=True)
-    for (piece, table), (x, size), (quotients, at, energy, weight) in zip(
-        pieces, elements, repeated, strict=True
-    ):
+    for (piece, table), (x, size), (quotients, at, energy, weight) in zip(pieces, elements, repeated, strict=True):
         shape, size = (len(piece.scales), *piece.values.shape), size.view_as(piece.values)
         for scale, quotient in zip(piece.scales, quotients.view(shape).unbind(), strict=True):
             torch.div(size, scale, out=quotient)

@@ -169,9 +169,7 @@ class Effect:
         if not self.count or not other.count:
             return other if not self.count else self
         if len(self.probabilities) != len(other.probabilities):
-            raise ValueError(
-                f"effects on {len(self.probabilities)} and {len(other.probabilities)} tasks do not merge"
-            )
+            raise ValueError(f"effects on {len(self.probabilities)} and {len(other.probabilities)} tasks do not merge")
         pairs = zip(self.probabilities, other.probabilities, strict=True)
         return Effect(
             count=self.count + other.count,

@@ -101,9 +101,7 @@ def _group_amax(values: torch.Tensor, group_rows: int, group_columns: int) -> to
     if (group_rows, group_columns) == (1, columns):
         return magnitude.amax(dim=1, keepdim=True)
     high, wide = -(-rows // group_rows), -(-columns // group_columns)
-    magnitude = torch.nn.functional.pad(
-        magnitude, (0, wide * group_columns - columns, 0, high * group_rows - rows)
-    )
+    magnitude = torch.nn.functional.pad(magnitude, (0, wide * group_columns - columns, 0, high * group_rows - rows))
     return magnitude.view(high, group_rows, wide, group_columns).amax(dim=(1, 3))
 
 
@@ -133,9 +131,7 @@ def scaled_mm(a: Quantized, b: Quantized, *, dtype: torch.dtype) -> torch.Tensor
     return (dequantize(a) @ dequantize(b).t()).to(dtype)
 
 
-def scale_sums(
-    sums: torch.Tensor, scale_a: torch.Tensor, scale_b: torch.Tensor, *, dtype: torch.dtype
-) -> torch.Tensor:
+def scale_sums(sums: torch.Tensor, scale_a: torch.Tensor, scale_b: torch.Tensor, *, dtype: torch.dtype) -> torch.Tensor:
     """out [M, N] of int32 `sums` [M, N], by scales of rows [M or 1, 1] and [N or 1, 1], in this order."""
     return sums.float().mul_(scale_a).mul_(scale_b.t()).to(dtype)
 

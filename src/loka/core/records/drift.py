@@ -129,9 +129,7 @@ class Drift:
         ]
         if self.total is not None:
             state = (
-                f": {'ABOVE' if self.over_budget else 'within'} the budget of {self.budget:g}"
-                if self.budget
-                else ""
+                f": {'ABOVE' if self.over_budget else 'within'} the budget of {self.budget:g}" if self.budget else ""
             )
             planned = ", what is unknown as before" if self.unknown else ""
             lines.append(f"the plan now costs KL/H {self.total}{planned}{state}")
@@ -212,9 +210,7 @@ def _layer(
     for operand, learnt in learnt_now.items():
         earlier = then.operands.get(operand) if then else None
         if operand in OPERANDS and earlier is not None:
-            shifts[operand] = Shift(
-                amax=_ratio(_amax(learnt), _amax(earlier)), rms=_ratio(_rms(learnt), _rms(earlier))
-            )
+            shifts[operand] = Shift(amax=_ratio(_amax(learnt), _amax(earlier)), rms=_ratio(_rms(learnt), _rms(earlier)))
     recipe = recipes.get(path)
     old = new = None
     if recipe is not None:

@@ -64,9 +64,7 @@ class Latents:
     written: torch.Tensor
 
     @classmethod
-    def of(
-        cls, ids: torch.Tensor, latents: torch.Tensor, *, teacher: str, version: int, written: int
-    ) -> Latents:
+    def of(cls, ids: torch.Tensor, latents: torch.Tensor, *, teacher: str, version: int, written: int) -> Latents:
         """Of `latents` [N, d], any float dtype, of `ids` [N] int64; of an id that stands twice, the last row.
 
         `teacher` names the weights that made the space, such as a hash of the first ones, `version` is

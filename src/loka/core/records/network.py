@@ -26,9 +26,7 @@ _WAY_OUT = "write it as docs/scale.md shows; examples/h200-ib.json is one that i
 
 def _ordered(quantity: Quantity) -> None:
     if not (0 < quantity.low <= quantity.value <= quantity.high and math.isfinite(quantity.high)):
-        raise ValueError(
-            f"0 < low <= value <= high is needed, not {quantity.low}, {quantity.value}, {quantity.high}"
-        )
+        raise ValueError(f"0 < low <= value <= high is needed, not {quantity.low}, {quantity.value}, {quantity.high}")
     if not quantity.comment.strip():
         raise ValueError("comment is empty: say where the number is from")
 
@@ -112,8 +110,7 @@ class Calibration:
     def __str__(self) -> str:
         header = ("collective", "ranks", "fixed us", "GB/s", "worst of sizes held out")
         rows = [
-            (one.op, str(one.ranks), f"{one.fixed_us:.1f}", f"{one.gbps:.4g}", one.worst)
-            for one in self.collectives
+            (one.op, str(one.ranks), f"{one.fixed_us:.1f}", f"{one.gbps:.4g}", one.worst) for one in self.collectives
         ]
         lines = [
             f"{self.ranks} ranks on {self.nodes} node(s) over {self.backend}, {self.machine}",

@@ -104,9 +104,7 @@ class Plan:
         TypeError or ValueError for what `to_json` did not make."""
         _refuse_together(content)
         plan = decode(cls, content)
-        strange = [
-            name for name, decision in plan.decisions.items() if decision.path not in plan.model.layers
-        ]
+        strange = [name for name, decision in plan.decisions.items() if decision.path not in plan.model.layers]
         if strange:
             raise ValueError(f"decision {strange[0]} names no layer of the model")
         return plan

@@ -114,9 +114,7 @@ class Report:
     settings: Mapping[str, Any]
     sites: Mapping[str, SiteReport]
     skipped: Mapping[str, str] = field(default_factory=dict)
-    quantize_once_savings: Mapping[str, Mapping[str, Mapping[str, Estimate]]] = named(
-        "sharing", default_factory=dict
-    )
+    quantize_once_savings: Mapping[str, Mapping[str, Mapping[str, Estimate]]] = named("sharing", default_factory=dict)
     region_times: Mapping[str, Mapping[str, Measurement]] = sparse(default_factory=dict)
     coverage: Coverage | None = sparse(None)
     final_rate: float | None = sparse(None)

@@ -160,9 +160,7 @@ class Scale:
         )
         lines = [f"{', '.join(parts)}. GEMM time by sites: {_microseconds(self.bf16)} us in bf16, {gained}."]
         if self.unknown_share:
-            lines.append(
-                f"{_percent(self.unknown_share)} of the sites' FLOPs are of unknown time and not in it."
-            )
+            lines.append(f"{_percent(self.unknown_share)} of the sites' FLOPs are of unknown time and not in it.")
         lines.append(_WORDS[_grade(speedup)])
         return " ".join(lines)
 

@@ -136,10 +136,7 @@ def _decode(kind: Any, content: Any, at: str) -> Any:
         return tuple(_decode(inner[0], entry, f"{at}[{place}]") for place, entry in enumerate(entries))
     if origin is not None and issubclass(origin, Mapping):
         entries = _is(dict, content, at)
-        return {
-            _key(inner[0], key, at): _decode(inner[1], entry, _below(at, key))
-            for key, entry in entries.items()
-        }
+        return {_key(inner[0], key, at): _decode(inner[1], entry, _below(at, key)) for key, entry in entries.items()}
     if kind is float:
         return _number(content, at)
     if kind in (int, str, bool):
@@ -169,9 +166,7 @@ def _dataclass(kind: Any, content: Any, at: str) -> Any:
             given[name] = {key: given.pop(key) for key in inner}
         strange = given.keys() - known - set(form.derived)
         if form.ignore is not None and (strange - form.ignore):
-            raise ValueError(
-                f"{at or 'it'} has {', '.join(sorted(map(str, strange)))}, of which nothing is known"
-            )
+            raise ValueError(f"{at or 'it'} has {', '.join(sorted(map(str, strange)))}, of which nothing is known")
     values = {}
     for name, entry in known.items():
         if name in given:

@@ -62,9 +62,7 @@ def history_in(schema: Schema, vocabulary: Vocabulary | HashedVocabulary) -> His
     return History(length=schema.sequence_length, vocab_size=vocabulary.size(schema.sequence))
 
 
-def _with_sequence(
-    block: Block, chunk: Chunk, schema: Schema, vocabulary: Vocabulary | HashedVocabulary
-) -> Block:
+def _with_sequence(block: Block, chunk: Chunk, schema: Schema, vocabulary: Vocabulary | HashedVocabulary) -> Block:
     name, length = schema.sequences[0], schema.sequence_length
     strings, row, place = sequence_strings(chunk.table[name], name=name, length=length)
     ids = vocabulary.encode(name, strings)
@@ -74,6 +72,4 @@ def _with_sequence(
     sequence[row, place] = ids
     block.counts[:, 2] += np.bincount(row[absent], minlength=rows).astype(np.int32)
     block.counts[:, 3] += np.bincount(row[(ids == 0) & ~absent], minlength=rows).astype(np.int32)
-    return Block(
-        **block.arrays(), sequence=sequence, lengths=np.bincount(row, minlength=rows).astype(np.int64)
-    )
+    return Block(**block.arrays(), sequence=sequence, lengths=np.bincount(row, minlength=rows).astype(np.int64))

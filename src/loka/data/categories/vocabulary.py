@@ -188,9 +188,7 @@ def read_vocabulary(path: Path, *, made_for: str | None = None) -> Vocabulary | 
             raise ValueError("it was made for something else")
         return vocabulary_from_dict(content["vocabulary"])
 
-    return read_record(
-        path, kind=_KIND, version=_VERSION, way_out="build it again", parse=parse, limits=_LIMITS
-    )
+    return read_record(path, kind=_KIND, version=_VERSION, way_out="build it again", parse=parse, limits=_LIMITS)
 
 
 class _Table:

@@ -81,9 +81,7 @@ def draw_history(history: HistoryWorld, rng: np.random.Generator, rows: int) -> 
     return np.where(np.arange(length) < lengths[:, None], sequence, 0), lengths
 
 
-def history_logits(
-    history: HistoryWorld, item: np.ndarray, sequence: np.ndarray, lengths: np.ndarray
-) -> np.ndarray:
+def history_logits(history: HistoryWorld, item: np.ndarray, sequence: np.ndarray, lengths: np.ndarray) -> np.ndarray:
     """What the history adds to the teacher's logit of each row [n], float64."""
     return history.gain * (_raw(history, item, sequence, lengths) - history.mean) + history.shift
 

@@ -105,9 +105,7 @@ def text_chunks(
     if held is None:
         raise DataRefused(
             f"{file.path}: no readable row",
-            why=[
-                f"{carried} lines are empty or lack the {layout.fields} fields between {layout.separator!r}"
-            ],
+            why=[f"{carried} lines are empty or lack the {layout.fields} fields between {layout.separator!r}"],
             way_out="name the format, or pass a schema (--schema FILE) with the file's separator and header",
         )
     held.skipped[-1] += carried
@@ -217,9 +215,7 @@ def _layout(file: TableFile, schema: Schema, first: bytes) -> tuple[_Layout, byt
         first = rest[0] if rest else b""
         present = _names(line.decode("utf-8", errors="replace"), separator, quote=bool(quote), file=file)
         fields, places = len(present), schema.locate(present, where=str(file.path))
-    return _Layout(
-        file=file, schema=schema, separator=separator, quote=quote, fields=fields, places=places
-    ), first
+    return _Layout(file=file, schema=schema, separator=separator, quote=quote, fields=fields, places=places), first
 
 
 def _names(line: str, separator: str, *, quote: bool, file: TableFile) -> list[str]:

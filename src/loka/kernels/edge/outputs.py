@@ -26,8 +26,6 @@ def unwritten(program: Program, rows: int, device: torch.device) -> list[torch.T
         shapes[f"value{number}"] = value_shape(program, program.kinds[place], rows)
         dtypes[f"value{number}"] = getattr(torch, dtype)
     return [
-        torch.empty(
-            *shapes.get(name, (program.features,)), dtype=dtypes.get(name, torch.float32), device=device
-        )
+        torch.empty(*shapes.get(name, (program.features,)), dtype=dtypes.get(name, torch.float32), device=device)
         for name in program.outputs
     ]

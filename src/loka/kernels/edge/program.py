@@ -160,9 +160,7 @@ class Program:
         content = {
             **self.__dict__,
             "leaves": [kind.value for kind in self.leaves],
-            "steps": [
-                [step.op, *(a if isinstance(a, int) else repr(a) for a in step.args)] for step in self.steps
-            ],
+            "steps": [[step.op, *(a if isinstance(a, int) else repr(a) for a in step.args)] for step in self.steps],
         }
         for name in _DERIVED:
             content.pop(name, None)

@@ -16,9 +16,7 @@ Multiples = tuple[int, int, int]
 class Run(Protocol):
     """out [M, N] = A [M, K] @ B [N, K]^T in `dtype`; `algorithm` picks one where a kernel has several."""
 
-    def __call__(
-        self, a: Quantized, b: Quantized, dtype: torch.dtype, *, algorithm: int = 0
-    ) -> torch.Tensor: ...
+    def __call__(self, a: Quantized, b: Quantized, dtype: torch.dtype, *, algorithm: int = 0) -> torch.Tensor: ...
 
 
 def nothing_missing() -> str | None:

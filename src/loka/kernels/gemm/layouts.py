@@ -53,8 +53,7 @@ def scalar(scale: torch.Tensor) -> torch.Tensor:
 
 def _laid_out(scale: torch.Tensor, strides: tuple[int, ...]) -> torch.Tensor:
     lies_right = all(
-        size == 1 or have == wanted
-        for size, have, wanted in zip(scale.shape, scale.stride(), strides, strict=True)
+        size == 1 or have == wanted for size, have, wanted in zip(scale.shape, scale.stride(), strides, strict=True)
     )
     if lies_right and scale.data_ptr() % _ALIGNMENT == 0:
         return scale if scale.stride() == strides else scale.as_strided(scale.shape, strides)

@@ -67,9 +67,7 @@ def normed_data(z: torch.Tensor, epilogue: Epilogue) -> torch.Tensor:
     return (apply_epilogue(z, epilogue) / epilogue.scale).to(Format.E4M3.dtype)
 
 
-def _check(
-    a: torch.Tensor, w: torch.Tensor, scale_a: torch.Tensor, scale_w: torch.Tensor, epilogue: Epilogue
-) -> None:
+def _check(a: torch.Tensor, w: torch.Tensor, scale_a: torch.Tensor, scale_w: torch.Tensor, epilogue: Epilogue) -> None:
     for name, operand in (("a", a), ("w", w)):
         if operand.dim() != 2 or operand.dtype != Format.E4M3.dtype or not operand.is_contiguous():
             raise ValueError(
@@ -77,9 +75,7 @@ def _check(
                 "the kernel reads row-major e4m3 matrices"
             )
     if a.shape[1] != w.shape[1] or a.device != w.device:
-        raise ValueError(
-            f"a {list(a.shape)} on {a.device} and w {list(w.shape)} on {w.device} do not fit together"
-        )
+        raise ValueError(f"a {list(a.shape)} on {a.device} and w {list(w.shape)} on {w.device} do not fit together")
     for scale, sizes in ((scale_a, (1, a.shape[0])), (scale_w, (1,))):
         if scale.dtype != torch.float32 or scale.numel() not in sizes or scale.device != a.device:
             raise ValueError(

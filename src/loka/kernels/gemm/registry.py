@@ -105,9 +105,7 @@ class Candidate:
 @functools.cache
 def all_candidates() -> tuple[Candidate, ...]:
     return tuple(
-        Candidate(kernel=kernel, recipe=RECIPES[recipe])
-        for kernel in KERNELS.values()
-        for recipe in kernel.recipes
+        Candidate(kernel=kernel, recipe=RECIPES[recipe]) for kernel in KERNELS.values() for recipe in kernel.recipes
     )
 
 

@@ -22,18 +22,12 @@ def groups_of(weights: Sequence[torch.Tensor]) -> list[list[int]]:
     for place, weight in enumerate(weights):
         if weight.numel():
             by_dtype.setdefault(weight.dtype, []).append(place)
-    return [
-        places[begin : begin + GROUP]
-        for places in by_dtype.values()
-        for begin in range(0, len(places), GROUP)
-    ]
+    return [places[begin : begin + GROUP] for places in by_dtype.values() for begin in range(0, len(places), GROUP)]
 
 
 def _check(weights: Sequence[torch.Tensor], transposed: Sequence[bool]) -> None:
     if len(weights) != len(transposed):
-        raise ValueError(
-            f"{len(weights)} weights, but {len(transposed)} values of `transposed`: give as many"
-        )
+        raise ValueError(f"{len(weights)} weights, but {len(transposed)} values of `transposed`: give as many")
     for place, weight in enumerate(weights):
         if weight.dim() != 2:
             raise ValueError(f"weight {place} has shape {tuple(weight.shape)}: give matrices [N, K]")
@@ -62,9 +56,7 @@ def _fp8_weights(weights: Sequence[torch.Tensor], transposed: Sequence[bool]) ->
         return _flat([quantize_weight(weight, transposed=turn) for weight, turn in pairs])
     from loka.kernels.quantize.triton.fp8_weights import quantize_weights_fused
 
-    copies = [
-        (unwritten if weight.numel() else quantize_weight)(weight, transposed=turn) for weight, turn in pairs
-    ]
+    copies = [(unwritten if weight.numel() else quantize_weight)(weight, transposed=turn) for weight, turn in pairs]
     for places in groups:
         quantize_weights_fused([weights[place] for place in places], [copies[place] for place in places])
     return _flat(copies)
@@ -72,9 +64,7 @@ def _fp8_weights(weights: Sequence[torch.Tensor], transposed: Sequence[bool]) ->
 
 def _fp8_weights_fake(weights: Sequence[torch.Tensor], transposed: Sequence[bool]) -> list[torch.Tensor]:
     _check(weights, transposed)
-    return _flat(
-        [unwritten(weight, transposed=turn) for weight, turn in zip(weights, transposed, strict=True)]
-    )
+    return _flat([unwritten(weight, transposed=turn) for weight, turn in zip(weights, transposed, strict=True)])
 
 
 # As in nn/site_ops.py: `torch.library.custom_op` would wrap each call in two more Python functions.

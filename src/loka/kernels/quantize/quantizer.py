@@ -51,9 +51,7 @@ def quantize_pair(
         from loka.kernels.quantize.triton.quantize import quantize_pair_fused
 
         if hp.stride(1) != 1 and hp.stride(0) == 1:  # a weight [K, N] that is read as [N, K], as it lies
-            transposed, lying = quantize_pair_fused(
-                hp.t(), row=column, column=row, given=given, health=health
-            )
+            transposed, lying = quantize_pair_fused(hp.t(), row=column, column=row, given=given, health=health)
             return lying, transposed
         return quantize_pair_fused(hp, row=row, column=column, given=given, health=health)
     return (
@@ -62,9 +60,7 @@ def quantize_pair(
     )
 
 
-def append_residuals(
-    low: Quantized, hp: torch.Tensor, columns: torch.Tensor | None, *, second: bool = False
-) -> None:
+def append_residuals(low: Quantized, hp: torch.Tensor, columns: torch.Tensor | None, *, second: bool = False) -> None:
     """`append` (core/numerics/hot_columns.py); nothing where `low.cast` is not hot, or without columns."""
     if columns is None or not low.cast.hot:
         return
@@ -76,9 +72,7 @@ def append_residuals(
         append(low, hp, columns, second=second)
 
 
-def _reference(
-    hp: torch.Tensor, side: Side, given: torch.Tensor | None, health: torch.Tensor | None
-) -> Quantized:
+def _reference(hp: torch.Tensor, side: Side, given: torch.Tensor | None, health: torch.Tensor | None) -> Quantized:
     quantized = quantize(hp, side.cast, padded=side.padded, scale=given)
     if health is not None:
         flat = health.view(-1)

@@ -64,9 +64,7 @@ class Recording:
         self.allocations.append(_Allocation(tuple(tensor.shape), tensor.stride(), tensor.dtype, zeroed))
         self._tensors.append(tensor)
 
-    def note_launch(
-        self, compiled: Any, grid: tuple[int, int], args: tuple[Any, ...], values: tuple[Any, ...]
-    ) -> None:
+    def note_launch(self, compiled: Any, grid: tuple[int, int], args: tuple[Any, ...], values: tuple[Any, ...]) -> None:
         pointers = [(place, *self._slot(a)) for place, a in enumerate(args) if isinstance(a, torch.Tensor)]
         plain = tuple(0 if isinstance(a, torch.Tensor) else a for a in args)
         run, function, metadata = compiled.run, compiled.function, compiled.packed_metadata

@@ -62,8 +62,7 @@ def time_layer(
         functools.partial(rotated_operands, layer, device=timer.device, seed=timer.settings.seed)
     )
     timed = {
-        gemm: _time_site(site, layer, operands, timer) if site.unfinished else site
-        for gemm, site in sites.items()
+        gemm: _time_site(site, layer, operands, timer) if site.unfinished else site for gemm, site in sites.items()
     }
     if savings is None and not timer.late and not any(site.unfinished for site in timed.values()):
         savings = _time_quantize_once(timed, layer, operands, timer)
@@ -127,9 +126,7 @@ def _time_site(
             found = Measurement(unsupported=f"cannot be timed: {times.failures[name]}")
         elif actual in times.timings:
             timing = times.timings[actual]
-            found = replace(
-                found, microseconds=timing.microseconds, speedup=timing.speedup, rounds=timing.rounds
-            )
+            found = replace(found, microseconds=timing.microseconds, speedup=timing.speedup, rounds=timing.rounds)
         measurements[actual] = found
     unfinished = CUT_SHORT if times.cut_short else None
     if _short_of_memory(times.failures):  # says nothing about the kernel: it is tried again
@@ -149,10 +146,7 @@ def _time_quantize_once(
     timer: Timer,
 ) -> Savings | None:
     problems = {gemm: site.problem for gemm, site in sites.items()}
-    names = {
-        gemm: [name for name, m in site.measurements.items() if not m.unsupported]
-        for gemm, site in sites.items()
-    }
+    names = {gemm: [name for name, m in site.measurements.items() if not m.unsupported] for gemm, site in sites.items()}
     wanted = {
         tensor: [{cast.name: list(sides) for cast, sides in casts.items()} for casts in both]
         for tensor, both in shared_casts(problems, names).items()

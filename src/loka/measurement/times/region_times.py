@@ -221,9 +221,7 @@ def _failure(error: Exception, device: torch.device) -> Measurement:
     return Measurement(unsupported=f"cannot be timed: {first_line(error)}")
 
 
-def _step(
-    model: nn.Module, shape: LinearShape, layer: LinearStats, device: torch.device
-) -> Callable[[], object]:
+def _step(model: nn.Module, shape: LinearShape, layer: LinearStats, device: torch.device) -> Callable[[], object]:
     generator = torch.Generator(device).manual_seed(0)
     compute = DTYPES[layer.dtype]
     sides = layer.rows, shape.in_features

@@ -66,9 +66,7 @@ def rivals_of(errors: Mapping[str, Mapping[str, Estimate]]) -> dict[str, list[st
     """
     exact = {name: found["sqnr_db"].value for name, found in errors.items()}
     exact = {name: -math.inf if math.isnan(value) else value for name, value in exact.items()}
-    return {
-        name: [other for other in exact if exact[other] >= exact[name] - _EQUALLY_EXACT_DB] for name in exact
-    }
+    return {name: [other for other in exact if exact[other] >= exact[name] - _EQUALLY_EXACT_DB] for name in exact}
 
 
 def time_site(
@@ -159,9 +157,7 @@ def site_call(
     return call
 
 
-def _kept(
-    name: str, sets: Sequence[tuple[torch.Tensor, torch.Tensor]], problem: Problem
-) -> Callable[[], torch.Tensor]:
+def _kept(name: str, sets: Sequence[tuple[torch.Tensor, torch.Tensor]], problem: Problem) -> Callable[[], torch.Tensor]:
     run = scaled_gemm(name, problem)
     operands = _rotate([(a, _quantized(run, a, b)[1]) for a, b in sets])
 
@@ -232,9 +228,7 @@ def _search(
             del right[name]
             continue
         return found.winner, found.ended == "deadline"
-    wrong = [
-        f"{name}: {value:.1f} dB from the product" for name, value in exact.items() if name not in failures
-    ]
+    wrong = [f"{name}: {value:.1f} dB from the product" for name, value in exact.items() if name not in failures]
     reasons = [*dict.fromkeys(failures.values()), *wrong]
     raise RuntimeError(f"none of its {len(runs)} algorithms works: {'; '.join(reasons)}")
 

@@ -63,9 +63,7 @@ def refuse_freed(calls: Sequence[Call]) -> None:
     for call in calls:
         weight = call.weight
         if weight.untyped_storage().nbytes() < weight.numel() * weight.element_size():
-            raise NoEffect(
-                f"the weight of {call.path} was freed after its call, as a wrapper that shards does"
-            )
+            raise NoEffect(f"the weight of {call.path} was freed after its call, as a wrapper that shards does")
 
 
 def reason_of(error: Exception) -> str:

@@ -119,10 +119,7 @@ def _quantized(
     scales: dict[int, torch.Tensor] = {}
     for integers in (False, True):  # a step of INT8 is no power of two times the scale of e4m3
         alike = [at for at, cast in enumerate(casts) if cast.format.uniform == integers]
-        kinds = [
-            (sides_of(casts[at].granularity, hp.shape, transposed=False), casts[at].power_of_two)
-            for at in alike
-        ]
+        kinds = [(sides_of(casts[at].granularity, hp.shape, transposed=False), casts[at].power_of_two) for at in alike]
         distinct = list(dict.fromkeys(kinds))
         if distinct:
             of = Format.INT8 if integers else Format.E4M3

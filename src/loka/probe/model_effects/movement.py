@@ -54,9 +54,7 @@ class Horizon:
     @classmethod
     def of_probe(cls, stats: Stats, *, until: float) -> Horizon:
         """Of fading samples: `stats` is what a Probe learnt up to now."""
-        return cls(
-            earlier=max(stats.steps - _age(stats), 0.0), now=stats.steps, until=max(until, stats.steps)
-        )
+        return cls(earlier=max(stats.steps - _age(stats), 0.0), now=stats.steps, until=max(until, stats.steps))
 
 
 def added_variance(earlier: Effects, now: Effects, horizon: Horizon) -> dict[str, float]:
@@ -74,9 +72,7 @@ def added_variance(earlier: Effects, now: Effects, horizon: Horizon) -> dict[str
 def _moved(earlier: Mapping[str, Effect], now: Mapping[str, Effect]) -> float | None:
     """own_s; None where no recipe has an effect in both."""
     squares = [
-        math.log(effect.loss().value / before.loss().value) ** 2
-        - effect.sampling_variance
-        - before.sampling_variance
+        math.log(effect.loss().value / before.loss().value) ** 2 - effect.sampling_variance - before.sampling_variance
         for recipe, effect in now.items()
         if (before := earlier.get(recipe)) is not None
         and math.isfinite(effect.sampling_variance + before.sampling_variance)
@@ -86,9 +82,7 @@ def _moved(earlier: Mapping[str, Effect], now: Mapping[str, Effect]) -> float | 
 
 def widened(effects: Mapping[str, Effect], variance: float) -> dict[str, Effect]:
     """The same effects, the logarithm of each less sure by `variance`."""
-    return {
-        name: replace(effect, log_variance=effect.log_variance + variance) for name, effect in effects.items()
-    }
+    return {name: replace(effect, log_variance=effect.log_variance + variance) for name, effect in effects.items()}
 
 
 def _age(stats: Stats) -> float:

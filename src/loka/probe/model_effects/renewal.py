@@ -129,9 +129,7 @@ def renew_effects(
         task_rates(base_rate, len(base_rate) if isinstance(base_rate, Sequence) else 1)
     differences = signature(model, like=stats.model).differences(stats.model)
     if differences:
-        raise PlanMismatch(
-            "these statistics are of another model", why=differences, way_out="probe this model afresh"
-        )
+        raise PlanMismatch("these statistics are of another model", why=differences, way_out="probe this model afresh")
     if site_forwards(model):
         raise NotConverted(
             "this model runs a plan, and its effects are those of the unquantized model",
@@ -257,9 +255,7 @@ def _read(
             return
 
 
-def _renewed(
-    stats: Stats, rows: _Rows, base_rate: BaseRate | None, horizon: Horizon | None, allowed: float
-) -> Stats:
+def _renewed(stats: Stats, rows: _Rows, base_rate: BaseRate | None, horizon: Horizon | None, allowed: float) -> Stats:
     if not any(rows.uniform):
         reasons = rows.missed or dict.fromkeys(stats.layers, "there were no rows to renew it from")
         kept = {p: _kept(layer, reasons.get(p, "")) for p, layer in stats.layers.items()}
@@ -267,9 +263,7 @@ def _renewed(
     every = [found for found, uniform in zip(rows.found, rows.uniform, strict=True) if uniform]
     z = torch.cat([found.logits for found in every])
     if rows.tasks and len(rows.tasks) != z.shape[1]:
-        raise ValueError(
-            f"{len(rows.tasks)} names of tasks, {', '.join(rows.tasks)}, for {z.shape[1]} logits"
-        )
+        raise ValueError(f"{len(rows.tasks)} names of tasks, {', '.join(rows.tasks)}, for {z.shape[1]} logits")
     if rows.strata is not None and z.shape[1] > 1 and not rows.tasks:
         raise ValueError(f"segments of {z.shape[1]} logits need their names: pass tasks=")
     rates = task_rates(base_rate, z.shape[1]) if base_rate is not None else None
@@ -348,9 +342,7 @@ def _over_batches(found: Sequence[Found], path: str) -> torch.Tensor:
     for batch in found:
         known = batch.sites.get(path)
         parts.append(
-            known[0]
-            if known is not None
-            else batch.logits.new_full((len(batch.picks), len(CASTS)), torch.nan)
+            known[0] if known is not None else batch.logits.new_full((len(batch.picks), len(CASTS)), torch.nan)
         )
     return torch.cat(parts)
 

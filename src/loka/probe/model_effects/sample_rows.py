@@ -44,9 +44,7 @@ def rows_of(
     if of_all:
         sides = [side for side in (0, 1) if list(leading[side : side + 1]) == [batch]]
         if len(sides) != 1:
-            raise NoEffect(
-                f"an input of {tuple(leading)} rows does not tell which are of which of {batch} samples"
-            )
+            raise NoEffect(f"an input of {tuple(leading)} rows does not tell which are of which of {batch} samples")
         if sides == [1]:
             layouts = [index.view(leading[0], batch, -1).transpose(0, 1).reshape(batch, -1)]
         return layouts[0][picks]

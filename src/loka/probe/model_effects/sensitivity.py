@@ -294,9 +294,7 @@ class Sensitivity:
         """
         try:
             tell = self._chosen is None  # histograms are of the sample of all rows
-            changes, tables = changes_at(
-                call, grad, picks, batch, self._generator, of_all=of_all, tables=tell
-            )
+            changes, tables = changes_at(call, grad, picks, batch, self._generator, of_all=of_all, tables=tell)
         except Exception as error:  # out of memory, say; the step itself is whole
             self._drop([call], reason_of(error) + (mixing if isinstance(error, RowsMix) else ""))
             found.pop(call.path, None)

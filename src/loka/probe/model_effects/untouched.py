@@ -58,8 +58,7 @@ def batch_norms(model: nn.Module) -> str:
     paths = [
         path or "the model"
         for path, module in named_modules(model)
-        if isinstance(module, nn.modules.batchnorm._BatchNorm)
-        and (module.training or module.running_mean is None)
+        if isinstance(module, nn.modules.batchnorm._BatchNorm) and (module.training or module.running_mean is None)
     ]
     if not paths:
         return ""

@@ -72,9 +72,7 @@ def table(header: Sequence[str], rows: Sequence[Sequence[object]], *, caption: s
     numeric = [bool(rows) and all(_numeric(row[i]) for row in rows) for i in range(len(header))]
 
     def body(part: Sequence[Sequence[object]]) -> list[Html]:
-        return [
-            tag("tr", *(_cell(cell, right) for cell, right in zip(row, numeric, strict=True))) for row in part
-        ]
+        return [tag("tr", *(_cell(cell, right) for cell, right in zip(row, numeric, strict=True))) for row in part]
 
     def whole(part: Sequence[Sequence[object]], title: str | None) -> Html:
         heads = [

@@ -52,9 +52,7 @@ def page(
         _quality(validation),
         _curves(validation),
         plan_section(plan) if plan else _none("plan", page_plan.TITLE, "plan", "loka plan"),
-        frontier_section(report, plan)
-        if report
-        else _none("frontier", page_sites.FRONTIER, "report", "loka measure"),
+        frontier_section(report, plan) if report else _none("frontier", page_sites.FRONTIER, "report", "loka measure"),
         sites_section(report, plan) if report else _none("sites", page_sites.SITES, "report", "loka measure"),
         depths_section(stats) if stats else _none("depths", page_depths.TITLE, "statistics", "loka probe"),
         timeline_section(timeline)

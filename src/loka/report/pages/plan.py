@@ -139,9 +139,7 @@ def _layers(rows: Sequence[LayerRow], timed: bool) -> Html:
     return table(
         header,
         [_layer(row) for row in rows],
-        caption="Layers with FP8"
-        + (", by time saved" if timed else "")
-        + "; sqnr is the lowest of its GEMMs",
+        caption="Layers with FP8" + (", by time saved" if timed else "") + "; sqnr is the lowest of its GEMMs",
     )
 
 

@@ -83,9 +83,7 @@ def _arm(arm: ArmVerdict, found: Validation) -> Html:
         if apart:
             each = ", ".join(f"{kl.value:.4f} +- {(kl.high - kl.low) / 3.92:.4f}" for kl in apart)
             parts.append(
-                paragraph(
-                    f"KL/H between the two models of each pair, without labels, in percent of NE: {each}."
-                )
+                paragraph(f"KL/H between the two models of each pair, without labels, in percent of NE: {each}.")
             )
         if average.outlook:
             parts.append(paragraph(f"The average is {average.verdict}; to decide it: {average.outlook}."))
@@ -189,9 +187,7 @@ def _compared(found: Comparison) -> Html:
         for arm in (pair.bf16, pair.fp8)
     ]
     header = ("seed", "arm", "ne", "logloss", "auc", "calibration", "rows/s")
-    intervals = (
-        "A pair's interval covers the choice of held-out rows, the mean's the choice of seeds on these rows."
-    )
+    intervals = "A pair's interval covers the choice of held-out rows, the mean's the choice of seeds on these rows."
     return section(
         "quality",
         QUALITY,
@@ -225,9 +221,7 @@ def _curves(band: Sequence[BandPoint], arm: str, found: Validation) -> tuple[Htm
         y_title="NE since the last point",
         x_format=_rows,
     )
-    ends = sorted(
-        abs(end) for p in late for end in (p.difference.low, p.difference.high) if math.isfinite(end)
-    )
+    ends = sorted(abs(end) for p in late for end in (p.difference.low, p.difference.high) if math.isfinite(end))
     reach = max([*ends[int(0.95 * len(ends)) :][:1], 2 * found.limit])
     difference = Frame.of(x, (-1.1 * reach, 1.1 * reach))
     difference.box(x, (-found.limit, found.limit), "warm", f"within {found.limit:g} %")
@@ -251,8 +245,7 @@ def _curves(band: Sequence[BandPoint], arm: str, found: Validation) -> tuple[Htm
         ),
         figure(
             apart,
-            f"The band is the 95 % interval over {pairs} pairs; the orange stripe the limit of "
-            f"{found.limit:g} %.",
+            f"The band is the 95 % interval over {pairs} pairs; the orange stripe the limit of {found.limit:g} %.",
         ),
     )
 

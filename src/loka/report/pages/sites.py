@@ -57,9 +57,7 @@ def sites_section(report: Report, plan: Plan | None) -> Html:
     rule = "fastest" if report.timed else "most exact (nothing was timed)"
     candidate = f"the plan's candidate, or the {rule} where it keeps hp" if plan else f"the {rule} candidate"
     if report.timed and plan:
-        candidate += (
-            ". Times are of a GEMM alone, which quantizes both its operands; a plan decides by layer, whose "
-        )
+        candidate += ". Times are of a GEMM alone, which quantizes both its operands; a plan decides by layer, whose "
         candidate += "GEMMs share those passes"
     state = "" if report.complete else " The report is incomplete: measuring again goes on."
     notes = [paragraph(f"{len(report.sites)} sites on {report.machine}. Each shows {candidate}.{state}")]
@@ -122,9 +120,7 @@ def _table(found: list[Best], *, timed: bool) -> Html:
                 Cell(runs, best.candidate, "" if best.decided else "hp"),
             )
         )
-    return table(
-        header, rows, caption="Sites by their time in hp" if timed else "Sites by their predicted KL/H"
-    )
+    return table(header, rows, caption="Sites by their time in hp" if timed else "Sites by their predicted KL/H")
 
 
 def _speed_kind(measured: Measurement) -> str:

@@ -110,11 +110,7 @@ class Frame:
     ) -> None:
         drawn = [(self.x(a), self.y(b)) for a, b in points]
         if steps:
-            drawn = [
-                p
-                for (a, b), (c, d) in zip(drawn, [*drawn[1:], drawn[-1]], strict=True)
-                for p in ((a, b), (c, b))
-            ]
+            drawn = [p for (a, b), (c, d) in zip(drawn, [*drawn[1:], drawn[-1]], strict=True) for p in ((a, b), (c, b))]
         self.marks.append(
             tag(
                 "polyline",
@@ -136,9 +132,7 @@ class Frame:
         back = [(self.x(a), self.y(high)) for a, _, high in reversed(points)]
         self.marks.append(tag("polygon", points=_points([*edge, *back]), fill=f"var(--{colour})"))
 
-    def box(
-        self, x: tuple[float, float], y: tuple[float, float], colour: str, title: str | None = None
-    ) -> None:
+    def box(self, x: tuple[float, float], y: tuple[float, float], colour: str, title: str | None = None) -> None:
         """A filled rectangle, in data units."""
         left, right = sorted((self.x(x[0]), self.x(x[1])))
         low, high = sorted((self.y(y[0]), self.y(y[1])))
@@ -153,9 +147,7 @@ class Frame:
         )
         self.marks.append(shape)
 
-    def dot(
-        self, x: float, y: float, colour: str, title: str, *, radius: float = 3.4, hollow: bool = False
-    ) -> None:
+    def dot(self, x: float, y: float, colour: str, title: str, *, radius: float = 3.4, hollow: bool = False) -> None:
         """With a title that a pointer shows."""
         self.marks.append(
             tag(
@@ -281,9 +273,7 @@ class Frame:
         )
         if x_title:
             middle = _n((self.x.start + self.x.end) / 2)
-            back.append(
-                tag("text", x_title, x=middle, y=_n(self.height - 5), text_anchor="middle", class_="soft")
-            )
+            back.append(tag("text", x_title, x=middle, y=_n(self.height - 5), text_anchor="middle", class_="soft"))
         if y_title:
             back.append(tag("text", y_title, x=4, y=12, class_="soft"))
         size = f"0 0 {self.width:g} {self.height:g}"

@@ -136,8 +136,7 @@ def _measured(
             times, behind = timed(buffers, sizes, group, seconds=seconds)
             nodes = max(count // inner, 1)
             samples += [
-                Sample(op=op, size=size, nodes=nodes, inner=count // nodes, us=us)
-                for (op, size), us in times.items()
+                Sample(op=op, size=size, nodes=nodes, inner=count // nodes, us=us) for (op, size), us in times.items()
             ]
             slow |= {rank: max(slow.get(rank, 1.0), ratio) for rank, ratio in enumerate(behind)}
             dist.destroy_process_group(group)

@@ -69,9 +69,7 @@ def forecast_times(found: Scale) -> tuple[GemmTime, ...]:
     )
 
 
-def _gemm_time(
-    layer: LayerTimes, gemm: str, bf16: Estimate | None, gain: Estimate | None, origin: Origin
-) -> GemmTime:
+def _gemm_time(layer: LayerTimes, gemm: str, bf16: Estimate | None, gain: Estimate | None, origin: Origin) -> GemmTime:
     site = layer.gemms[gemm]
     return GemmTime(
         path=layer.path,

@@ -23,9 +23,7 @@ def origins(times: Sequence[GemmTime], plan: Plan | None) -> str:
     return f"LoKA's stored ones; of the sites' FLOPs {', '.join(told)}"
 
 
-def of_tables(
-    tables: Tables | None, lie: Mapping[int, Exchange], left_out: Sequence[tuple[int, int]]
-) -> list[str]:
+def of_tables(tables: Tables | None, lie: Mapping[int, Exchange], left_out: Sequence[tuple[int, int]]) -> list[str]:
     if tables is not None:
         at = {one.how: [str(n) for n in lie if lie[n].how == one.how] for one in lie.values()}
         placed = "; ".join(f"{how} (at {', '.join(ranks)} GPUs)" for how, ranks in at.items())
@@ -42,9 +40,7 @@ def of_tables(
             )
         return notes
     elements = sum(rows * width for rows, width in left_out)
-    told = (
-        f"not in it: tables of {elements} elements, the exchange of their lookups and their optimizer (--ids)"
-    )
+    told = f"not in it: tables of {elements} elements, the exchange of their lookups and their optimizer (--ids)"
     return [told] if left_out else []
 
 
@@ -92,11 +88,7 @@ def notes_of(
         *_measured_notes(network, found.machine.device if plan is None else plan.machine.device),
         *_of_units(steps),
         f"FP8 gather: {fp8} weights"
-        + (
-            ", as if every site that gains ran by rowwise_e4m3_pow2"
-            if plan is None
-            else ", by the plan's recipes"
-        ),
+        + (", as if every site that gains ran by rowwise_e4m3_pow2" if plan is None else ", by the plan's recipes"),
         "assumed: 28 bytes move for each parameter that a GPU holds, as in a fused Adam in float32",
         ORIGIN,
         "int8 gradients under DDP: LoKA's hook waits for its collectives, so nothing of them is hidden",

@@ -100,9 +100,7 @@ class Priced:
         moved = picked["elementwise share"] / picked["memory bandwidth"] / 1e3
         flops = getattr(OTHER_RATE, ends.get(PRODUCTS, "value")) / rate
         time, gain, hops = (ends.get(name, "value") for name in (TIMES, GAINS, HOPS))
-        sent = [
-            _item(one, picked_wire_us(one.wire, ranks, network, picked, hops), network) for one in self._kinds
-        ]
+        sent = [_item(one, picked_wire_us(one.wire, ranks, network, picked, hops), network) for one in self._kinds]
         following = iter(self._sent)
         for entry in self._entries:
             if isinstance(entry, _Work):
@@ -160,9 +158,7 @@ def step_of(
             kind = "reduce" if step.engine == "ddp" else "reduce waits"
             if step.engine == "ddp" and formats.gradients != "bf16":
                 kind = "blocking"  # its hook calls collectives that the compute stream waits for
-            wires = reduce_wires(
-                step.engine, event.params, shard, gradients=formats.gradients, itemsize=event.itemsize
-            )
+            wires = reduce_wires(step.engine, event.params, shard, gradients=formats.gradients, itemsize=event.itemsize)
             entries += [*ids, *(_Sent(replace(wire, ranks=group), kind) for wire in wires)]
             ids = []
         elif isinstance(event, Replicated):

@@ -81,9 +81,7 @@ def timed(
     for _ in range(max(_LEAST, min(_MOST, int(seconds * 1e6 / each)))):
         for point in drawn.sample(points, len(points)):
             mine[point].append(clock.us(calls[point], counts[point]))
-    return over_ranks(
-        points, [json.loads(one) for one in gather(json.dumps([*mine.values()]).encode(), group)]
-    )
+    return over_ranks(points, [json.loads(one) for one in gather(json.dumps([*mine.values()]).encode(), group)])
 
 
 def over_ranks(

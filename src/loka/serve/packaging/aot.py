@@ -79,9 +79,7 @@ class PackagedSite(nn.Module):
         casts = self.candidate.recipe.casts(Gemm.OUTPUT)
         assert casts is not None
         with torch.autocast(rows.device.type, enabled=False):
-            low = quantize(
-                rows, casts[0], padded=(rows.shape[0], self.weight.shape[1]), scale=self.input_scale
-            )
+            low = quantize(rows, casts[0], padded=(rows.shape[0], self.weight.shape[1]), scale=self.input_scale)
             b = Quantized(self.weight, self.scale, casts[1])
             if self.candidate.kernel.emulates:
                 y = scaled_mm(low, b, dtype=rows.dtype)
@@ -121,9 +119,7 @@ def unpackaged(plan: Plan) -> dict[str, str]:
 
 
 @torch.no_grad()
-def package_version(
-    path: Path, card: Card, plan: Plan, version: Version, *, batch: tuple[int, int]
-) -> Packaged:
+def package_version(path: Path, card: Card, plan: Plan, version: Version, *, batch: tuple[int, int]) -> Packaged:
     """Compiles the version for `batch` rows, from least to most, and checks the file in a fresh process.
 
     Raises:
@@ -131,9 +127,7 @@ def package_version(
         MissingLibrary: there is no C++ compiler.
         WrongResults: the package's answers are further from the server's than its bound; no file is left.
     """
-    device = next(
-        t.device for t in [*version.module.parameters(), *version.module.buffers()] if not t.is_meta
-    )
+    device = next(t.device for t in [*version.module.parameters(), *version.module.buffers()] if not t.is_meta)
     _check(device, plan, batch, by_rows=any(card.in_hp))
     run = Runner(form=card.form, autocast=None if card.autocast is None else getattr(torch, card.autocast))
     exported = _exported(version.module, plan, run)
@@ -199,9 +193,7 @@ def _exported(frozen: nn.Module, plan: Plan, run: Runner) -> _Exported:
     for _, module in named_modules(tree):
         for name, parameter in module._parameters.items():
             if parameter is not None and parameter.is_meta:  # its FP8 copy is in the site
-                module._parameters[name] = nn.Parameter(
-                    parameter.new_empty(0, device="cpu"), requires_grad=False
-                )
+                module._parameters[name] = nn.Parameter(parameter.new_empty(0, device="cpu"), requires_grad=False)
     return _Exported(tree, list(sites.values()), run)
 
 
@@ -226,9 +218,7 @@ save_file(found, sys.argv[3])
 """
 
 
-def _checked(
-    made: Path, path: Path, card: Card, version: Version, run: Runner, batch: tuple[int, int]
-) -> Packaged:
+def _checked(made: Path, path: Path, card: Card, version: Version, run: Runner, batch: tuple[int, int]) -> Packaged:
     """Runs the file without loka at the least, the most and a middle number of rows."""
     sizes = tuple(sorted({batch[0], min(batch[0] + 36, batch[1]), min(batch[1], 4096)}))
     device = torch.device("cpu")

@@ -65,9 +65,7 @@ def range_of(row_amax: torch.Tensor, ceiling: float | None) -> Range:
     """Of row maxima [T] of which at least one is positive; rows of zeros say nothing."""
     positive = row_amax[row_amax > 0]
     median = float((positive.double() / E4M3_MAX).log2().median()) + 0.5  # in the middle of its octave
-    spread = float(
-        torch.quantile((octaves_of(positive) - median).abs()[: 1 << 24], 0.99, interpolation="higher")
-    )
+    spread = float(torch.quantile((octaves_of(positive) - median).abs()[: 1 << 24], 0.99, interpolation="higher"))
     return Range(median=median, limit=max(LEAST_OCTAVES, spread + MARGIN), ceiling=ceiling)
 
 

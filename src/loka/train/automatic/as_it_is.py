@@ -60,9 +60,7 @@ def rate_of(reading_by_task: Mapping[str, Reading]) -> BaseRate:
 
 
 def _counted(quality: Quality) -> LabelRate:
-    return LabelRate(
-        positives=round(quality.base_rate * quality.rows) if quality.rows else 0, rows=quality.rows
-    )
+    return LabelRate(positives=round(quality.base_rate * quality.rows) if quality.rows else 0, rows=quality.rows)
 
 
 def renew(

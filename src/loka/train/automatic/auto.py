@@ -286,9 +286,7 @@ class Auto(Callback):
         if devices:
             torch.cuda.empty_cache()
         with torch.random.fork_rng(devices):
-            decided = json.loads(
-                by_the_first(lambda alive: self._decide(run, alive), idle=run.interrupt.check)
-            )
+            decided = json.loads(by_the_first(lambda alive: self._decide(run, alive), idle=run.interrupt.check))
         refused, self.plan = decided.get("refused"), None
         if refused is None:
             self.plan = Plan.from_json(decided["plan"])
@@ -351,9 +349,7 @@ class Auto(Callback):
         except PlanMismatch as error:
             return str(error)
         _, refusals = together(adopt)
-        reasons = [
-            f"rank {rank}: {why}" if ranks_of() > 1 else why for rank, why in enumerate(refusals) if why
-        ]
+        reasons = [f"rank {rank}: {why}" if ranks_of() > 1 else why for rank, why in enumerate(refusals) if why]
         if reasons and run.plan:
             run.adopt(None)
         return "\n".join(reasons) or None

@@ -31,9 +31,7 @@ class Timeline:
     """Seconds count over all processes of a run, from what its checkpoints kept; what a killed one did after
     its last checkpoint is done again, and counts once."""
 
-    def __init__(
-        self, events: Sequence[Event] = (), *, seconds: float = 0.0, file: Path | None = None
-    ) -> None:
+    def __init__(self, events: Sequence[Event] = (), *, seconds: float = 0.0, file: Path | None = None) -> None:
         self.events = list(events)
         self._before, self._started = seconds, time.perf_counter()
         self._file = file

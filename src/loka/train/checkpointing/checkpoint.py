@@ -60,9 +60,7 @@ class Checkpoint:
     sharded: bool = False
 
 
-def save(
-    folder: Path, *, step: int, state: Mapping[str, Any], identity: Mapping[str, Any], keep: int = 2
-) -> Path:
+def save(folder: Path, *, step: int, state: Mapping[str, Any], identity: Mapping[str, Any], keep: int = 2) -> Path:
     """Writes `folder/step-...` and removes all but the newest `keep` up to this step.
 
     Raises:
@@ -85,9 +83,7 @@ def save(
     return target
 
 
-def load_newest(
-    folder: Path, *, identity: Mapping[str, Any] | None = None, steps: int = 0
-) -> Checkpoint | None:
+def load_newest(folder: Path, *, identity: Mapping[str, Any] | None = None, steps: int = 0) -> Checkpoint | None:
     """The newest usable checkpoint in `folder` on the CPU, or None when it holds none. A collective.
 
     Without an `identity` it may be of any run. With one, a checkpoint of several ranks comes without weights

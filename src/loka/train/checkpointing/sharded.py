@@ -117,9 +117,7 @@ def save_sharded(
 
     def finish() -> None:
         if first_rank():
-            files = {
-                name: decode(File, found) for one in map(json.loads, told) for name, found in one.items()
-            }
+            files = {name: decode(File, found) for one in map(json.loads, told) for name, found in one.items()}
             manifest = Manifest(step, steps, ranks_of(), files, tuple(map(json.loads, identities)))
             write_record(unfinished / "manifest.json", kind=_KIND, version=_VERSION, content=encode(manifest))
             put_in_place(unfinished, target)
@@ -252,9 +250,7 @@ def read_tensors(path: Path, wanted: Callable[[Mapping[str, Any]], Mapping[str, 
     into, _ = together(targets, lambda found: "")
     reader.read_metadata = lambda *args, **kwargs: _metadata(path, reader.load_id)  # type: ignore[method-assign]
     with torch.no_grad(), warnings.catch_warnings():
-        warnings.filterwarnings(
-            "ignore", "torch.distributed is disabled"
-        )  # in one process it says what is meant
+        warnings.filterwarnings("ignore", "torch.distributed is disabled")  # in one process it says what is meant
         dcp.load(dict(into), storage_reader=reader, no_dist=ranks_of() == 1)
 
 
@@ -282,9 +278,7 @@ class _Metadata(pickle.Unpickler):
         allowed = allowed or (module, name) in _VALUES
         allowed = allowed or (module == "torch" and isinstance(getattr(torch, name, None), torch.dtype))
         if not allowed:
-            raise pickle.UnpicklingError(
-                f"{_METADATA} asks for {module}.{name}, and code from a checkpoint is not run"
-            )
+            raise pickle.UnpicklingError(f"{_METADATA} asks for {module}.{name}, and code from a checkpoint is not run")
         return super().find_class(module, name)
 
 

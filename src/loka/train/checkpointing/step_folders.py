@@ -160,9 +160,7 @@ def _why_unloadable(file: Path, error: Exception) -> str:
     return f"{file.name} does not load: it is damaged ({type(error).__name__})"
 
 
-def require_run(
-    path: Path, saved: dict[str, Any], identity: Mapping[str, Any], *, of_ranks: str = ""
-) -> None:
+def require_run(path: Path, saved: dict[str, Any], identity: Mapping[str, Any], *, of_ranks: str = "") -> None:
     """Raises CheckpointRefused where the checkpoint in `path` is of another run than that of `identity`."""
     differences = _from_run(saved, identity)
     if differences:

@@ -36,9 +36,7 @@ class Undo:
         optimizers: tuple[Optimizer, ...],
         device: torch.device,
     ) -> Undo:
-        states = tuple(
-            {p: dict(state) for p, state in o.state.items() if isinstance(state, dict)} for o in optimizers
-        )
+        states = tuple({p: dict(state) for p, state in o.state.items() if isinstance(state, dict)} for o in optimizers)
         tensors = [value for state in states for values in state.values() for value in values.values()]
         tensors += [*model.buffers(), *parameters]
         # Work on tensors elsewhere (on the host) is done at once, captured or not; they are few and small.
@@ -50,8 +48,7 @@ class Undo:
             buffers=tuple((module, dict(module.named_buffers(recurse=False))) for module in model.modules()),
             states=states,
             groups=tuple(
-                tuple({k: v for k, v in group.items() if k != "params"} for group in o.param_groups)
-                for o in optimizers
+                tuple({k: v for k, v in group.items() if k != "params"} for group in o.param_groups) for o in optimizers
             ),
             on_host=tuple((tensor, tensor.detach().clone()) for tensor in host),
             host_random=torch.get_rng_state(),

@@ -63,9 +63,7 @@ def graphed(
     Raises ValueError for warmup < 1, no example, and a model without parameters.
     """
     group = (optimizers,) if isinstance(optimizers, Optimizer) else tuple(optimizers)
-    return GraphedStep(
-        function, examples, model=model, optimizers=group, warmup=warmup, collectives=collectives
-    )
+    return GraphedStep(function, examples, model=model, optimizers=group, warmup=warmup, collectives=collectives)
 
 
 class GraphedStep:
@@ -82,9 +80,7 @@ class GraphedStep:
         collectives: bool = False,
     ) -> None:
         if warmup < 1:
-            raise ValueError(
-                f"warmup={warmup}: optimizer state made inside a graph is made anew by every replay"
-            )
+            raise ValueError(f"warmup={warmup}: optimizer state made inside a graph is made anew by every replay")
         if not examples:
             raise ValueError("no example tensor: a graph reads its batch from tensors of fixed shapes")
         # A parameter that only an optimizer knows has a gradient to keep too.
@@ -134,9 +130,7 @@ class GraphedStep:
         Raises ValueError for another number of tensors, and for one that requires a gradient.
         """
         if len(batch) != len(self._shapes):
-            raise ValueError(
-                f"this step takes {len(self._shapes)} tensors, as its examples; got {len(batch)}"
-            )
+            raise ValueError(f"this step takes {len(self._shapes)} tensors, as its examples; got {len(batch)}")
         if any(tensor.requires_grad for tensor in batch):
             raise ValueError(
                 "a batch requires a gradient, which cannot leave a graph by autograd: pass it detached, "
@@ -266,9 +260,7 @@ class GraphedStep:
         if not _has_graphs(self._device):
             return f"CUDA graphs need a CUDA device; the parameters are on {self._device}"
         if elsewhere := {p.device for p in self._parameters} - {self._device}:
-            return (
-                f"the parameters are on several devices: {self._device} and {', '.join(map(str, elsewhere))}"
-            )
+            return f"the parameters are on several devices: {self._device} and {', '.join(map(str, elsewhere))}"
         if not self._collectives and _replicas(self._model):
             return REPLICAS
         for path, module in self._model.named_modules():

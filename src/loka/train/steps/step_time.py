@@ -105,16 +105,12 @@ def _against(
 ) -> StepTime:
     if arm.name == base_name:  # the baseline against itself: what the measurement resolves
         functions = {base_name: base, "again": base}
-        found = time_interleaved(
-            functions, baseline=base_name, device=device, keep=list(functions), max_rounds=rounds
-        )
+        found = time_interleaved(functions, baseline=base_name, device=device, keep=list(functions), max_rounds=rounds)
         timing = found.timings["again"]
         return StepTime(name=base_name, microseconds=timing.microseconds, speedup=timing.speedup)
     model = _prepare(arm, compile_blocks)
     functions = {base_name: base, arm.name: _step(model, batch)}
-    found = time_interleaved(
-        functions, baseline=base_name, device=device, keep=list(functions), max_rounds=rounds
-    )
+    found = time_interleaved(functions, baseline=base_name, device=device, keep=list(functions), max_rounds=rounds)
     if arm.name in found.failures:
         return StepTime(name=arm.name, failure=found.failures[arm.name])
     timing = found.timings[arm.name]

@@ -21,8 +21,7 @@ _FOUR = tl.constexpr(
 _LOW = tl.constexpr("cvt.rn.satfinite.e4m3x2.f32 $0, $2, $1;")
 _HIGH = tl.constexpr("{.reg .b16 high; cvt.rn.satfinite.e4m3x2.f32 high, $3, $2; mov.b32 $0, {$1, high};}")
 _WIDEN = tl.constexpr(
-    "{.reg .b32 low, high; shl.b32 low, $2, 16; and.b32 high, $2, 0xffff0000; "
-    "mov.b32 $0, low; mov.b32 $1, high;}"
+    "{.reg .b32 low, high; shl.b32 low, $2, 16; and.b32 high, $2, 0xffff0000; mov.b32 $0, low; mov.b32 $1, high;}"
 )
 _INTEGERS = tl.constexpr(
     "{.reg .b32 a, b, c, d; add.rn.f32 a, $1, 0f4B400000; add.rn.f32 b, $2, 0f4B400000; "
@@ -212,9 +211,7 @@ def as_bytes(value):
 def half(value_0, value_1):
     """Two values of consecutive rows as the lower bytes of a word."""
     if _COMPILED:
-        low = tl.inline_asm_elementwise(
-            _LOW, "=h,f,f", [value_0, value_1], dtype=tl.int16, is_pure=True, pack=1
-        )
+        low = tl.inline_asm_elementwise(_LOW, "=h,f,f", [value_0, value_1], dtype=tl.int16, is_pure=True, pack=1)
     else:
         low = _byte(value_0) | _byte(value_1) << 8
     return low

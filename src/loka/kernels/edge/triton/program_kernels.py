@@ -156,9 +156,7 @@ def run_program_fused(
     given = (*leaves, *map(_contiguous, (input_scale, gradient_scale, tops)))
     if INTERPRETED or not leaves[0].is_cuda:
         return _run(program, leaves, rows, *given[len(leaves) :])
-    lying = tuple(
-        None if tensor is None else (tensor.shape, tensor.stride(), tensor.dtype) for tensor in given
-    )
+    lying = tuple(None if tensor is None else (tensor.shape, tensor.stride(), tensor.dtype) for tensor in given)
     with launching_on(leaves[0]):
         found: list[torch.Tensor] = recorded(
             ("edge", program, rows, lying, tuple(TILE.items())),

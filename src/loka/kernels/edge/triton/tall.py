@@ -72,9 +72,7 @@ def fits(code: Code, wide: int) -> bool:
 
 class _Tall(Lines):
     def __init__(self, code: Code, launch: TallLaunch) -> None:
-        super().__init__(
-            code, (launch.high // 4, launch.wide), shared=(Kind.ROW, Kind.SCALAR), rows_even=launch.even
-        )
+        super().__init__(code, (launch.high // 4, launch.wide), shared=(Kind.ROW, Kind.SCALAR), rows_even=launch.even)
         self.launch = launch
         self.columns = round_up(code.program.features, 16)
         self.columns_even = code.program.features % launch.wide == 0
@@ -100,9 +98,7 @@ class _Tall(Lines):
             self.emit(f"if (program >= {number * each}) & (program < {(number + 1) * each}):")
             part = f"part_ptr + {number * program.features} * parts.to(tl.int64)"
             begin = f"(program - {number * each}) * {SUMMED}"
-            self.emit(
-                f"    finish_sums({part}, sum{number}_ptr, {begin}, parts, {program.features}, {SUMMED})"
-            )
+            self.emit(f"    finish_sums({part}, sum{number}_ptr, {begin}, parts, {program.features}, {SUMMED})")
         if program.column or program.transposed is not None:
             self.emit(f"tile = program - {first}")
             if first:
@@ -132,9 +128,7 @@ class _Tall(Lines):
 
     def _transpose(self, source: str, target: str) -> None:
         words = f"{self.columns // 4}, {self.launch.high}, {self.launch.wide // 4}"
-        self.emit(
-            f"transposed({source}_words_ptr, {target}_ptr, start, first // 4, rows, padded_rows, {words})"
-        )
+        self.emit(f"transposed({source}_words_ptr, {target}_ptr, start, first // 4, rows, padded_rows, {words})")
 
     def _tops(self) -> None:
         groups = max(self.launch.high // GROUP, 1)
@@ -176,9 +170,7 @@ class _Tall(Lines):
         self.emit("high = start // 4")
         at = f"high + (c{self.columnwise}.to(tl.int64) * along + w{self.rowwise})"
         below = None if launch.even else f"(high + w < along){self.rowwise}"
-        self.emit(
-            f"tl.store(transposed_ptr + {at}, whole(low, out_2, out_3){mask_of(below, self.here('kept'))})"
-        )
+        self.emit(f"tl.store(transposed_ptr + {at}, whole(low, out_2, out_3){mask_of(below, self.here('kept'))})")
 
     def _load(self, places: list[int], k: int) -> None:
         """All leaves before any arithmetic, so that no load waits for it."""
@@ -186,9 +178,7 @@ class _Tall(Lines):
         if not self.launch.even:
             self.emit(f"live_{k} = 4 * w + {k} < rows - start")
         mask = mask_of(self.live(f"_{k}"))
-        self.let(
-            f"factor_{k}", f"(tl.load(gradient_scale_ptr + start + {k} + 4 * w{mask}) * by){self.rowwise}"
-        )
+        self.let(f"factor_{k}", f"(tl.load(gradient_scale_ptr + start + {k} + 4 * w{mask}) * by){self.rowwise}")
         for place in self.code.leaves(places, Kind.FULL, Kind.COLUMN, Kind.BLOCK):
             kind = self.code.kinds[place]
             if kind is Kind.FULL:

@@ -97,9 +97,7 @@ class Lines:
         rows_even: whether all rows of tiles exist.
     """
 
-    def __init__(
-        self, code: Code, shape: tuple[int, ...], *, shared: tuple[Kind, ...], rows_even: bool
-    ) -> None:
+    def __init__(self, code: Code, shape: tuple[int, ...], *, shared: tuple[Kind, ...], rows_even: bool) -> None:
         self.code, self.shared, self.rows_even = code, shared, rows_even
         self.along: tuple[int, ...]
         if len(shape) == 2:

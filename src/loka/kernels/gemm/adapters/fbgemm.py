@@ -33,10 +33,7 @@ _BLOCKS = (Granularity.GROUP_1X128, Granularity.BLOCK_128X128)
 
 def unsupported(problem: Problem, recipe: Recipe) -> str | None:
     refused = (
-        undefined(problem, recipe)
-        or not_hopper(problem.target)
-        or not_e4m3(problem, recipe)
-        or not_bfloat16(problem)
+        undefined(problem, recipe) or not_hopper(problem.target) or not_e4m3(problem, recipe) or not_bfloat16(problem)
     )
     if refused:
         return refused

@@ -31,9 +31,7 @@ def _unsupported(problem: Problem, recipe: Recipe) -> str | None:
         return "K=1, where torch's CPU kernel is wrong" if problem.k == 1 else None
     gpu = capability(problem.target)
     if gpu is None or gpu < (7, 5):
-        return (
-            f"{problem.target} has no INT8 tensor cores that torch uses (needs a CUDA GPU of sm_75 or newer)"
-        )
+        return f"{problem.target} has no INT8 tensor cores that torch uses (needs a CUDA GPU of sm_75 or newer)"
     if problem.m <= _FEW_ROWS:
         return f"M={problem.m} is not above {_FEW_ROWS}"
     return misaligned(problem, n=8, k=8)

@@ -81,9 +81,7 @@ def tile_place(tile, tiles_m, tiles_n, GROUP: tl.constexpr):
 
 
 @triton.jit
-def _load(
-    source, row, column, rows, columns, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr, TMA: tl.constexpr
-):
+def _load(source, row, column, rows, columns, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr, TMA: tl.constexpr):
     """A tile of a row-major operand, zeros beyond its sides."""
     if TMA:
         tile = source.load([row, column])
@@ -96,9 +94,7 @@ def _load(
 
 
 @triton.jit
-def _store(
-    place, tile, row, column, rows, columns, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr, TMA: tl.constexpr
-):
+def _store(place, tile, row, column, rows, columns, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr, TMA: tl.constexpr):
     if TMA:
         place.store([row, column], tile)
     else:
@@ -408,8 +404,7 @@ def _launch(
         part = (config.block_m, block_n // config.parts)
         tiling = ((config.block_m, config.block_k), (block_n, config.block_k), part, part)
         operands = [
-            TensorDescriptor.from_tensor(operand, list(tile))
-            for operand, tile in zip(operands, tiling, strict=True)
+            TensorDescriptor.from_tensor(operand, list(tile)) for operand, tile in zip(operands, tiling, strict=True)
         ]
     _gemm[(min(programs, tiles),)](
         *operands,

@@ -166,9 +166,7 @@ def _multiply(
 @triton.jit
 def _chunk_of(unit, each, longer):
     """The chunk that holds a unit, where the first `longer` chunks have one more than `each`."""
-    return tl.where(
-        unit < longer * (each + 1), unit // (each + 1), longer + (unit - longer * (each + 1)) // each
-    )
+    return tl.where(unit < longer * (each + 1), unit // (each + 1), longer + (unit - longer * (each + 1)) // each)
 
 
 @triton.jit(do_not_specialize=["chunks", "splits"])

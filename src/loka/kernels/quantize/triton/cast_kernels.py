@@ -198,9 +198,7 @@ def _store_scale(
         tl.store(place, scale, mask=first)
         if along == last:  # the columns up to a multiple of 4 exist for the layout only
             for beyond in tl.static_range(1, 4):
-                tl.store(
-                    place + beyond, scale * 0.0, mask=first & (index * 0 + along + beyond < stride_index)
-                )
+                tl.store(place + beyond, scale * 0.0, mask=first & (index * 0 + along + beyond < stride_index))
     if SOURCE == MAXIMA and along == 0:
         tl.store(scale_ptr + index * STEP, scale, mask=(index < padded) & (index * (1 - STEP) == 0))
 
@@ -225,9 +223,7 @@ def _row_quarter(
 ):
     """Every fourth row for the row copy: stores its scales; returns scaled values and what to flag."""
     group_bits = tl.max(magnitude_bits(hp), axis=1)
-    scale = _side_scale(
-        group_bits, block_bits, amax_ptr, scale_ptr, r, rows, SOURCE, STEP, FMAX, TINY, POWER_OF_TWO
-    )
+    scale = _side_scale(group_bits, block_bits, amax_ptr, scale_ptr, r, rows, SOURCE, STEP, FMAX, TINY, POWER_OF_TWO)
     _store_scale(
         scale_ptr,
         scale,

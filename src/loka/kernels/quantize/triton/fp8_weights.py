@@ -89,9 +89,7 @@ def _find_largest(
     if stride_row == 0:
         largest = _largest_of_flat(weight, begin, turn, columns, WEIGHT, HIGH * WIDE)
     else:
-        largest = _largest_of_tiles(
-            weight, begin, turn, rows, columns, stride_row, stride_column, WEIGHT, HIGH, WIDE
-        )
+        largest = _largest_of_tiles(weight, begin, turn, rows, columns, stride_row, stride_column, WEIGHT, HIGH, WIDE)
     tl.store(partial_ptr + program, largest)
 
 
@@ -150,9 +148,7 @@ def _load(weight_ptr, q, c, rows, columns, stride_row, stride_column, EVEN: tl.c
 
 
 @triton.jit
-def _store_row(
-    row_ptr, value, q, c, rows, columns, padded, OUT: tl.constexpr, CVT: tl.constexpr, EVEN: tl.constexpr
-):
+def _store_row(row_ptr, value, q, c, rows, columns, padded, OUT: tl.constexpr, CVT: tl.constexpr, EVEN: tl.constexpr):
     """Casts anew what the words hold too: a conversion more, but no bytes to pick out of words.
 
     The hardware makes of every NaN the byte 0x7F, the interpreter a number.
@@ -213,9 +209,7 @@ def _tile(
     # There are at least as many tiles as blocks of scales.
     i = tile * BLOCK + c
     scale_ptr = tl.multiple_of(scale.to(tl.pointer_type(tl.int32)), 16)
-    tl.store(
-        scale_ptr + i, tl.zeros((BLOCK,), tl.int32) + bits, mask=i < tl.maximum(padded_rows, padded_columns)
-    )
+    tl.store(scale_ptr + i, tl.zeros((BLOCK,), tl.int32) + bits, mask=i < tl.maximum(padded_rows, padded_columns))
 
 
 @triton.jit
@@ -289,9 +283,7 @@ def _job(weight: torch.Tensor, copies: Copies) -> _Job:
         weight, row, column = weight.t(), column, row
     flags = _IS_ROW.value * bool(row.numel()) + _IS_COLUMN.value * bool(column.numel())
     flags += _IS_ALIGNED.value * is_aligned(weight)
-    return _Job(
-        weight, row if row.numel() else column, column if column.numel() else row, copies.scale, flags
-    )
+    return _Job(weight, row if row.numel() else column, column if column.numel() else row, copies.scale, flags)
 
 
 def is_aligned(weight: torch.Tensor) -> bool:
@@ -367,9 +359,7 @@ def _sizes(weights: tuple[_Lying, ...]) -> _Sizes:
     casts = [firsts[:-1], begins[-2::-1], [share.programs for share in shares[::-1]]]
     casts += [[getattr(weight, name) for weight in backwards] for name in (*_Lying._fields[:4], "flags")]
     fields = list(zip(*shares, strict=True))[1:]
-    return _Sizes(
-        begins[-1], [numbers(each) for each in (begins[:-1], *fields)], firsts[-1], list(map(numbers, casts))
-    )
+    return _Sizes(begins[-1], [numbers(each) for each in (begins[:-1], *fields)], firsts[-1], list(map(numbers, casts)))
 
 
 def quantize_weights_fused(weights: Sequence[torch.Tensor], copies: Sequence[Copies]) -> None:

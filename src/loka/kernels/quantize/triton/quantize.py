@@ -72,8 +72,7 @@ Slots = tuple[tuple[int, int] | None, tuple[int, int] | None]
 
 def _slots(copies: tuple[Quantized | None, Quantized | None], recording: Recording) -> Slots:
     first, second = (
-        None if copy is None else (recording.slot_of(copy.data), recording.slot_of(copy.scale))
-        for copy in copies
+        None if copy is None else (recording.slot_of(copy.data), recording.slot_of(copy.scale)) for copy in copies
     )
     return first, second
 
@@ -84,9 +83,7 @@ def _from_slots(
     return _from_slot(slots[0], tensors, row), _from_slot(slots[1], tensors, column)
 
 
-def _from_slot(
-    slot: tuple[int, int] | None, tensors: list[torch.Tensor | None], side: Side | None
-) -> Quantized | None:
+def _from_slot(slot: tuple[int, int] | None, tensors: list[torch.Tensor | None], side: Side | None) -> Quantized | None:
     if slot is None or side is None:
         return None
     data, scale = tensors[slot[0]], tensors[slot[1]]
@@ -289,9 +286,7 @@ def _constants(prefix: str, side: Side | None, given: bool, health: bool) -> dic
     return {prefix + name: value for name, value in values.items()}
 
 
-def _rows(
-    hp: torch.Tensor, side: Side, tensor_amax: torch.Tensor | None, health: torch.Tensor | None
-) -> Quantized:
+def _rows(hp: torch.Tensor, side: Side, tensor_amax: torch.Tensor | None, health: torch.Tensor | None) -> Quantized:
     """Row scales of a row-major operand: a launch."""
     rows, columns = side.padded
     out = allocated(torch.empty(rows, columns, dtype=side.cast.format.dtype, device=hp.device))
