@@ -60,7 +60,10 @@ class _Sites(ParameterMode):
         found = self.uses.get(f"{key}|{call.form}")
         if found is None:
             return func(*args, **kwargs)
-        y = found[0][1](call.x, call.weight) if call.weight.dim() == 2 else _stacked(found, call.x, call.weight)
+        if call.weight.dim() == 2:
+            y = found[0][1](call.x, call.weight)
+        else:
+            y = _stacked(found, call.x, call.weight)
         y = call.output(y).contiguous()  # as the call's own result, of which users take views
         return y if call.bias is None else y + call.bias.to(y.dtype)
 

@@ -277,7 +277,10 @@ def _gemm(
             k = step * BLOCK_K
             left = _load(a, tile_m * BLOCK_M, k, rows, inner, BLOCK_M, BLOCK_K, TMA)
             right = _load(w, tile_n * BLOCK_N, k, columns, inner, BLOCK_N, BLOCK_K, TMA)
-            acc = tl.dot(left, right.T, acc) if FAST else tl.dot(left, right.T, acc, max_num_imprecise_acc=128)
+            if FAST:
+                acc = tl.dot(left, right.T, acc)
+            else:
+                acc = tl.dot(left, right.T, acc, max_num_imprecise_acc=128)
 
         written += PROGRAMS
         tile_m, tile_n = tile_place(written, tiles_m, tiles_n, GROUP)

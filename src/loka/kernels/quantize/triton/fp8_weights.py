@@ -140,7 +140,10 @@ def _scale_bits(largest):
 @triton.jit
 def _load(weight_ptr, q, c, rows, columns, stride_row, stride_column, EVEN: tl.constexpr):
     place = weight_ptr + (q[:, None] * stride_row + c[None, :] * stride_column)
-    value = tl.load(place) if EVEN else tl.load(place, mask=(q < rows)[:, None] & (c < columns)[None, :], other=0.0)
+    if EVEN:
+        value = tl.load(place)
+    else:
+        value = tl.load(place, mask=(q < rows)[:, None] & (c < columns)[None, :], other=0.0)
     return value.to(tl.float32)
 
 
