@@ -66,7 +66,7 @@ def word(value_0, value_1, value_2, value_3, OUT: tl.constexpr, CVT: tl.constexp
 @triton.jit
 def byte(value, OUT: tl.constexpr):
     """A value of OUT as the lowest byte of an int32: FP8 by Triton's own cast, for its interpreter."""
-    if tl.int8 == OUT:  # noqa: SIM108  a branch for the compiler
+    if tl.int8 == OUT:
         found = integer(value) & 0xFF
     else:
         found = value.to(OUT).to(tl.uint8, bitcast=True).to(tl.int32)

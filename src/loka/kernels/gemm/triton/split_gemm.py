@@ -94,7 +94,7 @@ def _segment(
         k = (first + step * stride) * BLOCK_K
         left = a.load([row, k])
         right = b.load([column, k])
-        if FAST:  # noqa: SIM108 - a branch for the compiler
+        if FAST:
             acc = tl.dot(left, right.T, acc)
         else:
             acc = tl.dot(left, right.T, acc, max_num_imprecise_acc=128)

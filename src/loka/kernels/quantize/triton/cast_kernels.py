@@ -38,7 +38,7 @@ def _load(hp_ptr, r, c, rows, columns, stride_row, stride_column):
 
 @triton.jit
 def scaled(hp, scale, FMAX: tl.constexpr, GIVEN: tl.constexpr):
-    if FMAX == 127:  # noqa: SIM108  as the reference has it
+    if FMAX == 127:
         value = hp * tl.div_rn(1.0, scale)
     else:
         value = tl.div_rn(hp, scale)
@@ -103,7 +103,7 @@ def quantize_rows(
         hp = _load(hp_ptr, r, c, rows, columns, stride_row, stride_column)
         written = (r < padded_rows)[:, None] & (c < padded_columns)[None, :]
         value = scaled(hp, scale[:, None], FMAX, False)
-        if tl.int8 == OUT:  # noqa: SIM108  a branch for the compiler
+        if tl.int8 == OUT:
             low = byte(value, OUT).to(tl.uint8)
         else:
             low = value.to(OUT).to(tl.uint8, bitcast=True)
