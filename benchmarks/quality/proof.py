@@ -1,4 +1,4 @@
-"""The proof: six models on ten million synthetic rows, annealed, bf16 against plans, naive FP8 and itself.
+"""The proof: models on ten million synthetic rows, annealed, bf16 against plans, naive FP8 and itself.
 
     python benchmarks/quality/proof.py --out runs/proof --device cuda
     python benchmarks/quality/proof.py --out /tmp/tiny --device cpu --rows 20000 --held-out 6000 \\
@@ -7,11 +7,11 @@
 What is run, how often and by what it is judged was fixed beforehand: PROOF.md. For each model
 
     probe    a run in bf16 with a seed of its own; then effects from fresh rows on the trained model
-             (train/automatic/as_it_is.py), errors, and two plans: --ne 2e-4 and --ne 5e-5. On the held-out
+             (train/automatic/as_it_is.py), errors, and three plans: --ne 2e-4, --ne 5e-5, and `mixed`, with INT8. On the held-out
              rows the change of the trained model by each arm's forward: KL/H, and NE by the labels, in one
              table
-    single   each site alone in FP8: the same two for 2 recipes
-    pairs    bf16, plan, tight, naive and nudged (bf16 again, weights nudged by 1e-4: A/A) from the same
+    single   with --singles: each site alone in FP8: the same two for 2 recipes
+    pairs    bf16, plan, tight, mixed, naive and nudged (bf16 again, weights nudged by 1e-4: A/A) from the same
              weights over the same rows; verdicts by validation/variance.py and verdicts.py
 
 Tasks go to processes that share the device. What is done is kept: a second start does what is missing. The
@@ -21,10 +21,12 @@ summary, without predictions of single rows, is `--out`/summary.json; `proof_tab
 from __future__ import annotations
 
 import argparse
+import glob
 import json
 import multiprocessing
 import time
 import traceback
+from collections import Counter
 from collections.abc import Callable, Mapping
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from pathlib import Path
@@ -40,9 +42,12 @@ from proof_sites import single
 from torch import nn
 
 from loka import Budget, convert, plan, revert
+from loka.core.error import Estimate
 from loka.core.numerics.label_rate import LabelRate
 from loka.core.recipe import RECIPES
 from loka.core.records.plan import Plan
+from loka.core.records.report import Report
+from loka.core.records.stats import Stats
 from loka.graph.attach import detach
 from loka.measurement import measure
 from loka.measurement.predicted_kl import joint_kl, predicted_kl
@@ -51,8 +56,12 @@ from loka.nn.linears import signature
 from loka.train.automatic.as_it_is import learn
 from loka.validation.arms import by_recipe, nudged
 
-PLANS = {"plan": 2e-4, "tight": 5e-5}
+PLANS = {"plan": 2e-4, "tight": 5e-5}  # budgets in KL/H, of FP8 alone
+MIXED_SHARE = 5e-5  # of bf16's NE, what the plan with INT8 may cost; and a quarter of what FP8 everywhere does
+FP8_FIRST = 0.6  # of that, for sites in FP8: what a planner with times would take where it fits
+PLANNED = (*PLANS, "mixed")
 BESIDE = ("naive", "nudged")  # arms that need no plan
+ARMS = ("bf16", *PLANNED, *BESIDE)
 
 
 def probe(settings: Settings, name: str) -> str:
@@ -63,29 +72,37 @@ def probe(settings: Settings, name: str) -> str:
     config = settings.config(PROBE_SEED)
     said: list[str] = []
     trained = proof_runs.train_arms(
-        lambda: model_named(name), [lambda model: None], train, held_out, config=config, say=said.append
+        lambda: model_named(name, settings.history),
+        [lambda model: None],
+        train,
+        held_out,
+        config=config,
+        say=said.append,
     )[0]
     seconds = {"train": time.perf_counter() - began}
     model, labels = trained.model, held_out.label.cpu().numpy()
     rate = LabelRate(positives=float(train.label.sum().item()), rows=train.rows)
     stats = learn(model, fresh, config=config, base_rate=rate)
     seconds["effects"] = time.perf_counter() - began - sum(seconds.values())
-    kernel = "torch" if settings.device == "cuda" else "emulated"
-    report = measure(
-        stats,
-        device=settings.device,
-        candidates=[f"{kernel}:rowwise_e4m3", f"{kernel}:tensorwise_e4m3"],
-        settings=COARSE,
-        errors_only=True,
+    kernel, int8 = ("torch", "torch_int8") if settings.device == "cuda" else ("emulated", "emulated")
+    fp8 = [f"{kernel}:rowwise_e4m3", f"{kernel}:tensorwise_e4m3"]
+    report, with_int8 = (
+        measure(stats, device=settings.device, candidates=names, settings=COARSE, errors_only=True)
+        for names in (fp8, [*fp8, f"{int8}:int8_row"])
     )
     seconds["errors"] = time.perf_counter() - began - sum(seconds.values())
     plans = {arm: plan(report, Budget(ne=ne, regions=False)) for arm, ne in PLANS.items()}
+    in_full = proof_runs.evaluate(model, held_out, config, bf16=False)
+    told = changes_of(in_full, trained.logits, labels)
+    all_fp8 = plan(report, Budget(ne=None, regions=False))
+    whole = summed(known_effects(stats, all_fp8.output_recipes))
+    limit = min(MIXED_SHARE * told["ne"], whole[0] / 4)
+    plans["mixed"] = mixed(report, with_int8, limit)
     for arm, found in plans.items():
         found.save(folder / f"{arm}.json")
     everywhere = {path: "tensorwise_e4m3" for path in linear_paths(model) if path in stats.layers}
     recipes: dict[str, Mapping[str, str]] = {arm: found.output_recipes for arm, found in plans.items()}
     recipes["naive"] = everywhere
-    in_full = proof_runs.evaluate(model, held_out, config, bf16=False)
     changes: dict[str, Any] = {}
     for arm, chosen in recipes.items():
         put_in = by_recipe("naive", rows=settings.batch_size).apply if arm == "naive" else None
@@ -98,7 +115,8 @@ def probe(settings: Settings, name: str) -> str:
         effects = {path: predicted_kl(stats.layers[path], RECIPES[recipe]) for path, recipe in chosen.items()}
         changes[arm] = {
             **changes_of(trained.logits, changed, labels),
-            "predicted": summed([effect for effect in effects.values() if effect is not None]),
+            "predicted": summed(known_effects(stats, chosen)),
+            "recipes": dict(Counter(chosen.values())),
             "predicted_joint": joint_kl(stats.layers, {p: RECIPES[r] for p, r in chosen.items()}),
             "sites": len(chosen),
             "unknown": [path for path, effect in effects.items() if effect is None],
@@ -111,7 +129,9 @@ def probe(settings: Settings, name: str) -> str:
     seconds["changes"] = time.perf_counter() - began - sum(seconds.values())
     content = {
         "model": name,
-        "bf16": changes_of(in_full, trained.logits, labels),
+        "bf16": told,
+        "all_fp8_predicted": whole,
+        "mixed_limit": limit,
         "changes": changes,
         "no_effect": {path: layer.no_effect for path, layer in stats.layers.items() if layer.no_effect},
         "seconds": seconds,
@@ -121,10 +141,28 @@ def probe(settings: Settings, name: str) -> str:
     stats.save(folder / "stats")
     report.save(folder / "report.json")
     write(folder / "probe.json", content)
-    told = ", ".join(
-        f"{arm} KL/H {100 * c['kl'][0]:.4f} % (predicted {100 * c['predicted'][0]:.4f})" for arm, c in changes.items()
+    said_of = ", ".join(
+        f"{arm} {c['sites']} sites KL/H {100 * c['kl'][0]:.4f} % (predicted {100 * c['predicted'][0]:.4f})"
+        for arm, c in changes.items()
     )
-    return f"{name} probed in {time.perf_counter() - began:.0f} s: {told}; {said}"
+    return f"{name} probed in {time.perf_counter() - began:.0f} s: {said_of}; {said}"
+
+
+def known_effects(stats: Stats, recipes: Mapping[str, str]) -> list[Estimate]:
+    effects = (predicted_kl(stats.layers[path], RECIPES[recipe]) for path, recipe in recipes.items())
+    return [effect for effect in effects if effect is not None]
+
+
+def mixed(fp8: Report, with_int8: Report, limit: float) -> Plan:
+    """FP8 where it costs least, INT8 wherever else it fits: KL/H at most `limit`.
+
+    Without times a planner takes what errs least, INT8 at every site; with them FP8 wherever the budget lets
+    it, as its regions are faster. This goes by the second, so that the pairs are no better than users' plans.
+    """
+    first = plan(fp8, Budget(ne=FP8_FIRST * limit, regions=False))
+    sites = [f"{path}/output" for path in first.output_recipes]
+    force = {glob.escape(site): first.decisions[site].candidate for site in sites}
+    return plan(with_int8, Budget(ne=limit, regions=False), force=force)
 
 
 def linear_paths(model: nn.Module) -> list[str]:
@@ -141,7 +179,7 @@ def train(settings: Settings, name: str, seed: int, arms: tuple[str, ...]) -> st
     rows, held_out, _ = parts(settings)
     said: list[str] = []
     found = proof_runs.train_arms(
-        lambda: model_named(name),
+        lambda: model_named(name, settings.history),
         [arm_of(settings, folder, arm) for arm in missing],
         rows,
         held_out,
@@ -181,7 +219,7 @@ def judge(settings: Settings, name: str, seeds: list[int]) -> str:
     """Verdicts of what is there of a model; kept in its folder."""
     folder = settings.folder(name)
     _, held_out, _ = parts(settings)
-    found = judged(folder, ["bf16", *PLANS, *BESIDE], seeds, held_out.label.cpu().numpy())
+    found = judged(folder, list(ARMS), seeds, held_out.label.cpu().numpy())
     write(folder / "verdicts.json", found)
     lines = [
         f"{name} {arm}: {one['ne_percent']} {one['verdict']}; pairs {one['pairs']}"
@@ -200,20 +238,13 @@ def summarize(out: Path, settings: Settings, models: list[str]) -> None:
     write(out / "summary.json", content)
 
 
-WEIGHT = (
-    "dlrm",
-    "dlrm_dcn",
-    "dcnv2",
-    "wukong",
-    "dhen",
-    "interformer",
-)  # the fastest first: it may be cut off
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--models", nargs="+", default=list(MODELS), choices=MODELS)
+    parser.add_argument("--models", nargs="+", default=list(MODELS[:6]), choices=MODELS)
+    parser.add_argument("--arms", nargs="+", default=list(ARMS[1:]), choices=ARMS[1:], help="besides bf16")
+    parser.add_argument("--history", type=int, default=0, help="rows with sequences of up to so many ids")
+    parser.add_argument("--singles", action="store_true", help="each site alone, and plans of five budgets, too")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--rows", type=int, default=1221 * 8192)
     parser.add_argument("--held-out", type=int, default=305 * 8192)
@@ -231,27 +262,30 @@ def main() -> None:
         held_out=given.held_out,
         batch_size=given.batch_size,
         lr=given.lr,
+        history=given.history,
     )
 
     def say(text: str) -> None:
         print(f"{time.perf_counter() - began:6.1f} s  {text}", flush=True)
 
-    proof_runs.generate(given.out / "rows", rows=settings.generated, seed=0, workers=given.workers)
+    proof_runs.generate(
+        given.out / "rows", rows=settings.generated, seed=0, history=given.history, workers=given.workers
+    )
     say(f"{settings.generated} rows")
     seeds = list(range(given.pairs))
-    every = ("bf16", *PLANS, *BESIDE)
-    light_first = sorted(given.models, key=WEIGHT.index)
+    planned, beside = (tuple(arm for arm in group if arm in given.arms) for group in (PLANNED, BESIDE))
+    every = ("bf16", *planned, *beside)
     tasks: list[tuple[tuple[int, ...], str, Callable[..., str], tuple[Any, ...]]] = []
     left = dict.fromkeys(given.models, len(seeds))  # tasks after which a model is judged, less one
 
     def add(order: int, name: str, what: Callable[..., str], *arguments: Any) -> None:
-        tasks.append(((order, light_first.index(name)), name, what, (settings, name, *arguments)))
+        tasks.append(((order, given.models.index(name)), name, what, (settings, name, *arguments)))
         tasks.sort(key=lambda task: task[0])
 
     def after_probe(name: str, *, resumed: bool = False) -> None:
         for seed in seeds:  # of the first seed the others train already
-            add(2 + 2 * seed, name, train, seed, every if seed or resumed else tuple(PLANS))
-        if not (settings.folder(name) / "budgets.json").exists():
+            add(2 + 2 * seed, name, train, seed, every if seed or resumed else planned)
+        if given.singles and not (settings.folder(name) / "budgets.json").exists():
             add(5, name, single)
 
     for name in given.models:
@@ -260,7 +294,7 @@ def main() -> None:
             left[name] -= 1
         else:
             add(0, name, probe)
-            add(1, name, train, 0, ("bf16", *BESIDE))
+            add(1, name, train, 0, ("bf16", *beside))
     late = False
     running: dict[Future[str], tuple[str, Callable[..., str]]] = {}
     fresh = multiprocessing.get_context("spawn")

@@ -1,4 +1,4 @@
-"""The six models of the proof, and their rows: five of the zoo with the mods, and TorchRec's DLRM_DCN.
+"""The models of the proof: five of the zoo with the mods, TorchRec's DLRM_DCN, and readers of histories.
 
 `DlrmDcn` computes what torchrec.models.dlrm.DLRM_DCN does, in plain PyTorch (TorchRec need not be there):
 MLPs of Linear and ReLU, and LowRankCrossNet, raw parameters that F.linear reads:
@@ -18,12 +18,14 @@ from torch.nn import functional as F
 from loka import mods
 from loka.data.generated.synthetic import VOCAB_SIZES
 from loka.zoo import build
+from loka.zoo.history import HistoryTable
 from loka.zoo.layers import Embeddings
 
 DENSE = 13
 MODS = (mods.NoBias(), mods.BlockNorm(256), mods.HardSwish())  # what the command line puts in
 ZOO = ("dlrm", "dcnv2", "wukong", "dhen", "interformer")
-MODELS = (*ZOO, "dlrm_dcn")
+READERS = {"kunlun": "small", "hstu": "small", "hstu_hybrid": "hybrid"}  # of histories, by their size
+MODELS = (*ZOO, "dlrm_dcn", *READERS)
 
 
 class DlrmDcn(nn.Module):
@@ -64,10 +66,12 @@ def perceptrons(widths: Sequence[int]) -> nn.Sequential:
     return nn.Sequential(*(part for pair in itertools.pairwise(widths) for part in (nn.Linear(*pair), nn.ReLU())))
 
 
-def model_named(name: str) -> nn.Module:
-    """A fresh one, from torch's seed."""
+def model_named(name: str, history: int = 0) -> nn.Module:
+    """A fresh one, from torch's seed; with `history` it is called with sequences of ids of the first column."""
     if name == "dlrm_dcn":
         return DlrmDcn()
-    model = build(name, dense_features=DENSE, vocab_sizes=VOCAB_SIZES)
+    table = HistoryTable(column=0) if history else None
+    kind, size = name.partition("_")[0], READERS.get(name, "small")
+    model = build(kind, dense_features=DENSE, vocab_sizes=VOCAB_SIZES, size=size, history=table)
     mods.apply(model, MODS)
     return model

@@ -30,16 +30,22 @@ from loka.train.optim import build_optimizers
 from loka.train.schedule import rate_factor, schedulers
 from loka.train.steps.graphed import graphed
 
-NAMES = ("dense", "sparse", "label")
+NAMES = ("dense", "sparse", "sequence", "lengths", "label")
+"""Of a row; `sequence` and `lengths` only where rows have a history."""
 BLOCK = 8192
 
 
 @dataclass(frozen=True)
 class Rows:
-    """Rows on a device, a `Source`: dense [N, D] float32, sparse [N, F] int32, label [N] float32."""
+    """Rows on a device, a `Source`: dense [N, D] float32, sparse [N, F] int32, label [N] float32.
+
+    With a history also sequence [N, L] int32 and lengths [N] int32; else None.
+    """
 
     dense: torch.Tensor
     sparse: torch.Tensor
+    sequence: torch.Tensor | None
+    lengths: torch.Tensor | None
     label: torch.Tensor
 
     @property
@@ -51,50 +57,63 @@ class Rows:
         return f"synthetic rows on the device, {self.rows}"
 
     def part(self, first: int, count: int) -> Rows:
-        return Rows(*(getattr(self, name)[first : first + count] for name in NAMES))
+        several = [getattr(self, name) for name in NAMES]
+        return Rows(*(None if one is None else one[first : first + count] for one in several))
+
+    @property
+    def features(self) -> tuple[torch.Tensor, ...]:
+        """What a model is called with."""
+        return tuple(one for name in NAMES[:-1] if (one := getattr(self, name)) is not None)
 
     def batches(self, batch_size: int, *, start: int = 0) -> Iterator[Batch]:
         for at in range(start * batch_size, self.rows, batch_size):
             few = self.part(at, batch_size)
-            yield Batch(dense=few.dense, sparse=few.sparse.long(), label=few.label)
+            ids = {name: one.long() for name in NAMES[1:-1] if (one := getattr(few, name)) is not None}
+            yield Batch(dense=few.dense, label=few.label, **ids)
 
 
-def generate(folder: Path, *, rows: int, seed: int, workers: int) -> None:
-    """`folder`/{dense,sparse,label}.npy of the synthetic world; done once."""
+def generate(folder: Path, *, rows: int, seed: int, history: int, workers: int) -> None:
+    """`folder`/{dense,sparse,label}.npy of the synthetic world, sequences too with `history`; done once."""
     done = folder / "done"
-    if done.exists() and done.read_text() == f"{rows} {seed}":
+    if done.exists() and done.read_text() == f"{rows} {seed} {history}":
         return
     folder.mkdir(parents=True, exist_ok=True)
     world = SyntheticClicks(rows=rows, seed=seed)
-    shapes = {
+    shapes: dict[str, tuple[int, ...]] = {
         "dense": (rows, world.dense_features),
         "sparse": (rows, len(world.vocab_sizes)),
         "label": (rows,),
     }
+    if history:
+        shapes |= {"sequence": (rows, history), "lengths": (rows,)}
     for name, shape in shapes.items():
-        kind = np.int32 if name == "sparse" else np.float32
+        kind = np.float32 if name in ("dense", "label") else np.int32
         np.lib.format.open_memmap(folder / f"{name}.npy", mode="w+", dtype=kind, shape=shape)
     parts = max(workers * 4, 1)
     fresh = multiprocessing.get_context("spawn")  # threads of this process do not survive a fork
     with ProcessPoolExecutor(workers, mp_context=fresh) as pool:
-        jobs = [pool.submit(_generate_part, folder, rows, seed, part, parts) for part in range(parts)]
+        jobs = [pool.submit(_generate_part, folder, rows, seed, history, part, parts) for part in range(parts)]
         for job in jobs:
             job.result()
-    done.write_text(f"{rows} {seed}")
+    done.write_text(f"{rows} {seed} {history}")
 
 
-def _generate_part(folder: Path, rows: int, seed: int, part: int, parts: int) -> None:
+def _generate_part(folder: Path, rows: int, seed: int, history: int, part: int, parts: int) -> None:
     torch.set_num_threads(1)
     first = sum(SyntheticClicks(rows=rows, seed=seed, shard=at, shards=parts).rows for at in range(part))
-    into = {name: np.load(folder / f"{name}.npy", mmap_mode="r+") for name in NAMES}
-    for batch in SyntheticClicks(rows=rows, seed=seed, shard=part, shards=parts).batches(BLOCK):
+    into = {name: np.load(path, mmap_mode="r+") for name in NAMES if (path := folder / f"{name}.npy").exists()}
+    world = SyntheticClicks(rows=rows, seed=seed, history=history, shard=part, shards=parts)
+    for batch in world.batches(BLOCK):
         for name, tensor in batch.tensors().items():
             into[name][first : first + len(batch)] = tensor.numpy()
         first += len(batch)
 
 
 def load(folder: Path, device: str) -> Rows:
-    return Rows(*(torch.from_numpy(np.load(folder / f"{name}.npy")).to(device) for name in NAMES))
+    def read(path: Path) -> torch.Tensor | None:
+        return torch.from_numpy(np.load(path)).to(device) if path.exists() else None
+
+    return Rows(*(read(folder / f"{name}.npy") for name in NAMES))  # type: ignore[arg-type]
 
 
 @dataclass
@@ -138,10 +157,11 @@ class _Run:
         self._step.reset()
         return how
 
-    def _learn(self, dense: torch.Tensor, sparse: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
+    def _learn(self, *batch: torch.Tensor) -> torch.Tensor:
+        *features, label = batch
         for optimizer in self.optimizers.values():
             optimizer.zero_grad(set_to_none=True)
-        loss = F.binary_cross_entropy_with_logits(predict(self.model, dense, sparse), label)
+        loss = F.binary_cross_entropy_with_logits(predict(self.model, *features), label)
         loss.backward()
         for optimizer in self.optimizers.values():
             optimizer.step()
@@ -164,7 +184,7 @@ def train_arms(
 
     def batch(source: Rows, at: int) -> tuple[torch.Tensor, ...]:
         few = source.part(at * size, size)
-        return few.dense, few.sparse, few.label
+        return *few.features, few.label
 
     runs = []
     for place, arm in enumerate(arms):
@@ -209,12 +229,12 @@ def evaluate(model: nn.Module, rows: Rows, config: TrainConfig, *, bf16: bool = 
     out = torch.empty(rows.rows, device=config.device)
     whole = rows.rows // size * size
     if config.device == "cuda" and whole >= 4 * size:
-        given = [torch.empty_like(getattr(rows.part(0, size), name)) for name in ("dense", "sparse")]
+        given = [torch.empty_like(one) for one in rows.part(0, size).features]
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
-            for buffer, name in zip(given, ("dense", "sparse"), strict=True):
-                buffer.copy_(getattr(rows, name)[:size])
+            for buffer, one in zip(given, rows.features, strict=True):
+                buffer.copy_(one[:size])
             for _ in range(2):
                 predict(model, *given, bf16=bf16)
         torch.cuda.current_stream().wait_stream(side)
@@ -224,23 +244,23 @@ def evaluate(model: nn.Module, rows: Rows, config: TrainConfig, *, bf16: bool = 
             z = predict(model, *given, bf16=bf16)
         torch.clear_autocast_cache()
         for at in range(0, whole, size):
-            for buffer, name in zip(given, ("dense", "sparse"), strict=True):
-                buffer.copy_(getattr(rows, name)[at : at + size])
+            for buffer, one in zip(given, rows.features, strict=True):
+                buffer.copy_(one[at : at + size])
             graph.replay()
             out[at : at + size] = z
     else:
         whole = 0
     for at in range(whole, rows.rows, size):
         few = rows.part(at, size)
-        out[at : at + size] = predict(model, few.dense, few.sparse, bf16=bf16)
+        out[at : at + size] = predict(model, *few.features, bf16=bf16)
     model.train(training)
     return out.cpu().numpy()
 
 
-def predict(model: nn.Module, dense: torch.Tensor, sparse: torch.Tensor, *, bf16: bool = True) -> torch.Tensor:
+def predict(model: nn.Module, dense: torch.Tensor, *ids: torch.Tensor, bf16: bool = True) -> torch.Tensor:
     """Logits [B] float32."""
     with torch.autocast(dense.device.type, dtype=torch.bfloat16, enabled=bf16):
-        return model(dense, sparse.long()).float()
+        return model(dense, *(one.long() for one in ids)).float()
 
 
 def _on(stream: torch.cuda.Stream | None) -> contextlib.AbstractContextManager[object]:

@@ -27,6 +27,7 @@ class Settings:
     held_out: int
     batch_size: int
     lr: float
+    history: int
 
     @property
     def generated(self) -> int:

@@ -33,7 +33,7 @@ def single(settings: Settings, name: str) -> str:
     folder, began = settings.folder(name), time.perf_counter()
     _, held_out, _ = parts(settings)
     config, labels = settings.config(PROBE_SEED), held_out.label.cpu().numpy()
-    model = model_named(name).to(settings.device)
+    model = model_named(name, settings.history).to(settings.device)
     model.load_state_dict(torch.load(folder / "probe.pt", map_location=settings.device, weights_only=True))
     stats = Stats.load(folder / "stats")
     before = proof_runs.evaluate(model, held_out, config, bf16=False)

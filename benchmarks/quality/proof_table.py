@@ -19,7 +19,7 @@ import numpy as np
 
 from loka.core.table import format_table
 
-ARMS = ("plan", "tight", "naive", "nudged")
+ARMS = ("plan", "tight", "mixed", "naive", "nudged")
 
 
 def tables(summary: dict[str, Any]) -> str:
