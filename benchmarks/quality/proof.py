@@ -7,9 +7,9 @@
 What is run, how often and by what it is judged was fixed beforehand: PROOF.md. For each model
 
     probe    a run in bf16 with a seed of its own; then effects from fresh rows on the trained model
-             (train/automatic/as_it_is.py), errors, and three plans: --ne 2e-4, --ne 5e-5, and `mixed`, with INT8. On the held-out
-             rows the change of the trained model by each arm's forward: KL/H, and NE by the labels, in one
-             table
+             (train/automatic/as_it_is.py), errors, and three plans: --ne 2e-4, --ne 5e-5, and `mixed`, with
+             INT8. On the held-out rows the change of the trained model by each arm's forward: KL/H, and NE by
+             the labels, in one table
     single   with --singles: each site alone in FP8: the same two for 2 recipes
     pairs    bf16, plan, tight, mixed, naive and nudged (bf16 again, weights nudged by 1e-4: A/A) from the same
              weights over the same rows; verdicts by validation/variance.py and verdicts.py
