@@ -19,7 +19,7 @@ class Recording(Protocol):
 
 
 def capture_stream(device: torch.device) -> torch.cuda.Stream:
-    """The stream on which this process captures what trains on `device`, one of CUDA.
+    """The stream on which this process captures steps with collectives on `device`, one of CUDA.
 
     Autograd adds a gradient up on the stream on which it first saw the parameter, and a capture may not wait
     for another one. DistributedDataParallel sees parameters when it is built: build it on this stream.

@@ -326,3 +326,45 @@ def test_the_gradient_of_looked_up_rows_leaves_as_a_result():
         torch.testing.assert_close(found, loss.detach(), **GPU_CLOSE)
         torch.testing.assert_close(gradient, rows.grad, **GPU_CLOSE)
     assert step.replays == 3
+
+
+def test_no_two_steps_share_a_stream(monkeypatch):
+    """cuBLAS keeps a workspace a stream, and a graph that of its capture."""
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: object())
+    model = small()
+    steps = [graphed(step_of(model, sgd(model)), *batches(8)[0], model=model, optimizers=sgd(model)) for _ in range(2)]
+    for step in steps:
+        step._device = torch.device("cuda", 0)
+    assert steps[0]._side() is not steps[1]._side()
+
+
+@pytest.mark.gpu
+def test_steps_that_replay_at_once_disturb_each_other_nowhere():
+    """Few rows and columns and a long sum, which cuBLAS splits and adds up in its workspace."""
+
+    def trained(apart):
+        torch.manual_seed(0)
+        models = [nn.Linear(16384, 64, device=CUDA) for _ in range(4)]
+        x, streams = torch.randn(64, 16384, device=CUDA), [torch.cuda.Stream() for _ in models]
+        steps = []
+        for model in models:
+            optimizer = sgd(model, lr=1e-4)
+
+            def step(x, model=model, optimizer=optimizer):
+                optimizer.zero_grad(set_to_none=True)
+                loss = model(x).square().mean()
+                loss.backward()
+                optimizer.step()
+                return loss
+
+            steps.append(graphed(step, x, model=model, optimizers=optimizer))
+        torch.cuda.synchronize()
+        for _ in range(200):
+            for step, stream in zip(steps, streams, strict=True):
+                with torch.cuda.stream(stream if apart else torch.cuda.current_stream()):
+                    step(x)
+        torch.cuda.synchronize()
+        assert all(step.graphed for step in steps)
+        return [weight.detach() for model in models for weight in model.parameters()]
+
+    assert all(map(torch.equal, trained(True), trained(False)))

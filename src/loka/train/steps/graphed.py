@@ -186,7 +186,10 @@ class GraphedStep:
 
     def _side(self) -> torch.cuda.Stream | None:
         if self._stream is None and self._device.type == "cuda":
-            self._stream = capture_stream(self._device)
+            # One of its own: cuBLAS keeps its workspace by stream and a graph the workspace of its capture,
+            # so that graphs of one stream, replayed at once, would write to the same.
+            own = not self._collectives
+            self._stream = torch.cuda.Stream(self._device) if own else capture_stream(self._device)
         return self._stream
 
     def _capture(self, batch: tuple[torch.Tensor, ...]) -> None:
