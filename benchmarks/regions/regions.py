@@ -25,6 +25,7 @@ import torch
 import torch._inductor.config
 from arms import ARMS, BF16, CANDIDATES, INT8, ON_CPU, OURS, How, build, missing, plan_of
 from cells import CELLS, Cell
+from forecast import forecast
 from records import append, read
 from running import measure_cell, planned, tell
 from table import table
@@ -46,6 +47,13 @@ def main() -> None:
         print(table(known[cell.name] for cell in cells if cell.name in known))
         return
     names, how = _names(arguments), _how(arguments)
+    if arguments.forecast:
+        if arguments.compile_ahead and not arguments.compile_only:
+            _compile_ahead(cells, arguments.compile_ahead)
+        torch._inductor.config.autotune_local_cache = not arguments.compile_only
+        for cell in cells:
+            forecast(cell, how, rounds=0 if arguments.compile_only else arguments.rounds)
+        return
     if arguments.compile_only:
         for cell in cells:
             _compile(cell, names, how)
@@ -145,6 +153,7 @@ def _arguments() -> argparse.Namespace:
     which.add_argument("--gate", action="store_true", help="only the cells that decide")
     which.add_argument("--arms", type=_listed(ARMS), help=f"some of {','.join(ARMS)}")
     which.add_argument("--baseline-only", action="store_true", help="bf16 alone")
+    which.add_argument("--forecast", action="store_true", help="of deep models, from shallow ones")
     which.add_argument("--kernels", action="store_true", help="profile a replay of each arm")
     which.add_argument("--list", action="store_true", help="name the cells and stop")
     which.add_argument("--table", action="store_true", help="print --out as markdown and stop")

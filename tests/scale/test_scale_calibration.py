@@ -2,7 +2,6 @@
 
 import random
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -10,7 +9,7 @@ import pytest
 from command_line import loka as run
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from networks import network
+from networks import EXAMPLE, network
 from ranks import on_ranks
 
 from loka.core.error import Estimate
@@ -22,7 +21,6 @@ from loka.scaling.cluster.alpha_beta import Sample, checked, fitted_network, rel
 from loka.scaling.cluster.calibrate import SIZES, calibrate
 from loka.scaling.cluster.collectives import OPS, Wire, wire_us
 
-EXAMPLE = Path(__file__).parents[2] / "examples" / "h200-ib.json"
 GROUPS = {"pair": [(1, 2)], "node": [(1, 2), (1, 4), (1, 8)], "nodes": [(1, 2), (1, 4), (4, 4)]}
 GROUPS["cards"] = [(4, 1)]
 

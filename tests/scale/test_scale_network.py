@@ -1,15 +1,13 @@
 """Network files: what is read, and what is refused by the name of its field."""
 
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
+from networks import EXAMPLE
 
 from loka.core.exceptions import FileRefused
 from loka.core.records.network import Network
-
-EXAMPLE = Path(__file__).parents[2] / "examples" / "h200-ib.json"
 
 
 def test_the_example_network_labels_every_number():

@@ -2,13 +2,12 @@
 
 import sys
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from command_line import loka as run
-from networks import exactly, network
+from networks import EXAMPLE, ROWS, exactly, network
 from torch import nn
 
 from loka.core.exceptions import LokaError, MissingLibrary
@@ -16,9 +15,6 @@ from loka.scaling.cluster import scale_across
 from loka.scaling.cluster.collectives import Wire, wire_us
 from loka.scaling.cluster.pricing import _exchanged
 from loka.scaling.cluster.tables import Tables, exchange, parsed
-
-ROWS = 8192
-EXAMPLE = Path(__file__).parents[2] / "examples" / "h200-ib.json"
 
 
 def test_bytes_by_hand():

@@ -41,7 +41,7 @@ def layer(rows, ins, outs, dtype="bfloat16", gemms=tuple(Gemm)):
 
 def test_the_file_is_small_and_says_where_it_is_from(stored):
     assert gpus() == ("h200",)
-    assert (FOLDER / "h200.json.gz").stat().st_size < 150_000
+    assert (FOLDER / "h200.json.xz").stat().st_size < 150_000
     assert stored.machine.device == "NVIDIA H200"
     assert stored.machine.torch.startswith("2.11.0")
     assert len(stored.layers) == 71 + 15  # the suite, and Wukong 2 GF with float32 weights

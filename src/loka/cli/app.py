@@ -16,7 +16,7 @@ from loka.cli.commands.doctor import diagnose
 from loka.cli.commands.ne import limited_by_name, named_budget, show_drift, show_frontier
 from loka.cli.commands.probe import probe
 from loka.cli.commands.report import report as write_report
-from loka.cli.commands.scale import calibrate_links, scale
+from loka.cli.commands.scale import calibrate_links, deal_lengths, scale
 from loka.cli.commands.serve import serve_app
 from loka.cli.commands.train import train
 from loka.cli.commands.validate import validate
@@ -279,6 +279,7 @@ app.command()(train)
 app.command()(validate)
 app.command()(scale)
 app.command("scale calibrate")(calibrate_links)
+app.command("scale lengths")(deal_lengths)
 app.command("report")(write_report)
 
 

@@ -1,6 +1,6 @@
 """Measurements that come with LoKA: what GEMMs took on a GPU in bf16 and in eight bits, by shape.
 
-A file a GPU, `times/NAME.json.gz`, written by benchmarks/shape_times from raw results, with where they are
+A file a GPU, `times/NAME.json.xz`, written by benchmarks/shape_times from raw results, with where they are
 from.
 """
 
@@ -119,7 +119,7 @@ def base_of(points: Mapping[Shape, Estimate], surface: Surface) -> Known:
 
 def gpus() -> tuple[str, ...]:
     """The names of GPUs with stored measurements."""
-    return tuple(sorted(path.name.removesuffix(".json.gz") for path in FOLDER.glob("*.json.gz")))
+    return tuple(sorted(path.name.removesuffix(".json.xz") for path in FOLDER.glob("*.json.xz")))
 
 
 @functools.cache
@@ -131,7 +131,7 @@ def stored_times(gpu: str) -> StoredTimes:
             way_out=f"one of {', '.join(gpus())}; or {_MEASURE}",
         )
     return read_record(
-        FOLDER / f"{gpu}.json.gz",
+        FOLDER / f"{gpu}.json.xz",
         kind=KIND,
         version=VERSION,
         way_out=_WAY_OUT,

@@ -17,7 +17,7 @@ from loka.cli.terminal import say
 from loka.cli.torchrun import process_group, rank_and_ranks
 from loka.core.exceptions import LokaError
 from loka.core.records.across import Across
-from loka.core.records.network import Network
+from loka.core.records.network import Network, read_json
 from loka.core.records.plan import Plan
 from loka.core.records.scale import Scale
 from loka.core.storage.files import write_atomic
@@ -28,10 +28,12 @@ from loka.scaling.cluster.across import default_gpus
 from loka.scaling.cluster.calibrate import SIZES, calibrate
 from loka.scaling.cluster.tables import parsed
 from loka.scaling.inputs import fake_mode
+from loka.scaling.lengths import LengthTimes, waits
 from loka.scaling.scale import checked
 from loka.train.steps.forward import arguments
 
 _FEW_ROWS = 64  # of the batch that shows the columns; it is resized
+_LENGTHS = "docs/scale.md has both files"
 _WAY_OUT = (
     "a function that returns (model, batch), called with batch_size if it takes that; or one that returns "
     "the model, and another for the batch with --inputs package.module:function"
@@ -147,6 +149,16 @@ def calibrate_links(
             say(found.measured)
             say("\n".join(f"  {name}: {quantity}" for name, quantity in found.quantities.items()))
             say(f"written: {out}")
+
+
+def deal_lengths(times: Path, lengths: Path, gpus: str = "8,64", batch_size: int = 128) -> None:
+    """What a step waits for its longest rows, and what dealing them by measured times of lengths gains."""
+    table = read_json(times, LengthTimes, "times of lengths", _LENGTHS)
+    rows = read_json(lengths, tuple[float, ...], "lengths", _LENGTHS)
+    for ranks in _numbers(gpus):
+        for arm in table.us:
+            random, even = waits(table.of(arm, rows), ranks=ranks, batch_size=batch_size)
+            say(f"{ranks} GPUs, {arm}: {random} us at random, {even} balanced")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,0 +1,61 @@
+"""A step waits for the slowest rank: E[max over ranks of the sum of t(L)], of rows dealt at random and balanced."""
+
+import heapq
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from loka.core.error import Estimate, estimate_mean
+from loka.core.exceptions import LokaError
+
+
+@dataclass(frozen=True, kw_only=True)
+class LengthTimes:
+    """Microseconds of a row of each length, by arm, such as bf16 and plan."""
+
+    lengths: tuple[float, ...]
+    us: Mapping[str, tuple[float, ...]]
+
+    def __post_init__(self) -> None:
+        for values in (self.lengths, *self.us.values()):
+            if len(values) != len(self.lengths) or not all(0 <= value < math.inf for value in values):
+                raise ValueError(f"a time of 0 or more is needed for each length, not {values}")
+        if list(self.lengths) != sorted({*self.lengths}) or not (self.lengths and self.us):
+            raise ValueError("lengths ascend, and have times")
+
+    def of(self, arm: str, lengths: Sequence[float]) -> Any:
+        """On lines between measured ones. Raises LokaError for lengths outside, with their share."""
+        low, high = self.lengths[0], self.lengths[-1]
+        if outside := sum(not low <= one <= high for one in lengths):
+            told = f"{100 * outside / len(lengths):.3g} % of the lengths are outside of {low:g} to {high:g}"
+            raise LokaError(told, way_out="measure times of them too")
+        return np.interp(lengths, self.lengths, self.us[arm])
+
+
+def balanced(times: Sequence[float], ranks: int) -> list[list[int]]:
+    """Rows of each rank: the longest first, to the rank with the least time."""
+    dealt: list[list[int]] = [[] for _ in range(ranks)]
+    heap = [(0.0, rank) for rank in range(ranks)]
+    for row in sorted(range(len(times)), key=lambda row: -times[row]):
+        busy, rank = heap[0]
+        dealt[rank].append(row)
+        heapq.heapreplace(heap, (busy + times[row], rank))
+    return dealt
+
+
+def waits(times: Sequence[float], *, ranks: int, batch_size: int, draws: int = 32) -> tuple[Estimate, Estimate]:
+    """Microseconds of a step at random, and balanced or as dealt where that is less: means over `draws` of
+    `batch_size` rows a rank, out of rows of `times`. Raises LokaError for fewer rows than a batch."""
+    rows = ranks * batch_size
+    if min(ranks, batch_size) < 1 or len(times) < rows:
+        raise LokaError(f"{len(times)} rows for {ranks} ranks of {batch_size}", way_out="more rows, smaller batches")
+    generator, found = np.random.default_rng(0), []
+    for _ in range(draws):
+        batch = generator.choice(times, rows, replace=False)
+        dealt = max(map(math.fsum, batch.reshape(ranks, batch_size)))
+        found.append((dealt, min(dealt, max(math.fsum(batch[mine]) for mine in balanced(batch.tolist(), ranks)))))
+    random, even = zip(*found, strict=True)
+    return estimate_mean(random), estimate_mean(even)
