@@ -21,7 +21,6 @@ from loka.core.timing import first_line
 from loka.serve import Server, freeze
 from loka.serve.by_rows import in_fp8
 
-PLANS = "plans"
 Plans = dict[float, dict[int, loka.Plan]]
 """By the speed-up that a site must have to run in FP8, and by bucket."""
 
@@ -58,7 +57,7 @@ def server_of(cell: Cell, how: How, plans: dict[int, loka.Plan], *, race: bool =
 
 
 def warm(model: str, how: How, arguments: Namespace) -> None:
-    """Fills the compile caches for one arm and one bucket, or for what planning measures.
+    """Fills the compile caches for one arm and one bucket.
 
     Which of a kernel's layouts is fastest is for the process that times: here others share the GPU.
     """
@@ -66,9 +65,7 @@ def warm(model: str, how: How, arguments: Namespace) -> None:
     name, (rows,) = arguments.warm, arguments.buckets
     cell = cell_of(model, rows)
     try:
-        if name == PLANS:
-            plan_of(cell, replace(how, plans=None))
-        elif name != LOKA:
+        if name != LOKA:
             build(name, cell, how, None).step()
         else:
             (plans,) = plans_of(model, how, arguments).values()
@@ -83,8 +80,7 @@ def warm(model: str, how: How, arguments: Namespace) -> None:
 
 
 def before_plans(arguments: Namespace) -> list[list[str]]:
-    plans = [["--warm", PLANS, "--buckets", str(rows)] for rows in arguments.plan_rows]
-    return plans + [
+    return [
         ["--warm", name, "--buckets", str(rows)]
         for rows in arguments.buckets
         for name in arguments.arms

@@ -74,7 +74,9 @@ def _in_regions(*args, **options):
 def install(monkeypatch, *, measured, confirmed=None, saved=0.0):
     """`measure` and `confirm` time on the CPU, by these tables; returns the timer of `confirm`."""
     timer = ByResult(measured if confirmed is None else confirmed)
-    monkeypatch.setattr(sys.modules["loka.measurement.measure"], "timeable", lambda device: True)
+    measure = sys.modules["loka.measurement.measure"]
+    monkeypatch.setattr(measure, "timeable", lambda device: True)
+    monkeypatch.setattr(measure, "compile_regions_ahead", lambda *cells: [])
     monkeypatch.setattr("loka.measurement.times.site_times.time_interleaved", ByResult(measured))
     monkeypatch.setattr("loka.measurement.times.quantize_once_savings.time_interleaved", Passes(saved))
     monkeypatch.setattr("loka.measurement.rerace.time_interleaved", timer)

@@ -8,6 +8,7 @@ asks first where FP8 is safe measures errors only.
 """
 
 import contextlib
+import functools
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -25,6 +26,7 @@ from loka.core.records.report import HP, REGION_INT8, Measurement, Report, SiteR
 from loka.core.records.stats import LinearStats, Stats
 from loka.core.storage.alone import alone_with
 from loka.core.storage.codec import encode
+from loka.core.storage.files import canonical
 from loka.core.timing import first_line, still_usable
 from loka.kernels.gemm.registry import all_candidates, candidate_named
 from loka.measurement.cache import TimesCache, sources_digest
@@ -36,7 +38,9 @@ from loka.measurement.resume import ERRORS_ONLY, continue_from
 from loka.measurement.settings import Settings
 from loka.measurement.sites import gemms_of, problem_of
 from loka.measurement.times.compile_ahead import Track, compile_ahead, untracked
-from loka.measurement.times.layer_times import NOT_TIMED, Timer, time_in_region, time_layer
+from loka.measurement.times.layer_times import NOT_TIMED, Timer, cell_key, time_in_region, time_layer
+from loka.measurement.times.region_ahead import Cell, compile_regions_ahead
+from loka.measurement.times.region_times import unfit
 
 _UNTIMED = "nothing was timed, as errors only were asked for; measure again without that to time"
 _KEPT = "weights are quantized once, as loka.serve keeps them; a converted model takes longer in each call"
@@ -117,9 +121,10 @@ def measure(
         )
         work = _Work(stats=stats, timer=timer, time_limit=time_limit, out=path, report=report)
         try:
+            jobs = agenda(stats, timed=timed)
             if timed:
                 _compile_ahead(work, track or untracked)
-            jobs = agenda(stats, timed=timed)
+                _compile_regions_ahead(work, [*dict.fromkeys(job.path for job in jobs)], track or untracked)
             for job in (track or untracked)(jobs, "measuring", len(jobs)):
                 _DO[job.kind](work, job.path)
         finally:
@@ -211,8 +216,21 @@ def _compile_ahead(work: _Work, track: Track) -> None:
     compile_ahead(tuple(problems), work.timer.candidates, track)
 
 
+def _compile_regions_ahead(work: _Work, paths: list[str], track: Track) -> None:
+    """Those not timed yet. Errors, which are not timed either, are drawn meanwhile."""
+    timer, cells = work.timer, dict[bytes, Cell]()
+    for path in paths:
+        layer, shape, arms = work.stats.layers[path], work.report.model.layers[path], _arms(work, path)
+        key = cell_key(layer, shape, timer, arms)
+        known = path in work.report.region_times or timer.cache.get(key, Mapping[str, Measurement])
+        if not known and unfit(layer, shape) is None:
+            cells.setdefault(canonical(key), (layer, shape, arms))
+    draws = map(functools.partial(_draw, work), paths)
+    timer.notes.extend(compile_regions_ahead([*cells.values()], timer.device, timer.deadline, track, draws))
+
+
 def _draw(work: _Work, path: str) -> None:
-    if work.timer.late:
+    if work.timer.late or all(site_name(path, gemm) in work.report.sites for gemm in Gemm):
         return
     report = work.report
     sites, skipped = _draw_layer(path, work.stats.layers[path], report, work.timer)
@@ -326,14 +344,17 @@ def _time_region(work: _Work, path: str) -> None:
     report, timer = work.report, work.timer
     if path in report.region_times or not any(site.path == path for site in report.sites.values()):
         return
-    output = report.sites.get(site_name(path, Gemm.OUTPUT))
-    # Without its errors a plan could not choose INT8.
-    integers = output is not None and output.measured(ARMS[REGION_INT8][0]) is not None
-    arms = [arm for arm in ARMS if arm != REGION_INT8 or integers]
-    found = time_in_region(work.stats.layers[path], report.model.layers[path], timer, arms)
+    found = time_in_region(work.stats.layers[path], report.model.layers[path], timer, _arms(work, path))
     if found is not None:
         work.report = replace(report, region_times={**report.region_times, path: found})
         work.save()
+
+
+def _arms(work: _Work, path: str) -> list[str]:
+    """Of a cell. Without its errors a plan could not choose INT8."""
+    output, integers = work.report.sites.get(site_name(path, Gemm.OUTPUT)), ARMS[REGION_INT8][0]
+    known = integers in work.timer.candidates if output is None else output.measured(integers) is not None
+    return [arm for arm in ARMS if arm != REGION_INT8 or known]
 
 
 _DO: Mapping[str, Callable[[_Work, str], None]] = {"errors": _draw, "times": _time, "region": _time_region}

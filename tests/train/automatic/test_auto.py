@@ -207,6 +207,16 @@ def test_a_plan_that_cannot_run_is_said_and_bf16_goes_on(monkeypatch):
     assert not sites_of(model)
 
 
+def test_measuring_ends_after_a_minute_and_without_times_bf16_goes_on(monkeypatch):
+    measure = module.measure
+    monkeypatch.setattr(module, "measure", lambda *a, time_limit, **o: measure(*a, time_limit=time_limit - 60, **o))
+    monkeypatch.setattr(module, "timeable", lambda device: True)
+    _, auto, _, said = run()
+    assert auto.phase == "bf16"
+    assert "bf16: nothing was timed" in said[-1]
+    assert "the time limit of 0 s was reached" in said[-1]
+
+
 def test_a_mistake_is_an_error(tmp_path):
     with pytest.raises(UnknownName, match="nonsense"):
         run(replace(AUTO, candidates=("nonsense:rowwise_e4m3",)))

@@ -122,8 +122,8 @@ def train(
         int | None, typer.Option(min=1, help="Of --auto: most steps of probing; a fifth of the run.")
     ] = None,
     measure_seconds: Annotated[
-        float | None, typer.Option(min=0, help="Of --auto: after which nothing new is measured.")
-    ] = None,
+        float, typer.Option(min=0, help="Of --auto: after which nothing new is measured; inf: all is.")
+    ] = 60.0,
     base_rate: Annotated[
         float | None, typer.Option(help="Of --auto: share of positive labels, which NE is relative to.")
     ] = None,

@@ -69,11 +69,15 @@ def time_layer(
     return timed, savings
 
 
+def cell_key(layer: LinearStats, shape: LinearShape, timer: Timer, arms: Collection[str]) -> dict[str, Any]:
+    return {**_key(layer, timer), **region_key(layer, shape, arms)}
+
+
 def time_in_region(
     layer: LinearStats, shape: LinearShape, timer: Timer, arms: Collection[str] = tuple(ARMS)
 ) -> Mapping[str, Measurement] | None:
     """By "hp" and the `arms` in regions; None where it is too late, or there is too little memory."""
-    key = {**_key(layer, timer), **region_key(layer, shape, arms)}
+    key = cell_key(layer, shape, timer, arms)
     known = timer.cache.get(key, Mapping[str, Measurement])
     if known is not None or timer.late:
         return known

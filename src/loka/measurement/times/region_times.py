@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._functorch import config
 from torch.nn.utils import parametrize
 
 from loka.compiler import install
@@ -90,7 +91,7 @@ def _adds_up_few_tokens(layer: LinearStats, shape: LinearShape) -> bool:
     return layer.over_tokens and max(shape.in_features, shape.out_features) <= FEW_TOKENS
 
 
-def _unfit(layer: LinearStats, shape: LinearShape) -> str | None:
+def unfit(layer: LinearStats, shape: LinearShape) -> str | None:
     """Why a layer is timed in no region, or None."""
     if _adds_up_few_tokens(layer, shape):
         return "it adds up few tokens: taking its input across for FP8 takes longer than its GEMM"
@@ -102,16 +103,16 @@ def time_region(
     shape: LinearShape,
     *,
     device: torch.device,
-    settings: Settings,
+    settings: Settings | None,
     deadline: float | None = None,
     arms: Collection[str] = tuple(ARMS),
 ) -> dict[str, Measurement] | None:
     """By "hp", "region" and "region_int8"; a reason where it cannot be in one; None where the deadline cut it
-    short.
+    short. Without `settings` nothing is timed: compile caches are filled.
 
     Raises torch.OutOfMemoryError, which says nothing about the layer.
     """
-    reason = _unfit(layer, shape)
+    reason = unfit(layer, shape)
     if reason is not None:
         return {REGION: Measurement(unsupported=reason)}
     install()
@@ -161,7 +162,7 @@ def _race(
     layer: LinearStats,
     *,
     device: torch.device,
-    settings: Settings,
+    settings: Settings | None,
     deadline: float | None,
 ) -> dict[str, Measurement] | None:
     steps: dict[str, Callable[[], object]] = {}
@@ -169,14 +170,15 @@ def _race(
     for name, arm in arms.items():
         try:
             step = _step(arm, shape, layer, device)
-            step()
-            step()
+            with config.patch(autograd_cache_allow_custom_autograd_functions=True):  # or sites are traced anew
+                step()
+                step()
             steps[name] = step
         except (torch.AcceleratorError, torch.OutOfMemoryError):
             raise  # CUDA is unusable after the first
         except Exception as error:  # a compiler raises what it likes
             found[name] = _failure(error, device)
-    if HP not in steps or REGION not in steps:
+    if HP not in steps or REGION not in steps or settings is None:
         return found
     for name in [name for name in ARMS if name in steps]:
         for reason in regions(arms[name]).apart.values():

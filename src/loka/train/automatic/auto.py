@@ -79,7 +79,7 @@ class AutoConfig:
         candidates: to measure; all by default.
         settings: how finely to measure.
         measure_seconds: after which measuring begins nothing new; the largest layers come first, and what was
-            not timed stays in bf16.
+            not timed stays in bf16. The next run goes on from `cache`. None: until all is measured.
         cache: folder of times measured before.
     """
 
@@ -92,7 +92,7 @@ class AutoConfig:
     budget: Budget | None = None
     candidates: tuple[str, ...] | None = None
     settings: Settings = field(default_factory=Settings)
-    measure_seconds: float | None = None
+    measure_seconds: float | None = 60.0
     cache: Path | None = None
 
     def __post_init__(self) -> None:
@@ -323,6 +323,8 @@ class Auto(Callback):
             time_limit=config.measure_seconds,
             track=self._tracked(run, alive),
         )
+        if timeable(run.device) and not report.timed:  # a plan would go by errors, and may be slower
+            raise NoKernelFits("nothing was timed", why=report.notes, way_out="a larger measure_seconds, or a cache")
         budget = config.budget or self._default_budget()
         if run.config.step == "eager":  # sites run by themselves then, so the plan goes by their own times
             budget = replace(budget, regions=False)

@@ -1,0 +1,74 @@
+"""Cells of regions compiled ahead: the process that times finds them in the caches on disk."""
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch._dynamo.utils import counters
+from torch._inductor import config
+
+import loka
+from loka.core.records.report import REGION
+from loka.measurement.times import layer_times, region_ahead, region_times
+
+sys.path.insert(0, str(Path(__file__).parent))
+from timers import FakeTimer, install
+
+ARMS = {REGION: ("emulated:rowwise_e4m3_pow2",) * 3}
+PATCH = f"from loka.measurement.times import region_times; region_times.ARMS = {ARMS}; "
+MEASURE = sys.modules["loka.measurement.measure"]
+
+
+@pytest.fixture
+def measured(monkeypatch):
+    """Measures by workers that run `command`; four layers have two cells."""
+    ahead, time_region = MEASURE.compile_regions_ahead, layer_times.time_region
+    install(monkeypatch, timer := FakeTimer())
+    monkeypatch.setattr(MEASURE, "compile_regions_ahead", ahead)
+    monkeypatch.setattr(region_times, "time_interleaved", timer)
+    monkeypatch.setattr(region_times, "ARMS", ARMS)
+    monkeypatch.setattr(region_ahead, "_FEWEST", 2)
+    model = nn.Sequential(*(nn.Linear(*sides) for sides in ((32, 32), (32, 32), (32, 64), (64, 13))))
+    with loka.Probe(model, every=1, effect_samples=0) as probe:
+        model(torch.randn(24, 32, requires_grad=True)).square().mean().backward()
+
+    def measure(command, *, regions=False, **options):
+        monkeypatch.setattr(region_ahead, "_COMMAND", command)
+        if regions:
+            monkeypatch.setattr(layer_times, "time_region", time_region)
+        with config.patch(compile_threads=2, fx_graph_cache=True):
+            return loka.measure(probe.stats(), device="cpu", candidates=["emulated:rowwise_e4m3"], **options)
+
+    return measure
+
+
+@pytest.mark.slow  # two processes that import torch and compile
+def test_what_workers_compiled_is_found(measured, monkeypatch, tmp_path):
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    torch._dynamo.reset()
+    counters.clear()
+    report = measured(PATCH + region_ahead._COMMAND, regions=True)
+    assert [path for path, times in report.region_times.items() if times[REGION].speedup] == ["2", "0", "1"]
+    assert counters["inductor"]["fxgraph_cache_hit"] == 8, "forward and backward of two arms of two cells"
+    assert not counters["inductor"]["fxgraph_cache_miss"]
+    assert counters["aot_autograd"]["autograd_cache_hit"] == 4
+
+
+def test_workers_that_die_are_a_note_and_what_is_timed_needs_none(measured, tmp_path):
+    report = measured("1 / 0", cache=tmp_path)
+    assert report.complete
+    assert report.notes == ("2 of 2 processes that compile regions ahead died",)
+    assert not measured("1 / 0", cache=tmp_path).notes
+
+
+def test_the_time_limit_and_an_interrupt_end_workers(measured, monkeypatch):
+    running, worker = [], region_ahead._worker
+    monkeypatch.setattr(region_ahead, "_worker", lambda *given: running.append(worker(*given)) or running[-1])
+    hang = "import time; time.sleep(1000)"
+    measured(hang, time_limit=0.5)
+    monkeypatch.setattr(MEASURE, "_draw", lambda *job: exec("raise KeyboardInterrupt"))
+    with pytest.raises(KeyboardInterrupt):
+        measured(hang)
+    assert [process.returncode for process in running] == [-9] * 4
