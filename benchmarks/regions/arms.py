@@ -132,7 +132,7 @@ def arm_of(model: nn.Module, call: Call, cell: Cell, how: How) -> Arm:
     """`call` is the model as it runs, `model` whose parameters they are."""
     inputs, labels = cell.batch(how.device, tiny=how.tiny)
     if how.mode == "float32":
-        inputs = [x.detach().float().requires_grad_(x.requires_grad) for x in inputs]
+        inputs = [x.detach().float().requires_grad_(x.requires_grad) if x.is_floating_point() else x for x in inputs]
     if not cell.trained:
         return Arm(model=model, step=_serving(call, inputs), leaves=[], inputs=inputs)
     leaves = [p for p in [*inputs, *model.parameters()] if p.requires_grad]

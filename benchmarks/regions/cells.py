@@ -11,21 +11,24 @@ from models import MLP, DCNv2, FeedForward, GatedFeedForward, Stack, Tower
 from torch import nn
 
 import loka
-from loka.zoo import build, dense_part
+from loka.zoo import HistoryTable, build, dense_part
+from loka.zoo.inventory import FEATURES, Features
 
 Scale = Callable[[int], int]
 """A width as it is, or a small one in its place."""
 
 FIELDS, DENSE = 26, 13
+CRITEO = Features()
 TINY_ROWS = 64
 
 
 @dataclass(frozen=True, kw_only=True)
 class Input:
-    """A tensor of the batch: its shape without the rows, and whether it gets a gradient."""
+    """A tensor of the batch: its shape without the rows, and whether it gets a gradient; or lengths 0 to `longest`."""
 
-    shape: tuple[int, ...]
-    grad: bool
+    shape: tuple[int, ...] = ()
+    grad: bool = False
+    longest: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,8 +61,11 @@ class Cell:
         generator = torch.Generator(device).manual_seed(1)
         tensors = []
         for wanted in self.inputs(tiny_width if tiny else full_width):
-            x = torch.randn(rows, *wanted.shape, device=device, generator=generator).bfloat16()
-            tensors.append(x.requires_grad_(wanted.grad and self.trained))
+            if wanted.longest is None:
+                x = torch.randn(rows, *wanted.shape, device=device, generator=generator).bfloat16()
+                tensors.append(x.requires_grad_(wanted.grad and self.trained))
+            else:
+                tensors.append(torch.linspace(0, wanted.longest, rows, device=device).long())
         return tensors, (torch.rand(rows, device=device, generator=generator) < 0.2).float()
 
 
@@ -78,10 +84,7 @@ def _one(width: int) -> Callable[[Scale], Sequence[Input]]:
 
 def _features(dim: int) -> Callable[[Scale], Sequence[Input]]:
     """Dense features, which get no gradient, and pooled embeddings, which do."""
-    return lambda scale: [
-        Input(shape=(DENSE,), grad=False),
-        Input(shape=(FIELDS, scale(dim)), grad=True),
-    ]
+    return lambda scale: [Input(shape=(DENSE,)), Input(shape=(FIELDS, scale(dim)), grad=True)]
 
 
 def _tower_mods(rows: int, widths: Sequence[int], label: str, *, gate: bool = False) -> Cell:
@@ -157,30 +160,53 @@ def _zoo(
     dim: int,
     rows: int,
     *,
-    mods: bool,
+    mods: bool = False,
+    features: Features = CRITEO,
+    tasks: int = 1,
     trained: bool = True,
     gate: bool = False,
 ) -> Cell:
     """The dense part of a model of the zoo; with `mods` as benchmarks/wukong_step has it."""
 
+    def sized(scale: Scale) -> tuple[str, int, int, int]:
+        """The size, fields, their width, and events."""
+        fields, events = features.sparse, features.events or 0
+        if scale(dim) == dim:
+            return size, fields, dim, events
+        return "hybrid" if "hybrid" in size else "small", min(fields, FIELDS), 16, min(events, 32)
+
     def make(scale: Scale) -> nn.Module:
-        tiny = scale(dim) != dim
-        whole = build(kind, dense_features=DENSE, vocab_sizes=(1,) * FIELDS, size="small" if tiny else size)
+        chosen, fields, width, events = sized(scale)
+        whole = build(
+            kind,
+            dense_features=features.dense,
+            vocab_sizes=(1,) * fields,
+            size=chosen,
+            history=HistoryTable(column=fields - 1) if events else None,
+            tasks=tasks,
+        )
         model = dense_part(whole)
         for path, parameter in model.named_parameters():
             if "embeddings" in path:  # the table of one row a field that nobody looks up
                 parameter.requires_grad_(False)
         if mods:
-            block = 16 if tiny else 256
+            block = 256 if width == dim else 16
             loka.mods.apply(model, [loka.mods.NoBias(), loka.mods.BlockNorm(block), loka.mods.HardSwish()])
         return model
+
+    def inputs(scale: Scale) -> Sequence[Input]:
+        _, fields, width, events = sized(scale)
+        found = [Input(shape=(features.dense,)), Input(shape=(fields, width), grad=True)]
+        if events:
+            found += [Input(shape=(events, width), grad=True), Input(longest=events)]
+        return found
 
     return Cell(
         name=f"{'' if trained else 'serve_'}{name}_{rows}",
         rows=rows,
         make=make,
-        inputs=_features(dim),
-        loss="bce",
+        inputs=inputs,
+        loss="bce" if tasks == 1 else "given",
         trained=trained,
         gate=gate,
     )
@@ -193,7 +219,7 @@ _ALL = [
     _tower("ln_silu", 8192, 2048, nn.SiLU, nn.LayerNorm, gate=True),
     _ffn("ffn", 8192, 768, 3072, FeedForward, gate=True),
     _dcnv2_raw(16384, gate=True),
-    _zoo("dcnv2_zoo", "dcnv2", "mlperf", 128, 8192, mods=False, gate=True),
+    _zoo("dcnv2_zoo", "dcnv2", "mlperf", 128, 8192, gate=True),
     _zoo("wukong_2gf", "wukong", "2gf", 160, 6144, mods=True, gate=True),
     _tower_mods(4096, (1024,) * 7, "1024"),
     _tower_mods(2048, (2048,) * 7, "2048"),
@@ -210,8 +236,14 @@ _ALL = [
     _mlp("mlp_over", 8192, (3456, 1024, 1024, 512, 256), logit=True),
     _ffn("swiglu", 8192, 1024, 2816, GatedFeedForward, gate=False),
     _zoo("wukong_0.5gf", "wukong", "0.5gf", 160, 6144, mods=True),
-    _zoo("wukong_2gf_without_mods", "wukong", "2gf", 160, 6144, mods=False),
+    _zoo("wukong_2gf_without_mods", "wukong", "2gf", 160, 6144),
     *(_zoo("wukong_2gf", "wukong", "2gf", 160, rows, mods=True, trained=False) for rows in (512, 2048, 8192)),
+    _zoo("kunlun", "kunlun", "paper", 384, 256, features=FEATURES["kunlun", "paper"]),
+    _zoo("interformer", "interformer", "paper", 160, 1024, features=FEATURES["interformer", "paper"]),
+    _zoo("hstu", "hstu", "dlrmv3", 512, 128, features=FEATURES["hstu", "hybrid512"]),
+    _zoo("hstu_hybrid", "hstu", "hybrid512", 512, 128, features=FEATURES["hstu", "hybrid512"]),
+    _zoo("dhen", "dhen", "elfm", 160, 1024, features=FEATURES["dhen", "elfm"]),
+    _zoo("mmoe", "mmoe", "wide", 128, 32768, tasks=2),
     *(_dcnv2_raw(rows, trained=False) for rows in (2048, 16384)),
 ]
 

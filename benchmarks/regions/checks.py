@@ -82,10 +82,7 @@ def of_plan(plan: loka.Plan) -> dict[str, Any]:
 def of_compilation() -> dict[str, int]:
     """Graphs that dynamo made since it was reset, and breaks between them."""
     counters = torch._dynamo.utils.counters
-    return {
-        "graphs": counters["stats"]["unique_graphs"],
-        "breaks": sum(counters["graph_break"].values()),
-    }
+    return {"graphs": counters["stats"]["unique_graphs"], "breaks": sum(counters["graph_break"].values())}
 
 
 def ran(model: nn.Module) -> int:

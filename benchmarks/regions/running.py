@@ -76,12 +76,7 @@ def measure_cell(cell: Cell, names: Sequence[str], how: How, *, rounds: int, ker
 
 
 def _prepare(
-    name: str,
-    cell: Cell,
-    how: How,
-    arms: Arms,
-    record: dict[str, Any],
-    references: dict[str, dict[str, torch.Tensor]],
+    name: str, cell: Cell, how: How, arms: Arms, record: dict[str, Any], references: dict[str, dict[str, torch.Tensor]]
 ) -> dict[str, Any]:
     """Compiles and captures an arm; what is known of it besides its time."""
     if why := missing(name):

@@ -18,7 +18,7 @@ _HEAD = (
     "**LoKA over the best bf16**",
     "best torchao",
     "peak memory of a step",
-    "sites in FP8",
+    "sites in FP8, of FLOPs",
     "error of the output",
 )
 
@@ -45,6 +45,7 @@ def _cells(record: Record) -> list[str]:
         value, low, high = speedup
         over = f"**{value:.3f}x**" + (f" [{low:.3f}, {high:.3f}]" if low is not None else "")
     torchao = [(ratios[arm][0], arm) for arm in TORCHAO if arm in ratios]
+    share = next(iter(plan.get("coverage", ())), "").partition(" of the step")[0]
     fastest = max(torchao, default=None)
     output = arms.get(LOKA, {}).get("errors", {}).get("output")
     return [
@@ -53,7 +54,7 @@ def _cells(record: Record) -> list[str]:
         over,
         f"{fastest[0]:.3f}x {fastest[1].removeprefix('torchao_')}" if fastest else "-",
         _memory(arms),
-        f"{plan['fp8']} of {plan['sites']}" if plan else "-",
+        f"{plan['fp8']} of {plan['sites']}, {share or '-'}" if plan else "-",
         f"{output:.2%}" if isinstance(output, float) else str(output or "-"),
     ]
 

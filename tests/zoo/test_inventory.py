@@ -152,8 +152,7 @@ def test_the_page_tells_the_truth():
         found = looked_at(f"{name}:{size}")
         features = found.features
         row = f"{features.dense} + {features.sparse}" + (f", {features.events}" if features.events else "")
-        assert [cell.strip() for cell in rest.split("|")][:3] == [
-            row,
-            f"{found.parameters:,}",
-            f"{found.gflop:.3g}",
-        ], (name, size)
+        assert [cell.strip() for cell in rest.split("|")][:3] == [row, f"{found.parameters:,}", f"{found.gflop:.3g}"], (
+            name,
+            size,
+        )

@@ -178,14 +178,7 @@ def test_factorization_block_equals_the_paper(attention):
     torch.manual_seed(2)
     n, d, k, out = 5, 6, 3, 4
     block = FactorizationBlock(
-        tokens=n,
-        dim=d,
-        out_tokens=out,
-        rank=k,
-        hidden=(16,),
-        attention=attention,
-        activation="gelu",
-        norm=True,
+        tokens=n, dim=d, out_tokens=out, rank=k, hidden=(16,), attention=attention, activation="gelu", norm=True
     ).double()
     x = torch.randn(8, n, d, dtype=torch.float64)
     for row in range(8):
@@ -244,6 +237,22 @@ def test_attentive_wukong_trains_every_parameter():
         assert parameter.grad.to_dense().abs().max() > 0, path
 
 
+@pytest.mark.parametrize(("tasks", "domain"), [(1, None), (3, None), (2, 2)])
+def test_each_task_of_mmoe_mixes_the_experts_by_its_gate(tasks, domain):
+    torch.manual_seed(0)
+    model = build("mmoe", dense_features=5, vocab_sizes=VOCAB, tasks=tasks, domain=domain).double()
+    dense, sparse = rows(9)
+    tokens = model.front(dense, sparse)
+    expected = torch.empty(9, tasks, dtype=torch.float64)
+    for row, x in enumerate(tokens.flatten(1)):
+        read = x if domain is None else model.front.embeddings(sparse)[row, domain]
+        for k, gate in enumerate(model.gates.weight.chunk(tasks)):
+            shares = (gate @ read).softmax(0)
+            mixed = sum(share * expert(x) for share, expert in zip(shares, model.experts, strict=True))
+            expected[row, k] = model.logit.weight[k] @ model.towers[k](mixed) + model.logit.bias[k]
+    torch.testing.assert_close(model(dense, sparse), expected.squeeze(1), **CLOSE)
+
+
 def test_mlp_order_of_layers():
     kinds = [type(layer) for layer in mlp(3, (4, 5), activation="silu", norm=True)]
     assert kinds == [nn.Linear, nn.LayerNorm, nn.SiLU] * 2
@@ -264,6 +273,9 @@ def test_unknown_names_list_the_known_ones():
         build("dlrm", dense_features=0, vocab_sizes=(2, 2))
     with pytest.raises(ValueError, match="its front has 5"):
         DLRM(Front(dense_features=5, vocab_sizes=VOCAB, dim=6, bottom=None), top=(16,))
+    for name, why in (("mmoe", "there are 4 sparse"), ("dlrm", "dlrm has no gates")):
+        with pytest.raises(ValueError, match=why):
+            build(name, dense_features=5, vocab_sizes=VOCAB, domain=4)
 
 
 @pytest.mark.parametrize("name", MODELS)

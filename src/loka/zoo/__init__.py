@@ -16,6 +16,7 @@ from loka.zoo.interformer import InterFormer
 from loka.zoo.inventory import inventory
 from loka.zoo.kunlun import Kunlun
 from loka.zoo.layers import Front
+from loka.zoo.mmoe import MMoE
 from loka.zoo.presets import build, needs_sequences, presets, takes_history
 from loka.zoo.wukong import Wukong
 
@@ -28,6 +29,7 @@ __all__ = [
     "HistoryTable",
     "InterFormer",
     "Kunlun",
+    "MMoE",
     "Wukong",
     "build",
     "dense_part",

@@ -53,13 +53,7 @@ class DCNv2(nn.Module):
         self.parallel = parallel
         self.logit = nn.Linear(deep[-1] + (features if parallel else 0), 1)
 
-    def forward(
-        self,
-        dense: torch.Tensor,
-        sparse: torch.Tensor,
-        sequence: torch.Tensor | None = None,
-        lengths: torch.Tensor | None = None,
-    ) -> torch.Tensor:
+    def forward(self, dense: torch.Tensor, sparse: torch.Tensor, *history: torch.Tensor) -> torch.Tensor:
         x0 = self.front(dense, sparse).flatten(1)
         x = x0
         for layer in self.cross:

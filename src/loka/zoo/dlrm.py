@@ -46,12 +46,6 @@ class DLRM(nn.Module):
         self.top = mlp(front.dim + self.dots.out_features, top, activation=activation, norm=norm)
         self.logit = nn.Linear(top[-1], 1)
 
-    def forward(
-        self,
-        dense: torch.Tensor,
-        sparse: torch.Tensor,
-        sequence: torch.Tensor | None = None,
-        lengths: torch.Tensor | None = None,
-    ) -> torch.Tensor:
+    def forward(self, dense: torch.Tensor, sparse: torch.Tensor, *history: torch.Tensor) -> torch.Tensor:
         tokens = self.front(dense, sparse)
         return self.logit(self.top(torch.cat([tokens[:, 0], self.dots(tokens)], dim=1))).squeeze(1)

@@ -77,15 +77,7 @@ class HSTULayer(nn.Module):
     """x [B, T, D], sees [B or 1, T, T] bool, times [B, T] if it has `time_buckets` -> [B, T, D]."""
 
     def __init__(
-        self,
-        width: int,
-        *,
-        heads: int,
-        value_dim: int,
-        key_dim: int,
-        reach: int,
-        time_buckets: int,
-        concat: bool,
+        self, width: int, *, heads: int, value_dim: int, key_dim: int, reach: int, time_buckets: int, concat: bool
     ) -> None:
         super().__init__()
         self.heads = heads

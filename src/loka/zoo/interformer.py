@@ -128,12 +128,7 @@ class InterFormerLayer(nn.Module):
         self.norm = nn.LayerNorm(dim)
 
     def forward(
-        self,
-        x: torch.Tensor,
-        x_sum: torch.Tensor,
-        s: torch.Tensor,
-        seen: torch.Tensor | None,
-        lengths: torch.Tensor,
+        self, x: torch.Tensor, x_sum: torch.Tensor, s: torch.Tensor, seen: torch.Tensor | None, lengths: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         both = torch.cat([x, self.summary(s, seen, lengths)], dim=1)
         personal = self.pffn(x_sum, s)

@@ -41,6 +41,7 @@ FEATURES: dict[tuple[str, str], Features] = {
     ("interformer", "paper"): Features(events=596),
     # The item is one of the sparse features, the others are context.
     ("hstu", "large"): Features(dense=0, sparse=1, events=200),
+    ("hstu", "hybrid512"): Features(dense=0, sparse=3, events=509),
     ("hstu", "dlrmv3"): Features(dense=0, sparse=3, events=1021),
     ("hstu", "kuairand"): Features(dense=0, sparse=7, events=4089),
     ("hstu", "nvidia"): Features(dense=0, sparse=3, events=4096),
@@ -78,18 +79,11 @@ def inventory(name: str, size: str = "small", *, batch: int = 1, features: Featu
     history = None if features.events is None else HistoryTable(column=features.sparse - 1)
     with torch.device("meta"):
         model = build(
-            name,
-            dense_features=features.dense,
-            vocab_sizes=(1,) * features.sparse,
-            size=size,
-            history=history,
+            name, dense_features=features.dense, vocab_sizes=(1,) * features.sparse, size=size, history=history
         )
         inputs = [torch.empty(batch, features.dense), torch.empty(batch, features.sparse, dtype=torch.int64)]
         if features.events is not None:
-            inputs += [
-                torch.empty(batch, features.events, dtype=torch.int64),
-                torch.empty(batch, dtype=torch.int64),
-            ]
+            inputs += [torch.empty(batch, features.events, dtype=torch.int64), torch.empty(batch, dtype=torch.int64)]
         with FlopCounterMode(display=False) as counter:
             gemms = linear_gemms(model, *inputs)
     seen = Counter((gemm.m, gemm.k, gemm.n) for gemm in gemms)

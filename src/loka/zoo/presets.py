@@ -20,6 +20,7 @@ from loka.zoo.hstu import HSTU
 from loka.zoo.interformer import InterFormer
 from loka.zoo.kunlun import Kunlun
 from loka.zoo.layers import Front
+from loka.zoo.mmoe import MMoE
 from loka.zoo.wukong import Wukong
 
 MODELS: dict[str, type[nn.Module]] = {
@@ -30,12 +31,14 @@ MODELS: dict[str, type[nn.Module]] = {
     "dhen": DHEN,
     "hstu": HSTU,
     "kunlun": Kunlun,
+    "mmoe": MMoE,
 }
 PREDICTION_WIDTH = 8  # as in nn/linears.py, which this plain PyTorch does not import (tests/zoo)
 TAKE_HISTORIES = ("interformer", "dhen", "hstu", "kunlun")
 
 # SiLU and LayerNorm, so that the mods have something to replace.
 _SMALL: dict[str, Any] = {"embedding_dim": 16, "bottom": (64,), "activation": "silu", "norm": True}
+_MLPERF: dict[str, Any] = {"embedding_dim": 128, "bottom": (512, 256)}
 # Wukong paper, Table 5: l, n_fm = n_lc, k, MLP; its section 7.1.4: d = 160; its appendix A: bottom MLP, ReLU.
 # The MLP on top and LayerNorm in the MLPs are ours.
 _WUKONG: dict[str, Any] = {"embedding_dim": 160, "bottom": (512, 256), "top": (1024, 512), "norm": True}
@@ -67,16 +70,10 @@ _SMALL_HSTU = _hstu(16, 32, layers=2, each=16, heads=2, bottom=64, top=64, reach
 _PRESETS: dict[tuple[str, str], dict[str, Any]] = {
     ("dlrm", "small"): {**_SMALL, "top": (256, 128, 64)},
     # facebookresearch/dlrm, torchrec_dlrm README: dense 512,256,128, over 1024,1024,512,256,1.
-    ("dlrm", "mlperf"): {"embedding_dim": 128, "bottom": (512, 256), "top": (1024, 1024, 512, 256)},
+    ("dlrm", "mlperf"): {**_MLPERF, "top": (1024, 1024, 512, 256)},
     ("dcnv2", "small"): {**_SMALL, "cross_layers": 2, "rank": 64, "deep": (256, 128, 64)},
     # mlcommons/training, recommendation_v2 README.
-    ("dcnv2", "mlperf"): {
-        "embedding_dim": 128,
-        "bottom": (512, 256),
-        "cross_layers": 3,
-        "rank": 512,
-        "deep": (1024, 1024, 512, 256),
-    },
+    ("dcnv2", "mlperf"): {**_MLPERF, "cross_layers": 3, "rank": 512, "deep": (1024, 1024, 512, 256)},
     # BARS benchmark, DCNv2 on Criteo_x1.
     ("dcnv2", "bars"): {
         "embedding_dim": 10,
@@ -105,12 +102,7 @@ _PRESETS: dict[tuple[str, str], dict[str, Any]] = {
     # The paper's model for Criteo 1TB is known by its parameters and FLOP (Table 3) and by the space searched
     # (appendix A: l 1 to 4, n 8 or 16, k 24, d 128, ReLU, MLPs of 1 to 4 layers of 512, 1024 or 2048). In it
     # this is the nearest: 0.3 % fewer parameters, 0.2 % more FLOP.
-    ("wukong", "criteo"): {
-        "embedding_dim": 128,
-        "bottom": (512, 256),
-        **_wukong(4, 16, 24, 512, 512),
-        "top": (2048, 2048, 2048, 2048),
-    },
+    ("wukong", "criteo"): {**_MLPERF, **_wukong(4, 16, 24, 512, 512), "top": (2048, 2048, 2048, 2048)},
     # TorchEasyRec, examples/wukong_criteo.config. Its dense MLP is written to end in 128, which its model
     # refuses for d = 16: here it ends in 16.
     ("wukong", "torcheasyrec"): {
@@ -121,25 +113,13 @@ _PRESETS: dict[tuple[str, str], dict[str, Any]] = {
     },
     # FuxiCTR, WuKong model_config.yaml: each of 39 fields is a token. Its ReLU after an FMB's last Linear and
     # its BatchNorm in the top MLP are left out.
-    ("wukong", "fuxictr"): {
-        "embedding_dim": 64,
-        "bottom": None,
-        **_wukong(3, 40, 8, 512, 256),
-        "top": (512, 256),
-    },
-    ("interformer", "small"): {
-        **_SMALL_TOKENS,
-        "module_tokens": 8,
-        "dot_tokens": 16,
-        "rank": 32,
-        "hidden": (128,),
-    },
+    ("wukong", "fuxictr"): {"embedding_dim": 64, "bottom": None, **_wukong(3, 40, 8, 512, 256), "top": (512, 256)},
+    ("interformer", "small"): {**_SMALL_TOKENS, "module_tokens": 8, "dot_tokens": 16, "rank": 32, "hidden": (128,)},
     # The paper's appendix B: 4 CLS, 2 PMA and 2 recent tokens, head 1024, 512, 256, 128, Swish. 3 layers and
     # a sequence of 600 are of its industrial models (5.3.1), whose widths it does not tell: d = 160 is as in
     # our suite of shapes ("InterFormer-like", sizes assumed), the rest of the interaction arch is ours.
     ("interformer", "paper"): {
-        "embedding_dim": 160,
-        "bottom": (512, 256),
+        **_WUKONG,
         "activation": "silu",
         "layers": 3,
         "module_tokens": 16,
@@ -148,16 +128,8 @@ _PRESETS: dict[tuple[str, str], dict[str, Any]] = {
         "hidden": (2048,),
         "heads": 4,
         "top": (1024, 512, 256, 128),
-        "norm": True,
     },
-    ("dhen", "small"): {
-        **_SMALL_TOKENS,
-        "module_tokens": 4,
-        "dot_tokens": 16,
-        "rank": 32,
-        "hidden": 32,
-        "pooled": 2,
-    },
+    ("dhen", "small"): {**_SMALL_TOKENS, "module_tokens": 4, "dot_tokens": 16, "rank": 32, "hidden": 32, "pooled": 2},
     # Stand-in for LoKA's External Large FM, of which two GEMMs are published, the smallest and the largest of
     # its 27 shapes (batch 2048): 256 -> 768, here in the dense MLP, and 123200 = 770 * 160 -> 1024, here the
     # first cross layer over 770 tokens. All else is ours.
@@ -179,6 +151,8 @@ _PRESETS: dict[tuple[str, str], dict[str, Any]] = {
     ("hstu", "hybrid"): {**_SMALL_HSTU, "scans": (0,), "chunk": 16},
     # The paper's HSTU-large for MovieLens-1M, from its authors' configuration; the head is ours.
     ("hstu", "large"): _hstu(50, 50, layers=8, heads=2, each=25, top=64, bottom=64, reach=200),
+    # Mamba-2's heads of 64 and expansion of 2, every other layer a scan: ours.
+    ("hstu", "hybrid512"): {**_hstu(512, 512, layers=4, heads=16, each=64, reach=512), "scans": (0, 2)},
     # meta-recsys/generative-recommenders, dlrm_v3/configs.py; the head is ours.
     ("hstu", "dlrmv3"): {**_hstu(512, 512, layers=5, each=128, reach=2048), "concat": True},
     # NVIDIA/recsys-examples: kuairand_1k_ranking.gin and benchmark_ranking.gin.
@@ -201,8 +175,8 @@ _PRESETS: dict[tuple[str, str], dict[str, Any]] = {
     # As accounts quote the paper: S, T, D, k of its SumKron (256, 32, 384, 8), about 1000 events; 3 layers, 8
     # heads and a window of 100 as for clicks. Its other widths are not published: ours.
     ("kunlun", "paper"): {
+        **_WUKONG,
         "embedding_dim": 384,
-        "bottom": (512, 256),
         "layers": 3,
         "heads": 8,
         "summary": 32,
@@ -214,9 +188,10 @@ _PRESETS: dict[tuple[str, str], dict[str, Any]] = {
         "experts": 2,
         "rank": 24,
         "hidden": 2048,
-        "top": (1024, 512),
-        "norm": True,
     },
+    ("mmoe", "small"): {**_SMALL, "experts": 4, "expert": (128, 64), "tower": (32,)},
+    # The front of MLPerf's DLRM; experts and widths are ours.
+    ("mmoe", "wide"): {**_MLPERF, "experts": 8, "expert": (1024, 512), "tower": (256, 128)},
 }
 
 
@@ -244,6 +219,7 @@ def build(
     history: HistoryTable | None = None,
     activation: str | None = None,
     tasks: int = 1,
+    domain: int | None = None,
 ) -> nn.Module:
     """A freshly initialized model, `forward(dense [B, D], sparse [B, F]) -> logits [B]`, or [B, tasks].
 
@@ -258,11 +234,12 @@ def build(
             (dense, sparse, sequence [B, L] int64, lengths [B] int64).
         activation: of its MLPs, "relu", "silu" or "gelu", in place of the size's own.
         tasks: how many logits a row has; all that is before the last linear layer is shared (Caruana,
-            Multitask Learning, 1997).
+            Multitask Learning, 1997), but in mmoe.
+        domain: the sparse feature that chooses mmoe's gates.
 
     Raises:
         ValueError: fewer than 1 task, or more than 8: a layer of 9 outputs counts as a hidden one, whose
-            gradients a plan may run in FP8.
+            gradients a plan may run in FP8; a domain that is no sparse feature, or of another model.
         UnknownName: there is no such name, size or activation, or no history for this model; with those
             there are.
     """
@@ -271,9 +248,7 @@ def build(
         raise UnknownName(f"model {name!r} of size {size!r}", why=known, way_out="choose a name and one of its sizes")
     if history is not None and not takes_history(name):
         raise UnknownName(
-            f"{name} with a history",
-            why=[f"{name} reads no sequences"],
-            way_out=f"one of {', '.join(TAKE_HISTORIES)}",
+            f"{name} with a history", why=[f"{name} reads no sequences"], way_out=f"one of {', '.join(TAKE_HISTORIES)}"
         )
     arguments = dict(_PRESETS[name, size])
     if activation is not None:
@@ -292,6 +267,10 @@ def build(
             f"tasks is {tasks}; from 1 to {PREDICTION_WIDTH}, the most outputs of what plans take for a "
             "prediction layer"
         )
+    if name == "mmoe":
+        return MMoE(front, tasks=tasks, domain=domain, **arguments)
+    if domain is not None:
+        raise ValueError(f"{name} has no gates for domain {domain} to choose; mmoe has")
     model = MODELS[name](front, **arguments)
     if tasks > 1:  # `squeeze(1)` of what it returns leaves several columns alone
         model.logit = nn.Linear(model.logit.in_features, tasks)  # type: ignore[arg-type, union-attr]

@@ -42,11 +42,7 @@ class FactorizationBlock(nn.Module):
             self.attend = mlp(rank * dim, widths, activation=activation, norm=norm, last_activation=False)
         self.norm = nn.LayerNorm(tokens * rank)
         self.mlp = mlp(
-            tokens * rank,
-            [*hidden, out_tokens * dim],
-            activation=activation,
-            norm=norm,
-            last_activation=False,
+            tokens * rank, [*hidden, out_tokens * dim], activation=activation, norm=norm, last_activation=False
         )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -137,12 +133,6 @@ class Wukong(nn.Module):
         self.top = mlp(out_tokens * front.dim, top, activation=activation, norm=norm)
         self.logit = nn.Linear(top[-1], 1)
 
-    def forward(
-        self,
-        dense: torch.Tensor,
-        sparse: torch.Tensor,
-        sequence: torch.Tensor | None = None,
-        lengths: torch.Tensor | None = None,
-    ) -> torch.Tensor:
+    def forward(self, dense: torch.Tensor, sparse: torch.Tensor, *history: torch.Tensor) -> torch.Tensor:
         x = self.layers(self.front(dense, sparse))
         return self.logit(self.top(x.flatten(1))).squeeze(1)
