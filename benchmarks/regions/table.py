@@ -19,7 +19,7 @@ _HEAD = (
     "best torchao",
     "peak memory of a step",
     "sites in FP8, of FLOPs",
-    "error of the output",
+    "error of the output to float32",
 )
 
 
@@ -47,7 +47,7 @@ def _cells(record: Record) -> list[str]:
     torchao = [(ratios[arm][0], arm) for arm in TORCHAO if arm in ratios]
     share = next(iter(plan.get("coverage", ())), "").partition(" of the step")[0]
     fastest = max(torchao, default=None)
-    output = arms.get(LOKA, {}).get("errors", {}).get("output")
+    output = arms.get(LOKA, {}).get("errors_float32", {}).get("output")
     return [
         record["cell"],
         *(_microseconds(record, arm) for arm in (*BF16, LOKA)),
