@@ -123,7 +123,7 @@ def train(
     ] = None,
     measure_seconds: Annotated[
         float, typer.Option(min=0, help="Of --auto: after which nothing new is measured; inf: all is.")
-    ] = 60.0,
+    ] = 55.0,
     base_rate: Annotated[
         float | None, typer.Option(help="Of --auto: share of positive labels, which NE is relative to.")
     ] = None,

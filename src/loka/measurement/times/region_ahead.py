@@ -4,8 +4,8 @@ What no worker compiled, for whatever reason, is compiled when it is timed.
 """
 
 import contextlib
+import json
 import os
-import pickle
 import subprocess
 import sys
 import time
@@ -17,6 +17,7 @@ import torch
 
 from loka.core.records.stats import LinearStats
 from loka.core.signature import LinearShape
+from loka.core.storage.codec import decode, encode
 from loka.measurement.times.compile_ahead import Track
 from loka.measurement.times.region_times import LAYERS, time_region
 
@@ -71,12 +72,19 @@ def _worker(cells: Sequence[Cell], device: torch.device) -> subprocess.Popen[byt
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
     )
-    bare = [(replace(layer, operands={}, effects={}, effects_by_part={}), *rest) for layer, *rest in cells]
+    bare = [(_bare(layer), shape, arms) for layer, shape, arms in cells]
     index = torch.cuda.current_device() if device.type == "cuda" else 0
     assert process.stdin is not None
+    told = [encode(bare), str(device), index, torch.backends.cuda.matmul.fp32_precision]
     with contextlib.suppress(OSError), process.stdin:  # it died
-        pickle.dump((bare, device, index, torch.backends.cuda.matmul.fp32_precision), process.stdin)
+        process.stdin.write(json.dumps(told).encode())
     return process
+
+
+def _bare(layer: LinearStats) -> LinearStats:
+    """Without what was learnt, of which a cell needs nothing."""
+    operands = {name: replace(operand, tensors={}, numbers={}) for name, operand in layer.operands.items()}
+    return replace(layer, operands=operands, effects={}, effects_by_part={})
 
 
 def work() -> None:
@@ -84,12 +92,14 @@ def work() -> None:
     import torch._inductor.config
 
     torch._inductor.config.autotune_local_cache = False
-    cells, device, index, precision = pickle.load(sys.stdin.buffer)
+    told, on, index, precision = json.load(sys.stdin.buffer)
+    device = torch.device(on)
     if precision != "none":  # which Inductor's key tells from what "highest" sets
         torch.set_float32_matmul_precision("highest" if precision == "ieee" else "high")
     if device.type == "cuda":
         torch.cuda.set_device(index)
-    for layer, shape, arms in cells:
+    for layer, shape, arms in told:
+        layer, shape = decode(LinearStats, layer), decode(LinearShape, shape)
         with contextlib.suppress(Exception):  # who times it will see
             time_region(layer, shape, device=device, settings=None, arms=arms)
         torch._dynamo.reset()
