@@ -46,11 +46,7 @@ with loka.Probe(model, every=2, effect_samples=0) as probe:
         step(model)
 name = f"{kernel}:rowwise_e4m3_pow2"
 report = loka.measure(
-    probe.stats(),
-    device=device,
-    candidates=[name],
-    errors_only=True,
-    settings=Settings(min_draws=2, max_draws=2),
+    probe.stats(), device=device, candidates=[name], errors_only=True, settings=Settings(min_draws=2, max_draws=2)
 )
 # Forced, for layers as small as these are faster in bf16. Sides that are no multiples of 16 are left out.
 plan = loka.plan(report, force={"1.*": name, "*": "hp"})

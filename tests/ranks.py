@@ -86,11 +86,7 @@ def _work(job, rank, world, folder, meeting, answers):
     torch.set_num_threads(1)
     try:
         dist.init_process_group(
-            "gloo",
-            init_method=f"file://{meeting}",
-            rank=rank,
-            world_size=world,
-            timeout=timedelta(seconds=60),
+            "gloo", init_method=f"file://{meeting}", rank=rank, world_size=world, timeout=timedelta(seconds=60)
         )
         # A rank may be connected before the other end knows it: one that leaves then, as after a short job,
         # makes the other fail with "connectFullMesh failed: Connection closed by peer".

@@ -25,9 +25,7 @@ def run(code, name, folder):
 
 # The others take longest, and what they call has tests of its own.
 @pytest.mark.parametrize(
-    "page",
-    sweep(WITH_CODE, [page for page in WITH_CODE if page.stem not in LONG]),
-    ids=lambda page: page.stem,
+    "page", sweep(WITH_CODE, [page for page in WITH_CODE if page.stem not in LONG]), ids=lambda page: page.stem
 )
 def test_code_blocks_run(page, tmp_path):
     blocks = re.findall(r"```python\n(.*?)```", page.read_text(), flags=re.S)

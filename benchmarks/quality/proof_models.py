@@ -32,12 +32,7 @@ class DlrmDcn(nn.Module):
     """dense [B, 13], sparse [B, 26] ids -> logits [B]."""
 
     def __init__(
-        self,
-        *,
-        dim: int = 16,
-        bottom: Sequence[int] = (64,),
-        over: Sequence[int] = (256, 128, 64),
-        rank: int = 64,
+        self, *, dim: int = 16, bottom: Sequence[int] = (64,), over: Sequence[int] = (256, 128, 64), rank: int = 64
     ) -> None:
         super().__init__()
         self.embeddings = Embeddings(VOCAB_SIZES, dim)

@@ -99,10 +99,7 @@ def _measure(cell: Cell, how: How, plans: Plans, arguments: argparse.Namespace, 
         for rows in arguments.load
     }
     if arguments.load:
-        parts |= {
-            "refresh": lambda: refreshed(cell, how, server),
-            "load_time": lambda: load_times(command, server),
-        }
+        parts |= {"refresh": lambda: refreshed(cell, how, server), "load_time": lambda: load_times(command, server)}
     for part, call in parts.items():
         if f"{model}_{part}" not in known:
             try:

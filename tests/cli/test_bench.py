@@ -220,12 +220,7 @@ def test_without_a_gpu_errors_are_measured_and_no_times_claimed(tmp_path):
     assert "one/a_32x48/grad_weight" in text
     assert "two: experts (grouped" in text
     assert "geomean" not in text
-    assert {file.name for file in (tmp_path / "o").iterdir()} == {
-        "report.json",
-        "plan.json",
-        "gemm.json",
-        "gemm.txt",
-    }
+    assert {file.name for file in (tmp_path / "o").iterdir()} == {"report.json", "plan.json", "gemm.json", "gemm.txt"}
     assert "no times to draw" in bench("plot", "o/gemm.json", cwd=tmp_path, fails=True)
     assert "2 distinct linear shapes" in bench("show", "o/gemm.json", cwd=tmp_path)
 

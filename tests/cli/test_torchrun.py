@@ -15,16 +15,7 @@ from loka.cli.inputs import open_data
 from loka.core.exceptions import LokaError
 
 SMALL = ("train", "--model", "dlrm", "--rows", "4000", "--batch-size", "64", "--device", "cpu")
-AUTO = (
-    "--auto",
-    "--probe-every",
-    "4",
-    "--probe-steps",
-    "9",
-    "--candidate",
-    "emulated:rowwise_e4m3",
-    "--no-cache",
-)
+AUTO = ("--auto", "--probe-every", "4", "--probe-steps", "9", "--candidate", "emulated:rowwise_e4m3", "--no-cache")
 HELD_OUT = re.compile(r"held out: .*\(800 rows.*")
 
 

@@ -51,10 +51,7 @@ def write_rows(folder):
 def on_two(rank, folder):
     planned = (*SHARDED, "--data", "criteo", "--plan", "plan.json")
     kept = (*planned, "--checkpoints", "kept", "--checkpoint-every", "2")
-    found: dict[str, Any] = {
-        "pipeline": logged(folder, *kept),
-        "one by one": logged(folder, *planned, "--no-pipeline"),
-    }
+    found: dict[str, Any] = {"pipeline": logged(folder, *kept), "one by one": logged(folder, *planned, "--no-pipeline")}
     dist.barrier()
     if rank == 0:
         shutil.rmtree(folder / "kept" / f"step-{STEPS:08d}")

@@ -136,8 +136,7 @@ class Kept(TwoReaders):
 
 
 @pytest.mark.parametrize(
-    "how",
-    sweep(("gamma", "added", "its GEMM's output", "returned", "written outside"), ("added", "returned")),
+    "how", sweep(("gamma", "added", "its GEMM's output", "returned", "written outside"), ("added", "returned"))
 )
 def test_what_is_read_elsewhere_in_forward_is_not_taken_away(how):
     check(Kept(how), 0)

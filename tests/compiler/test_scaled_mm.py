@@ -76,11 +76,7 @@ def test_other_kernels_and_operands_of_the_compiler_stay():
     for kernel, autocast in (("emulated", True), ("torch", False)):
         torch._dynamo.reset()
         backend = JointBackend()
-        run(
-            torch.compile(_tower(kernel, 64, 32, 48, 64), backend=backend),
-            torch.randn(32, 64),
-            autocast=autocast,
-        )
+        run(torch.compile(_tower(kernel, 64, 32, 48, 64), backend=backend), torch.randn(32, 64), autocast=autocast)
         first = next(node for node in backend.graphs[0].nodes if node.target in (_SCALED_MM, region_gemm))
         assert first.target is region_gemm
         assert bool(backend.count(_SCALED_MM)) == (kernel == "torch")

@@ -10,14 +10,7 @@ from loka.measurement import Settings
 
 @pytest.mark.parametrize(
     "wrong",
-    [
-        {"rows": 0},
-        {"min_draws": 1},
-        {"max_draws": 3},
-        {"interval_db": math.inf},
-        {"max_rounds": 0},
-        {"tie": -0.01},
-    ],
+    [{"rows": 0}, {"min_draws": 1}, {"max_draws": 3}, {"interval_db": math.inf}, {"max_rounds": 0}, {"tie": -0.01}],
 )
 def test_settings(wrong):
     with pytest.raises(ValueError, match=next(iter(wrong))):

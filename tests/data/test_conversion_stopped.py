@@ -179,8 +179,7 @@ def test_a_manifest_names_files_of_its_folder_only(tmp_path, name):
 
 
 @pytest.mark.parametrize(
-    "change",
-    [{"rows": 10**15}, {"rows": -1}, {"rows": 1e3}, {"counts": []}, {"bytes": "1"}, {"rows": 10**19}],
+    "change", [{"rows": 10**15}, {"rows": -1}, {"rows": 1e3}, {"counts": []}, {"bytes": "1"}, {"rows": 10**19}]
 )
 def test_a_manifest_of_impossible_numbers_is_refused(tmp_path, change):
     """10^15 rows are 10^11 groups, an array of a terabyte, before any file is looked at."""

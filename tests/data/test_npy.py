@@ -71,10 +71,7 @@ def test_raw_hashes_are_taken_modulo_the_tables(days):
 def test_names_before_the_renaming_are_found_too(days):
     (days / "day_2_sparse.npy").rename(days / "day_2_sparse_contig_freq.npy")
     (days / "day_2_labels.npy").rename(days / "day_2_label.npy")
-    assert [t.sparse.name for t in npy_triplets(days)] == [
-        "day_2_sparse_contig_freq.npy",
-        "day_10_sparse.npy",
-    ]
+    assert [t.sparse.name for t in npy_triplets(days)] == ["day_2_sparse_contig_freq.npy", "day_10_sparse.npy"]
     chosen = [Triplet(days / "day_10_dense.npy", days / "day_10_sparse.npy", days / "day_10_labels.npy")]
     assert open_npy(chosen).rows == 40
 

@@ -22,12 +22,7 @@ class Rows:
     """A store whose row r is all r; slow and fast groups alternate."""
 
     def __init__(self, *, broken=None, history=False):
-        self.group_rows, self.dense_features, self.vocab_sizes, self.identity = (
-            GROUPS,
-            2,
-            (ROWS, ROWS),
-            "rows",
-        )
+        self.group_rows, self.dense_features, self.vocab_sizes, self.identity = (GROUPS, 2, (ROWS, ROWS), "rows")
         self.history = History(length=3, vocab_size=ROWS) if history else None
         self.broken, self.loads = broken, []
 
@@ -109,10 +104,7 @@ def test_ranks_are_disjoint_with_equal_batches_in_every_epoch():
         rows = [number for batches in read for number in numbers(batches)]
         assert len(set(rows)) == 52
         seen.append(tuple(rows))
-        assert readers[0].account() == {
-            "made up": 3,
-            "rows left out of each epoch, ranks get equally many": ROWS - 52,
-        }
+        assert readers[0].account() == {"made up": 3, "rows left out of each epoch, ranks get equally many": ROWS - 52}
     assert len(set(seen)) == 3
 
 

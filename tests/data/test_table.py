@@ -304,13 +304,7 @@ def test_schema_json_in_both_spellings(tmp_path):
     ]
     path.write_text(json.dumps({"label_col": {"name": "y"}, "feature_cols": features}))
     assert Schema.from_json(path) == Schema(label="y", dense=("d", "e"), sparse=("c",))
-    for wrong in (
-        '{"label": "y"',
-        '{"label": "y", "dnse": []}',
-        '{"feature_cols": []}',
-        "[]",
-        '{"label": "y"}',
-    ):
+    for wrong in ('{"label": "y"', '{"label": "y", "dnse": []}', '{"feature_cols": []}', "[]", '{"label": "y"}'):
         path.write_text(wrong)
         with pytest.raises(DataRefused, match=r"schema"):
             Schema.from_json(path)

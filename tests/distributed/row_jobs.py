@@ -129,11 +129,7 @@ def lookups_that_train_nothing(rank, folder):
     for _ in range(2):
         table(torch.tensor([7, 7, 9]))
     sync.step()
-    return {
-        "none": none,
-        "rows": sync.traffic.rows,
-        "left": bool(next(iter(sync._tables.values())).seen.any()),
-    }
+    return {"none": none, "rows": sync.traffic.rows, "left": bool(next(iter(sync._tables.values())).seen.any())}
 
 
 def refused(rank, folder):

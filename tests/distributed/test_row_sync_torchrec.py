@@ -78,10 +78,7 @@ def sharded(mesh, how, options):
         for shard in sharding.sharding_spec.shards:
             shard.placement._rank = dist.get_global_rank(group, shard.placement.rank())
     env = ShardingEnv2D(
-        global_pg=dist.group.WORLD,
-        sharding_pg=group,
-        replica_pg=mesh.get_group("replicate"),
-        device_mesh=mesh,
+        global_pg=dist.group.WORLD, sharding_pg=group, replica_pg=mesh.get_group("replicate"), device_mesh=mesh
     )
     return DistributedModelParallel(
         model,

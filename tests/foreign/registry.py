@@ -1,19 +1,6 @@
 """All foreign models by name."""
 
-from . import (
-    autoint,
-    checkpointed,
-    deepctr,
-    dit,
-    dlrm,
-    encoders,
-    experts,
-    fuxictr,
-    hugging_face,
-    lora,
-    slices,
-    towers,
-)
+from . import autoint, checkpointed, deepctr, dit, dlrm, encoders, experts, fuxictr, hugging_face, lora, slices, towers
 from .spec import Foreign
 
 FOREIGN: dict[str, Foreign] = {

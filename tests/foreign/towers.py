@@ -111,11 +111,7 @@ MODELS = [
     _tower("batchnorm_tower", BatchNormTower),
     _tower("dict_tower", DictTower, lambda output: output["logits"]),
     _tower(
-        "dataclass_tower",
-        DataclassTower,
-        lambda output: output.logits,
-        export_strict=False,
-        export_non_strict=False,
+        "dataclass_tower", DataclassTower, lambda output: output.logits, export_strict=False, export_non_strict=False
     ),
     Foreign(
         name="features_of_four",

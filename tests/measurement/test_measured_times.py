@@ -229,10 +229,7 @@ def test_interrupted_timing_goes_on(twins, monkeypatch, tmp_path):
         timed(twins, out=out)
     part = loka.Report.load(out)
     assert not part.complete
-    assert [path for path in ("0", "2", "4") if not part.sites[f"{path}/grad_weight"].unfinished] == [
-        "0",
-        "2",
-    ]
+    assert [path for path in ("0", "2", "4") if not part.sites[f"{path}/grad_weight"].unfinished] == ["0", "2"]
     assert "0" in part.quantize_once_savings
     timer.before = lambda names: None
     whole = timed(twins, out=out)

@@ -115,10 +115,7 @@ def test_a_served_layer_keeps_its_weight_in_fp8(spy, monkeypatch):
     backend, compiled = JointBackend(), torch.compile
     monkeypatch.setattr(torch, "compile", lambda call, **options: compiled(call, backend=backend, **options))
     served = dataclasses.replace(
-        layer_of((32, 16), first=True, frozen=True),
-        weight_dtype="bfloat16",
-        dtype="bfloat16",
-        kept_weight=True,
+        layer_of((32, 16), first=True, frozen=True), weight_dtype="bfloat16", dtype="bfloat16", kept_weight=True
     )
     found = time_region(served, shape((32, 16)), device=CPU, settings=QUICK)
     assert found[REGION].speedup

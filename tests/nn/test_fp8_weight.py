@@ -65,13 +65,7 @@ def test_a_scale_of_nan_is_flagged_in_both_gemms():
 
 @pytest.mark.parametrize(
     "reads",
-    [
-        lambda w: w + 1,
-        lambda w: w.t(),
-        lambda w: torch.randn(3, 32) @ w.t(),
-        lambda w: w[:2],
-        lambda w: w.add_(1),
-    ],
+    [lambda w: w + 1, lambda w: w.t(), lambda w: torch.randn(3, 32) @ w.t(), lambda w: w[:2], lambda w: w.add_(1)],
 )
 def test_what_is_no_site_may_not_read_it(reads):
     with pytest.raises(LokaError, match=r"\[48, 32\] that was gathered in FP8"):

@@ -71,10 +71,7 @@ def test_each_gemm_runs_its_own_candidate():
         ("hp", "grad_input"): 1,
         ("torch:tensorwise_e4m3", "grad_weight"): 1,
     }
-    assert {site: counts["runs"] for site, counts in health_of(linear).items()} == {
-        "it/output": 1,
-        "it/grad_weight": 1,
-    }
+    assert {site: counts["runs"] for site, counts in health_of(linear).items()} == {"it/output": 1, "it/grad_weight": 1}
 
 
 def test_hp_gemms_equal_a_plain_linear_bit_for_bit():
@@ -147,12 +144,7 @@ def test_custom_ops_keep_their_contract(names):
     kept = (names[2] != "hp", names[1] != "hp")
     torch.library.opcheck(site_forward, (x, weight, health, "it", *names, *kept, False), **checks)
     _, low_x, x_scale, low_weight, weight_scale = site_forward(x, weight, health, "it", *names, *kept, False)
-    operands = (
-        low_x if x_scale.numel() else x,
-        x_scale,
-        low_weight if weight_scale.numel() else weight,
-        weight_scale,
-    )
+    operands = (low_x if x_scale.numel() else x, x_scale, low_weight if weight_scale.numel() else weight, weight_scale)
     for wanted in ((True, True), (True, False), (False, True)):
         arguments = (dy, *operands, health, "it", *names[1:], *wanted, 7, torch.float32)
         torch.library.opcheck(site_backward, arguments, **checks)

@@ -78,10 +78,7 @@ def test_transformer_inference_does_not_pass_the_sites_by(apart):
         convert_layers(layer, dict.fromkeys(("linear1", "linear2"), names))
     with torch.no_grad():
         layer(torch.randn(2, 5, 32))
-    assert {site: c["runs"] for site, c in health_of(layer).items()} == {
-        "linear1/output": 1,
-        "linear2/output": 1,
-    }
+    assert {site: c["runs"] for site, c in health_of(layer).items()} == {"linear1/output": 1, "linear2/output": 1}
     assert set(sites_of(layer)) == {"linear1", "linear2"}
 
 

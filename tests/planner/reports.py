@@ -44,12 +44,7 @@ def layer_report(sites, *, savings=None, notes=()):
 def report(candidates, *, out_features=1024, timed=True, machine=H200):
     """One layer called "fc" with the given measurements at its `output` site."""
     problem = linear_problem(
-        Gemm.OUTPUT,
-        rows=4096,
-        in_features=1024,
-        out_features=out_features,
-        dtype="bfloat16",
-        target=machine.target,
+        Gemm.OUTPUT, rows=4096, in_features=1024, out_features=out_features, dtype="bfloat16", target=machine.target
     )
     hp = measured(55.0, 100.0 if timed else None)
     site = SiteReport(path="fc", problem=problem, measurements={"hp": hp, **candidates})

@@ -51,21 +51,11 @@ def test_against_every_choice_there_is():
 def test_a_limit_that_one_item_breaks_by_itself_does_not_bind_the_others_of_another_limit():
     items = {
         "forced": [Choice(name="int8", time=1.0, effects=(5.0, 0.0))],
-        "free": [
-            Choice(name="hp", time=4.0, effects=(0.0, 0.0)),
-            Choice(name="fp8", time=2.0, effects=(0.0, 1.0)),
-        ],
-        "dear": [
-            Choice(name="hp", time=4.0, effects=(0.0, 0.0)),
-            Choice(name="fp8", time=2.0, effects=(0.1, 0.0)),
-        ],
+        "free": [Choice(name="hp", time=4.0, effects=(0.0, 0.0)), Choice(name="fp8", time=2.0, effects=(0.0, 1.0))],
+        "dear": [Choice(name="hp", time=4.0, effects=(0.0, 0.0)), Choice(name="fp8", time=2.0, effects=(0.1, 0.0))],
     }
     found = spend_several(items, [1.0, 1.0])
-    assert {name: way.name for name, way in found.taken.items()} == {
-        "forced": "int8",
-        "free": "fp8",
-        "dear": "hp",
-    }
+    assert {name: way.name for name, way in found.taken.items()} == {"forced": "int8", "free": "fp8", "dear": "hp"}
 
 
 def test_a_limit_of_nothing_is_kept():

@@ -77,10 +77,7 @@ def test_a_site_without_times_in_a_timed_report_stays_in_hp():
 def test_a_long_neighbour_makes_no_ties():
     """1.4 % at a GEMM of 70 us is a difference, however long the layer's other GEMMs take."""
     sites = {
-        GIN: {
-            "fbgemm:rowwise_e4m3": measured(28, 70, noise=0.001),
-            "deep_gemm:blockwise_e4m3": measured(28, 71),
-        },
+        GIN: {"fbgemm:rowwise_e4m3": measured(28, 70, noise=0.001), "deep_gemm:blockwise_e4m3": measured(28, 71)},
         GWT: {ROW: measured(28, 90, noise=0.001)},
     }
     assert loka.plan(layer_report(sites)).decisions["fc/grad_input"].candidate == "fbgemm:rowwise_e4m3"

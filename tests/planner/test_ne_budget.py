@@ -174,10 +174,7 @@ def test_without_times_each_side_of_a_gemm_is_work(side):
     site = report.sites["b/output"]
     longer = dataclasses.replace(site.problem, **{side: 2 * getattr(site.problem, side)})
     sites = {**report.sites, "b/output": dataclasses.replace(site, problem=longer)}
-    assert chosen(loka.plan(dataclasses.replace(report, sites=sites), Budget(ne=1e-5))) == {
-        "a": "hp",
-        "b": ROW,
-    }
+    assert chosen(loka.plan(dataclasses.replace(report, sites=sites), Budget(ne=1e-5))) == {"a": "hp", "b": ROW}
 
 
 def test_the_papers_rule_has_a_name():
@@ -203,10 +200,7 @@ NOT_KNOWN = [
 @pytest.mark.parametrize("wild", NOT_KNOWN)
 def test_a_forced_effect_that_is_not_finite_is_one_that_is_not_known(wild, timed):
     us = 60 if timed else None
-    layers = {
-        "wild": {Gemm.OUTPUT: {ROW: costing(us, wild)}},
-        "tame": {Gemm.OUTPUT: {ROW: costing(us, effect(1e-5))}},
-    }
+    layers = {"wild": {Gemm.OUTPUT: {ROW: costing(us, wild)}}, "tame": {Gemm.OUTPUT: {ROW: costing(us, effect(1e-5))}}}
     report = model_report(layers, timed=timed)
     assert chosen(loka.plan(report, Budget(ne=1e-4))) == {"wild": "hp", "tame": ROW}
     plan = loka.plan(report, Budget(ne=1e-4), force={"wild": ROW})

@@ -74,10 +74,7 @@ def test_the_limit_on_mere_binds_the_upper_end(high, chosen):
 
 def test_nan_errors_are_never_admitted():
     bad = Measurement(
-        errors={
-            "sqnr_db": Estimate(math.nan, math.nan, math.nan),
-            "mere": Estimate(math.nan, math.nan, math.nan),
-        },
+        errors={"sqnr_db": Estimate(math.nan, math.nan, math.nan), "mere": Estimate(math.nan, math.nan, math.nan)},
         microseconds=Estimate(1, 1, 1),
         speedup=Estimate(100, 100, 100),
     )

@@ -214,11 +214,7 @@ def test_a_tie_goes_to_fewer_gemms_in_fp8():
 
 def with_ne(cost, **others):
     """Layers `a` and `b`; in regions each costs what rowwise_e4m3 does at `output`."""
-    gemms = {
-        OUT: {FAST: costing(97, cost), **others},
-        GIN: {FAST: costing(97, None)},
-        GWT: {SLOW: costing(97, None)},
-    }
+    gemms = {OUT: {FAST: costing(97, cost), **others}, GIN: {FAST: costing(97, None)}, GWT: {SLOW: costing(97, None)}}
     return model_report({"a": gemms, "b": gemms}, region_times={"a": cell(165.0), "b": cell(220.0)})
 
 

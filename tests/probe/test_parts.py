@@ -119,12 +119,7 @@ def test_a_segment_is_what_joint_effects_of_its_rows_say(model, report):
     for at, task in enumerate(TASKS):
         counted = torch.cat([y[x[:, 0] > 2.0] for x, y in batches(24_000)])[:, at].mean().item()
         found = joint_effect(
-            model,
-            plan,
-            [x],
-            forward=lambda model, x, at=at: model(x)[:, at],
-            base_rate=counted,
-            part=f"{task}, high",
+            model, plan, [x], forward=lambda model, x, at=at: model(x)[:, at], base_rate=counted, part=f"{task}, high"
         )
         assert found.budget == 1.0
         assert found.ratio is not None

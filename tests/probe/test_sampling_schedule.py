@@ -6,16 +6,7 @@ from itertools import pairwise
 import pytest
 import torch
 
-from loka.probe.sampling_schedule import (
-    LONGEST,
-    Auto,
-    Clock,
-    CudaClock,
-    Every,
-    WallClock,
-    clock_of,
-    sampling_of,
-)
+from loka.probe.sampling_schedule import LONGEST, Auto, Clock, CudaClock, Every, WallClock, clock_of, sampling_of
 
 PLAIN = 0.010
 

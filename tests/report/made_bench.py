@@ -55,12 +55,7 @@ def bench():
     }
     return GemmBench(
         machine=Fingerprint(
-            device="NVIDIA H200",
-            target="sm_90",
-            driver="1",
-            cuda="13.0",
-            torch="2.11.0",
-            libraries={"triton": "3.6"},
+            device="NVIDIA H200", target="sm_90", driver="1", cuda="13.0", torch="2.11.0", libraries={"triton": "3.6"}
         ),
         command="loka bench gemm --out here",
         settings={"tie": 0.01},

@@ -117,12 +117,7 @@ def records():
             nn.functional.binary_cross_entropy_with_logits(model(x), labels).backward()
     stats = probe.stats()
     report = loka.measure(stats, device="cpu", candidates=["emulated:rowwise_e4m3"])
-    begun = [
-        (HOSTILE, 0, 0.0, ""),
-        ("measure", 10, 5.0, HOSTILE),
-        ("fp8", 10, 8.0, ""),
-        ("end", 50, 20.0, ""),
-    ]
+    begun = [(HOSTILE, 0, 0.0, ""), ("measure", 10, 5.0, HOSTILE), ("fp8", 10, 8.0, ""), ("end", 50, 20.0, "")]
     timeline = [
         Event(phase=phase, step=step, rows=100 * step, seconds=at, note=note) for phase, step, at, note in begun
     ]

@@ -45,13 +45,7 @@ def test_it_fits_a_phone_and_sorts(tmp_path, dark):
     (tmp_path / "page.html").write_text(f"<!doctype html>{meta}<body>{inside}<script>{SCRIPT}</script>")
     options = ["--headless=new", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path / 'profile'}"]
     options += ["--blink-settings=preferredColorScheme=0"] if dark else []
-    command = [
-        BROWSER,
-        *options,
-        "--virtual-time-budget=5000",
-        "--dump-dom",
-        f"file://{tmp_path / 'page.html'}",
-    ]
+    command = [BROWSER, *options, "--virtual-time-budget=5000", "--dump-dom", f"file://{tmp_path / 'page.html'}"]
     made = subprocess.run(command, capture_output=True, text=True, timeout=90).stdout
     told = re.search(r"\{.*\}", made)
     assert told is not None, made[:500]

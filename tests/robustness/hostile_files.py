@@ -138,12 +138,7 @@ def _csv():
 def _tsv():
     yield _text("well.tsv", _among(separator="\t"))
     for number, bad in enumerate(
-        (
-            ('1\t2\t"open',),
-            ("1\t2", "1\t2\t3\t4", "\t\t", "\t" * 9),
-            ("1 2 c",),
-            ("1\t2\t" + "m" * (4 << 20),),
-        )
+        (('1\t2\t"open',), ("1\t2", "1\t2\t3\t4", "\t\t", "\t" * 9), ("1 2 c",), ("1\t2\t" + "m" * (4 << 20),))
     ):
         yield _text(f"{number}.tsv", _among(*bad, separator="\t"))
     yield _text("commas.tsv", GOOD)

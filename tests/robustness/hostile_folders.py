@@ -30,11 +30,7 @@ class Case:
 
 
 def npy_folders():
-    whole = {
-        "dense": np.ones((8, 3), np.float32),
-        "sparse": np.ones((8, 2), np.int64),
-        "labels": np.arange(8) % 2,
-    }
+    whole = {"dense": np.ones((8, 3), np.float32), "sparse": np.ones((8, 2), np.int64), "labels": np.arange(8) % 2}
 
     def lying(header, *, version=(1, 0)):
         text = header.encode() + b"\n"

@@ -55,8 +55,7 @@ def _runs(folder):
 
 COMMANDS = {
     "convert": Command(
-        arguments=("data", "convert", f"../{INPUTS}/rows.tsv", "--out", "out", "--min-count", "2"),
-        standing=_shards,
+        arguments=("data", "convert", f"../{INPUTS}/rows.tsv", "--out", "out", "--min-count", "2"), standing=_shards
     ),
     "train": Command(
         arguments=(
@@ -79,8 +78,7 @@ COMMANDS = {
         standing=_sites,
     ),
     "validate": Command(
-        arguments=("validate", *_TRAINED[:-1], "2000", "--arm", "naive", "--pairs", "2", "--out", "out"),
-        standing=_runs,
+        arguments=("validate", *_TRAINED[:-1], "2000", "--arm", "naive", "--pairs", "2", "--out", "out"), standing=_runs
     ),
 }
 

@@ -222,9 +222,7 @@ def _trained(folder):
 
     return {
         "checkpoint": Kind(
-            file=folder / "checkpoints" / "step-00000020" / "manifest.json",
-            read=newest,
-            again=lambda found: found,
+            file=folder / "checkpoints" / "step-00000020" / "manifest.json", read=newest, again=lambda found: found
         ),
         "timeline": Kind(
             file=folder / "timeline" / "timeline.json",

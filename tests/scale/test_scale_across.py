@@ -183,11 +183,7 @@ _factors = st.floats(1, 20)
 
 
 @settings(max_examples=40)
-@given(
-    engine=st.sampled_from(["ddp", "fsdp2", "hsdp"]),
-    planned=st.booleans(),
-    factors=st.tuples(*[_factors] * 6),
-)
+@given(engine=st.sampled_from(["ddp", "fsdp2", "hsdp"]), planned=st.booleans(), factors=st.tuples(*[_factors] * 6))
 def test_a_slower_network_never_makes_a_step_faster(prepared, engine, planned, factors):
     steps, rate = prepared
     a, b, c, d, e, f = factors

@@ -85,14 +85,7 @@ def test_the_function_answers_in_words():
     assert "interpolated" in text
     assert f"{speedup.value:.2f}x [{speedup.low:.2f}, {speedup.high:.2f}]" in found.verdict()
     assert f"of {sum(counts.values())} sites" in found.verdict()
-    for told in (
-        "no promise",
-        "embeddings",
-        "prediction layer",
-        "float32",
-        "taken to have 8192",
-        "NVIDIA H200",
-    ):
+    for told in ("no promise", "embeddings", "prediction layer", "float32", "taken to have 8192", "NVIDIA H200"):
         assert told in text, told
 
 

@@ -14,18 +14,7 @@ SEARCH = str(EXAMPLE.with_name("search_parallel.py"))
 
 
 def test_bars_and_lines_are_the_records_numbers(tmp_path):
-    asked = (
-        "--network",
-        EXAMPLE,
-        "--gpus",
-        "8,16",
-        "--engine",
-        "ddp",
-        "--page",
-        "page.html",
-        "--out",
-        "a.json",
-    )
+    asked = ("--network", EXAMPLE, "--gpus", "8,16", "--engine", "ddp", "--page", "page.html", "--out", "a.json")
     run("scale", "dcnv2", *asked, cwd=tmp_path)
     page, found = (tmp_path / "page.html").read_text(), Across.load(tmp_path / "a.json")
     assert page.count("<svg") == 1

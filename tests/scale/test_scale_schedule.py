@@ -9,17 +9,7 @@ from networks import network
 
 from loka.core.exceptions import LokaError
 from loka.scaling.cluster.collectives import HOPS, Wire, check_groups, check_ranks, spread, wire_us
-from loka.scaling.cluster.schedule import (
-    Blocking,
-    Compute,
-    Copied,
-    Gather,
-    Item,
-    Join,
-    Reduce,
-    Replicate,
-    schedule,
-)
+from loka.scaling.cluster.schedule import Blocking, Compute, Copied, Gather, Item, Join, Reduce, Replicate, schedule
 
 
 def test_ddp_hides_buckets_behind_backward():

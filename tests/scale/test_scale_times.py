@@ -29,13 +29,7 @@ def quantities(stored):
 
 def layer(rows, ins, outs, dtype="bfloat16", gemms=tuple(Gemm)):
     return SiteGemms(
-        path="layer",
-        rows=rows,
-        in_features=ins,
-        out_features=outs,
-        weight_dtype=dtype,
-        gemms=gemms,
-        stacked=False,
+        path="layer", rows=rows, in_features=ins, out_features=outs, weight_dtype=dtype, gemms=gemms, stacked=False
     )
 
 

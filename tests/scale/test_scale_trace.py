@@ -25,8 +25,7 @@ def probed(name):
 
 
 @pytest.mark.parametrize(
-    "name",
-    ["relu_tower", "experts_einsum", "lstm_tower", "lora_merged", "checkpoint_modules", "shared_attention"],
+    "name", ["relu_tower", "experts_einsum", "lstm_tower", "lora_merged", "checkpoint_modules", "shared_attention"]
 )
 def test_sites_and_flops_are_those_of_probe(name):
     """Tokens, stacked experts, what is no site and why, tied calls; no numbers were needed."""

@@ -150,14 +150,7 @@ def test_buckets_pad_split_and_slice_exactly():
     plan = plan_for(model, BOTH)
     server = freeze(model, plan, calibration=calibration(), buckets=(4, 16))
     whole = converted(model, plan)
-    for count, sizes in (
-        (1, (4,)),
-        (4, (4,)),
-        (5, (16,)),
-        (16, (16,)),
-        (39, (16, 16, 16)),
-        (33, (16, 16, 4)),
-    ):
+    for count, sizes in ((1, (4,)), (4, (4,)), (5, (16,)), (16, (16,)), (39, (16, 16, 16)), (33, (16, 16, 4))):
         request = rows(count, seed=count)
         answer = server(request)
         assert answer.buckets == sizes

@@ -47,10 +47,7 @@ def test_looks_see_what_the_sites_get(backend, count):
     replays.note(lambda *several: seen.update(maxima_of(several)))
     assert {name: len(maxima) for name, maxima in seen.items()} == dict.fromkeys(PLAN, count)
     eager: dict[str, torch.Tensor] = {}
-    with (
-        observed_by(lambda name, rows: eager.update({name: look(rows)})),
-        torch.autocast("cpu", torch.bfloat16),
-    ):
+    with observed_by(lambda name, rows: eager.update({name: look(rows)})), torch.autocast("cpu", torch.bfloat16):
         server.current.module(x)
     for name, maxima in seen.items():
         apart = (octaves_of(maxima) - octaves_of(eager[name])).abs()

@@ -287,10 +287,7 @@ class Raw(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.w, self.pair = (
-            nn.Parameter(torch.randn(16, 64) * 0.2),
-            nn.Parameter(torch.randn(2, 64, 32) * 0.2),
-        )
+        self.w, self.pair = (nn.Parameter(torch.randn(16, 64) * 0.2), nn.Parameter(torch.randn(2, 64, 32) * 0.2))
 
     def forward(self, x):
         x = torch.relu(x @ self.w)

@@ -8,20 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from served import (
-    GROUP,
-    POW2,
-    ROW,
-    TENSOR,
-    TORCH,
-    Cross,
-    Tower,
-    calibration,
-    cross_plan,
-    plan_for,
-    rows,
-    tower,
-)
+from served import GROUP, POW2, ROW, TENSOR, TORCH, Cross, Tower, calibration, cross_plan, plan_for, rows, tower
 
 from loka.core.exceptions import MissingLibrary, ServeRefused, WrongResults
 from loka.serve import Server, freeze

@@ -21,10 +21,7 @@ from torch.optim.swa_utils import AveragedModel
 
 import loka
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore::FutureWarning"),
-    pytest.mark.filterwarnings("ignore::UserWarning"),
-]
+pytestmark = [pytest.mark.filterwarnings("ignore::FutureWarning"), pytest.mark.filterwarnings("ignore::UserWarning")]
 ROWS = 32
 NAMES = (
     "relu_tower", "slices", "functions", "used_twice", "experts_bmm", "experts_einsum", "encoder_batch_first",

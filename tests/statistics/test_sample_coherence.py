@@ -8,14 +8,7 @@ from torch import nn
 import loka
 from loka.probe.merging import merge_stats
 from loka.statistics import sample_coherence
-from loka.statistics.sample_coherence import (
-    SUMS,
-    layout_of,
-    merge_samples,
-    pick,
-    samples_in,
-    samples_of,
-)
+from loka.statistics.sample_coherence import SUMS, layout_of, merge_samples, pick, samples_in, samples_of
 
 
 def named(samples):

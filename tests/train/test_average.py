@@ -148,12 +148,7 @@ def test_the_mean_goes_through_auto_and_its_conversion_to_the_bit(tmp_path):
 
         model = tower(seed)
         return model, train(
-            model,
-            rows,
-            config=config,
-            callback=Auto(AUTO),
-            checkpoints=folder,
-            on_step=kill if stop else None,
+            model, rows, config=config, callback=Auto(AUTO), checkpoints=folder, on_step=kill if stop else None
         )
 
     straight, expected = trained(None)
@@ -164,10 +159,7 @@ def test_the_mean_goes_through_auto_and_its_conversion_to_the_bit(tmp_path):
     assert found.resumed_from == 21
     assert found.plan is not None
     assert digest(dict(found.average.state_dict())) == digest(dict(expected.average.state_dict()))
-    with (
-        as_averaged(model, found.average, config=config),
-        as_averaged(straight, expected.average, config=config),
-    ):
+    with as_averaged(model, found.average, config=config), as_averaged(straight, expected.average, config=config):
         logits = [evaluate(m, HELD_OUT, batch_size=16, precision="bf16")[0] for m in (model, straight)]
     assert np.array_equal(*logits)
 

@@ -213,12 +213,7 @@ VARIANCES = st.builds(
     expected=st.none() | EXPECTED,
 )
 VERDICTS = st.builds(
-    RowsVerdict,
-    name=TEXTS,
-    variance=VARIANCES,
-    clicks=COUNTS,
-    limit=st.floats(1e-3, 1.0),
-    tail=st.floats(1e-6, 0.5),
+    RowsVerdict, name=TEXTS, variance=VARIANCES, clicks=COUNTS, limit=st.floats(1e-3, 1.0), tail=st.floats(1e-6, 0.5)
 )
 RUNS = st.builds(
     Run,

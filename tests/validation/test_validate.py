@@ -107,14 +107,7 @@ def test_finished_runs_are_not_trained_again_and_pairs_may_grow(tmp_path):
 
     run(tmp_path, pairs=1, on_log=log)
     grown = run(tmp_path, (SAME, WORSE), pairs=2, on_log=log)
-    assert trained == [
-        "bf16 seed 3",
-        "same seed 3",
-        "worse seed 3",
-        "bf16 seed 4",
-        "same seed 4",
-        "worse seed 4",
-    ]
+    assert trained == ["bf16 seed 3", "same seed 3", "worse seed 3", "bf16 seed 4", "same seed 4", "worse seed 4"]
     assert grown.arms[0].verdict == "undecided"
     assert not list(tmp_path.rglob("checkpoints"))
 
@@ -203,10 +196,7 @@ def test_a_damaged_run_is_done_again(tmp_path):
 
 @pytest.mark.parametrize(
     ("others", "named"),
-    [
-        ({"identity": {"mods": True}}, "model"),
-        ({"arms": (ArmSpec(name="same", apply=same, identity={}),)}, "arm"),
-    ],
+    [({"identity": {"mods": True}}, "model"), ({"arms": (ArmSpec(name="same", apply=same, identity={}),)}, "arm")],
 )
 def test_runs_of_something_else_are_refused(tmp_path, others, named):
     run(tmp_path, pairs=1)

@@ -14,17 +14,7 @@ from loka.report.validation_table import validation_table
 from loka.train import TrainConfig
 from loka.validation import paired_difference
 from loka.validation.arms import ArmSpec, arm_named, by_recipe, nudged
-from loka.validation.pair_bank import (
-    MOST,
-    OTHER,
-    Bank,
-    BankedArm,
-    BankedPair,
-    deposit,
-    expected_of,
-    prior_of,
-    resample,
-)
+from loka.validation.pair_bank import MOST, OTHER, Bank, BankedArm, BankedPair, deposit, expected_of, prior_of, resample
 from loka.validation.power import POWER, contributions, deviation_by_rows, forecast, rates
 from loka.validation.quantile import student_t
 from loka.validation.record import ArmVerdict, SeedPair, Validation

@@ -21,17 +21,7 @@ from loka.cli.commands.serve import serve_app
 from loka.cli.commands.train import train
 from loka.cli.commands.validate import validate
 from loka.cli.inputs import choose_device
-from loka.cli.options import (
-    CacheFolder,
-    DataFile,
-    Device,
-    NoCache,
-    ScheduleName,
-    SchemaFile,
-    Seed,
-    TestData,
-    TimeLimit,
-)
+from loka.cli.options import CacheFolder, DataFile, Device, NoCache, ScheduleName, SchemaFile, Seed, TestData, TimeLimit
 from loka.cli.terminal import say
 from loka.cli.torchrun import require_alone
 from loka.core.exceptions import LokaError
@@ -158,8 +148,7 @@ def measure(
     inference: Annotated[
         float | None,
         typer.Option(
-            min=1e-6,
-            help="For `loka serve`: forward alone, weights kept in FP8, at so many times the probed rows.",
+            min=1e-6, help="For `loka serve`: forward alone, weights kept in FP8, at so many times the probed rows."
         ),
     ] = None,
     time_limit: TimeLimit = None,
@@ -186,8 +175,7 @@ def measure(
 def plan(
     report: Annotated[Path, typer.Argument(help="File written by `loka measure`.")],
     out: Annotated[
-        Path | None,
-        typer.Option(help="Plan file; plan.json by default. Of a frontier: .svg, .png, .pdf or .json."),
+        Path | None, typer.Option(help="Plan file; plan.json by default. Of a frontier: .svg, .png, .pdf or .json.")
     ] = None,
     budget: Annotated[
         str, typer.Option(help="default, or paper: MERE below 0.2 and a speed-up above 1.05, nothing else.")
@@ -229,8 +217,7 @@ def plan(
     if frontier:
         if allowed.ne is not None or force:
             raise LokaError(
-                "a frontier plans at many budgets of KL/H",
-                way_out="leave --ne, --ne-of of tasks, and --force out",
+                "a frontier plans at many budgets of KL/H", way_out="leave --ne, --ne-of of tasks, and --force out"
             )
         show_frontier(loaded, allowed, out)
         return

@@ -104,12 +104,7 @@ def run_arm(run: ArmRun, name: str, seed: int, build: Callable[[], nn.Module], *
     for message in trained.skipped_checkpoints:
         say(message)
     logits, labels = evaluate(
-        model,
-        run.data.test,
-        batch_size=run.batch_size,
-        device=run.device,
-        precision="bf16",
-        track=run.track,
+        model, run.data.test, batch_size=run.batch_size, device=run.device, precision="bf16", track=run.track
     )
     arm = Arm(
         name=f"{name} (probed)" if probed else name,

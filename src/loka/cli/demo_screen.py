@@ -104,11 +104,7 @@ def _saves(model: Shown) -> tuple[str, ...]:
     pair = model.comparison.pairs[0]
     ratio = pair.fp8.rows_per_second / pair.bf16.rows_per_second if pair.bf16.rows_per_second else 0.0
     trained = f"training as run here: {ratio:.2f}x the rows a second of bf16" if ratio else ""
-    return (
-        model.name,
-        f"GEMMs: {before:.0f} us in bf16, {after:.0f} us by plan ({before / after:.2f}x)",
-        trained,
-    )
+    return (model.name, f"GEMMs: {before:.0f} us in bf16, {after:.0f} us by plan ({before / after:.2f}x)", trained)
 
 
 def _costs(model: Shown) -> tuple[str, ...]:
@@ -116,11 +112,7 @@ def _costs(model: Shown) -> tuple[str, ...]:
     prediction = f"predicted KL/H {predicted.value:.1e}" if predicted else "no effect predicted"
     across = model.comparison.across
     if across is None:
-        return (
-            model.name,
-            prediction,
-            f"NE {_signed(model.comparison.pairs[0].difference.ne_percent)} in one pair",
-        )
+        return (model.name, prediction, f"NE {_signed(model.comparison.pairs[0].difference.ne_percent)} in one pair")
     verdict = {"pass": f"within {LIMIT} %", "fail": f"not within {LIMIT} %"}.get(
         across.verdict, f"too few pairs for {LIMIT} %"
     )

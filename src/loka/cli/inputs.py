@@ -123,19 +123,14 @@ def model_builder(name: str) -> Build:
     factory = find_function(name, way_out=f"one of {names}, or package.module:factory")
 
     def built(source: Source) -> nn.Module:
-        given: dict[str, Any] = {
-            "dense_features": source.dense_features,
-            "vocab_sizes": source.vocab_sizes,
-        }
+        given: dict[str, Any] = {"dense_features": source.dense_features, "vocab_sizes": source.vocab_sizes}
         if len(tasks_of(source)) > 1:
             given["tasks"] = len(tasks_of(source))
         try:
             model = factory(**given)
         except TypeError as error:
             raise LokaError(
-                f"cannot call {name}",
-                why=[str(error)],
-                way_out=f"it is called with {' and '.join(given)}",
+                f"cannot call {name}", why=[str(error)], way_out=f"it is called with {' and '.join(given)}"
             ) from error
         if not isinstance(model, nn.Module):
             raise LokaError(f"{name} returned a {type(model).__name__}, not an nn.Module")
@@ -218,8 +213,7 @@ def share_of_labels(base_rate: float | None, source: Source | None = None) -> fl
         )
     if base_rate is not None and not 0 < base_rate < 1:
         raise LokaError(
-            f"--base-rate {base_rate}: a share of labels lies between 0 and 1",
-            way_out="such as 0.03, or leave it out",
+            f"--base-rate {base_rate}: a share of labels lies between 0 and 1", way_out="such as 0.03, or leave it out"
         )
     return base_rate
 

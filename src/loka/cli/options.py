@@ -8,28 +8,24 @@ import typer
 ModelName = Annotated[
     str,
     typer.Option(
-        "--model",
-        help="wukong, dcnv2, dlrm, interformer, dhen, hstu, kunlun, NAME:SIZE, or package.module:factory.",
+        "--model", help="wukong, dcnv2, dlrm, interformer, dhen, hstu, kunlun, NAME:SIZE, or package.module:factory."
     ),
 ]
 DataFile = Annotated[
-    Path | None,
-    typer.Option("--data", help="Criteo TSV, parquet, CSV, or a folder that `loka data convert` wrote."),
+    Path | None, typer.Option("--data", help="Criteo TSV, parquet, CSV, or a folder that `loka data convert` wrote.")
 ]
 SchemaFile = Annotated[
     Path | None,
     typer.Option("--schema", help="JSON naming the columns of --data (docs/data.md); Criteo's if left out."),
 ]
 TestData = Annotated[
-    Path | None,
-    typer.Option("--test-data", help="Rows to evaluate on; the last fifth of --data if left out."),
+    Path | None, typer.Option("--test-data", help="Rows to evaluate on; the last fifth of --data if left out.")
 ]
 Device = Annotated[str | None, typer.Option(help="cuda or cpu; the GPU if there is one.")]
 Rows = Annotated[int, typer.Option(min=10, help="Size of the synthetic world, held-out rows included.")]
 BatchSize = Annotated[int, typer.Option(min=1, help="Rows in a step.")]
 StepName = Annotated[
-    str,
-    typer.Option("--step", help="eager; compile: blocks compiled; graph: and the step in one CUDA graph."),
+    str, typer.Option("--step", help="eager; compile: blocks compiled; graph: and the step in one CUDA graph.")
 ]
 DenseRate = Annotated[float, typer.Option("--lr", min=0, help="Of dense weights, Adam.")]
 SparseRate = Annotated[float, typer.Option("--sparse-lr", min=0, help="Of tables, row-wise AdaGrad.")]
@@ -37,8 +33,7 @@ Warmup = Annotated[float, typer.Option(min=0, max=1, help="Share of the steps ov
 ScheduleName = Annotated[
     str,
     typer.Option(
-        "--schedule",
-        help="How rates go on from there: cosine or linear, down; wsd, level and then down; constant.",
+        "--schedule", help="How rates go on from there: cosine or linear, down; wsd, level and then down; constant."
     ),
 ]
 DecayShare = Annotated[
@@ -48,15 +43,13 @@ FinalRate = Annotated[
     float, typer.Option("--final-rate", min=0, max=1, help="What rates fall to, as a share of the peak.")
 ]
 AverageName = Annotated[
-    str,
-    typer.Option("--average", help="Evaluate a mean of the weights too: tail (of the last steps), ema, or none."),
+    str, typer.Option("--average", help="Evaluate a mean of the weights too: tail (of the last steps), ema, or none.")
 ]
 AverageShare = Annotated[
     float, typer.Option("--average-share", min=0, max=1, help="Share of the steps that the mean covers.")
 ]
 BaseRate = Annotated[
-    float | None,
-    typer.Option("--base-rate", help="Share of positive labels, which NE is relative to; else counted."),
+    float | None, typer.Option("--base-rate", help="Share of positive labels, which NE is relative to; else counted.")
 ]
 Seed = Annotated[int, typer.Option(min=0, help="Of the initial weights, the synthetic rows and the samples.")]
 TimeLimit = Annotated[float | None, typer.Option(min=0, help="Seconds; the same command again goes on from there.")]

@@ -72,11 +72,7 @@ def rank_and_ranks() -> tuple[int, int]:
 def check_engine(engine: str, dense: str, exchange: str, config: TrainConfig, *, planned: bool) -> None:
     """Raises LokaError where `--engine`, `--dense`, `--qcomm`, `--gather` and `--gradients` are no names, or
     ask for what is not there."""
-    for option, value, names in (
-        ("engine", engine, ENGINES),
-        ("dense", dense, DENSE),
-        ("qcomm", exchange, EXCHANGES),
-    ):
+    for option, value, names in (("engine", engine, ENGINES), ("dense", dense, DENSE), ("qcomm", exchange, EXCHANGES)):
         if value not in names:
             raise UnknownName(f"--{option} {value!r}", way_out=f"one of {', '.join(names)}")
     if engine == "torchrec" and dense == "fsdp2":
@@ -104,8 +100,7 @@ def check_engine(engine: str, dense: str, exchange: str, config: TrainConfig, *,
         return
     if dense != "fsdp2":
         raise LokaError(
-            f"--gather {config.gather} is of FSDP2; other engines gather no weights",
-            way_out="--dense fsdp2 beside it",
+            f"--gather {config.gather} is of FSDP2; other engines gather no weights", way_out="--dense fsdp2 beside it"
         )
     if not planned:
         raise LokaError(

@@ -39,11 +39,7 @@ class Edge:
 
 
 def lower_backward(
-    emitter: Emitter,
-    gemms: Gemms,
-    sites: list[JointSite],
-    low: dict[Node, Low],
-    weights: dict[Node, Weight],
+    emitter: Emitter, gemms: Gemms, sites: list[JointSite], low: dict[Node, Low], weights: dict[Node, Weight]
 ) -> tuple[dict[Node, Node], Node | None]:
     """Lowers the backward ops; gives back r by the node of its site, and the last GEMM, if there is any.
 
@@ -185,11 +181,7 @@ def _write(mine: Edge, low: dict[Node, Low]) -> tuple[Writer, Program]:
 
 
 def _emit_edge(
-    emitter: Emitter,
-    mine: Edge,
-    text: tuple[Writer, Program],
-    edges: dict[Node, Edge],
-    low: dict[Node, Low],
+    emitter: Emitter, mine: Edge, text: tuple[Writer, Program], edges: dict[Node, Edge], low: dict[Node, Low]
 ) -> None:
     site, transposes, (writer, program) = mine.site, mine.transposes, text
     theirs = edges[transposes.node].outputs if transposes is not None else {}

@@ -24,14 +24,8 @@ _RECIPE, _INTEGERS = "rowwise_e4m3_pow2", "int8_row"
 # What a plan names for layers that are to be joined. The sums over all rows of a batch are exact: fast
 # accumulation loses too much there.
 IN_REGIONS = (f"torch_fast:{_RECIPE}", f"torch_fast:{_RECIPE}", f"torch:{_RECIPE}")
-ARMS: Mapping[str, Candidates] = {
-    REGION: IN_REGIONS,
-    REGION_INT8: (f"loka_int8:{_INTEGERS}", *IN_REGIONS[1:]),
-}
-_KERNELS = {
-    _RECIPE: ("torch", "torch_fast", "emulated"),
-    _INTEGERS: ("loka_int8", "torch_int8", "emulated"),
-}
+ARMS: Mapping[str, Candidates] = {REGION: IN_REGIONS, REGION_INT8: (f"loka_int8:{_INTEGERS}", *IN_REGIONS[1:])}
+_KERNELS = {_RECIPE: ("torch", "torch_fast", "emulated"), _INTEGERS: ("loka_int8", "torch_int8", "emulated")}
 
 
 def misfit(in_features: int, out_features: int) -> str | None:

@@ -98,12 +98,7 @@ class Product:
 
 
 def normed_input(
-    emitter: Emitter,
-    site: JointSite,
-    joined: set[Node],
-    writer: Writer,
-    program: Program,
-    products: Iterable[Product],
+    emitter: Emitter, site: JointSite, joined: set[Node], writer: Writer, program: Program, products: Iterable[Product]
 ) -> tuple[Low, Product] | None:
     """x of `site` out of the epilogue of the GEMM before it, and that product, as backward reads it; None
     where the program is no epilogue, or somebody else reads in forward what would no longer be there.

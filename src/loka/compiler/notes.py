@@ -55,11 +55,7 @@ def watched_by(watcher: Watcher) -> Iterator[None]:
 
 
 def _note_sites(
-    healths: list[torch.Tensor],
-    scales: list[torch.Tensor],
-    places: list[int],
-    shown: list[int],
-    record: str,
+    healths: list[torch.Tensor], scales: list[torch.Tensor], places: list[int], shown: list[int], record: str
 ) -> torch.Tensor:
     """Entry i: where `scales[i]` holds what is not finite, sets flag `places[i]` of `healths[i]` [3, 3].
     Each GEMM has one entry for its operand A, which counts its run too. `shown[i]`: what a watcher sees of
@@ -91,11 +87,7 @@ def counts_run(place: int) -> bool:
 
 
 def _note_sites_fake(
-    healths: list[torch.Tensor],
-    scales: list[torch.Tensor],
-    places: list[int],
-    shown: list[int],
-    record: str,
+    healths: list[torch.Tensor], scales: list[torch.Tensor], places: list[int], shown: list[int], record: str
 ) -> torch.Tensor:
     return scales[0].new_empty(1)
 

@@ -10,12 +10,7 @@ from loka.core.exceptions import UnknownName
 from loka.core.recipe import Gemm
 from loka.core.storage.codec import record
 
-DTYPES = {
-    "bfloat16": torch.bfloat16,
-    "float16": torch.float16,
-    "float32": torch.float32,
-    "float64": torch.float64,
-}
+DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32, "float64": torch.float64}
 
 
 def dtype_name(dtype: torch.dtype) -> str:

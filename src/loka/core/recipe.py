@@ -131,11 +131,7 @@ class Recipe:
         return self.output[0].hot if self.output is not None else 0
 
     def casts(self, gemm: Gemm) -> Casts | None:
-        by_gemm = {
-            Gemm.OUTPUT: self.output,
-            Gemm.GRAD_INPUT: self.grad_input,
-            Gemm.GRAD_WEIGHT: self.grad_weight,
-        }
+        by_gemm = {Gemm.OUTPUT: self.output, Gemm.GRAD_INPUT: self.grad_input, Gemm.GRAD_WEIGHT: self.grad_weight}
         return by_gemm[gemm]
 
 
@@ -168,20 +164,12 @@ RECIPES: dict[str, Recipe] = {
         _everywhere("tensorwise_e4m3", Granularity.TENSOR),
         # torchao "tensorwise" and TransformerEngine HYBRID: e5m2 for grad_output, which is
         # always operand A. Its `output` GEMM is that of tensorwise_e4m3.
-        Recipe(
-            name="tensorwise_e5m2",
-            output=None,
-            grad_input=(_GRADIENT, _TENSOR),
-            grad_weight=(_GRADIENT, _TENSOR),
-        ),
+        Recipe(name="tensorwise_e5m2", output=None, grad_input=(_GRADIENT, _TENSOR), grad_weight=(_GRADIENT, _TENSOR)),
         _everywhere("rowwise_e4m3", Granularity.ROW),
         _everywhere("rowwise_e4m3_pow2", Granularity.ROW, power_of_two=True),
         # DeepSeek-V3: 1x128 groups against 128x128 weight blocks; both 1x128 in grad_weight.
         Recipe(
-            name="blockwise_e4m3",
-            output=(_GROUP, _BLOCK),
-            grad_input=(_GROUP, _BLOCK),
-            grad_weight=(_GROUP, _GROUP),
+            name="blockwise_e4m3", output=(_GROUP, _BLOCK), grad_input=(_GROUP, _BLOCK), grad_weight=(_GROUP, _GROUP)
         ),
         # Square blocks on both sides: a tensor and its transpose share data and scales.
         _everywhere("block128_e4m3", Granularity.BLOCK_128X128),

@@ -48,10 +48,7 @@ def synced(stream: torch.cuda.Stream | None) -> Iterator[None]:
 
 
 def record(
-    function: Callable[[], T],
-    device: torch.device,
-    stream: torch.cuda.Stream | None,
-    pool: Any = None,
+    function: Callable[[], T], device: torch.device, stream: torch.cuda.Stream | None, pool: Any = None
 ) -> tuple[Recording, T]:
     """A graph of what `function` launches, and its result, whose values come with the first replay.
 

@@ -29,15 +29,7 @@ from loka.data.categories.vocabulary import (
 from loka.data.content import content_of
 from loka.data.files import Paths, TableFile, open_files
 from loka.data.formats.shard_writer import UNFINISHED, ShardWriter
-from loka.data.formats.shards import (
-    GROUP_ROWS,
-    MANIFEST,
-    Manifest,
-    Shard,
-    check_size,
-    read_manifest,
-    write_manifest,
-)
+from loka.data.formats.shards import GROUP_ROWS, MANIFEST, Manifest, Shard, check_size, read_manifest, write_manifest
 from loka.data.schema import CRITEO, Schema
 from loka.data.source.rows import Piece, count_piece, piece_chunks, pieces_of
 from loka.data.workers import Track, as_done, in_order, processors, untracked

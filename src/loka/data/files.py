@@ -57,8 +57,7 @@ def _open(path: Path, format: str | None) -> TableFile:
         raise DataRefused(f"{path}: cannot be opened", why=[str(error)]) from error
     if not path.is_file():
         raise DataRefused(
-            f"{path}: not a file",
-            way_out="pass the files of a folder one by one, or open_shards for a prepared folder",
+            f"{path}: not a file", way_out="pass the files of a folder one by one, or open_shards for a prepared folder"
         )
     if status.st_size == 0:
         raise DataRefused(f"{path}: the file is empty")

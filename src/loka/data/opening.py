@@ -54,10 +54,7 @@ def open_rows(
         return split(store, holdout=holdout, shuffle=shuffle, workers=workers, pin=pin)
     other = _store(Path(test))
     _require_alike(path, store, Path(test), other)
-    return (
-        Reader(store, shuffle=shuffle, workers=workers, pin=pin),
-        Reader(other, workers=workers, pin=pin),
-    )
+    return (Reader(store, shuffle=shuffle, workers=workers, pin=pin), Reader(other, workers=workers, pin=pin))
 
 
 def _store(path: Path) -> ShardStore | NpyStore:

@@ -211,12 +211,7 @@ class Reader:
 
 
 def split(
-    store: Store,
-    *,
-    holdout: float,
-    shuffle: Shuffle | None = None,
-    workers: int | None = None,
-    pin: bool = False,
+    store: Store, *, holdout: float, shuffle: Shuffle | None = None, workers: int | None = None, pin: bool = False
 ) -> tuple[Reader, Reader]:
     """A training source, and one of the last `holdout` share of the rows in their stored order."""
     if not 0.0 < holdout < 1.0:

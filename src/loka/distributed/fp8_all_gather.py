@@ -97,11 +97,7 @@ class Fp8AllGather:
 
 
 def fp8_all_gather(
-    model: nn.Module,
-    plan: Plan,
-    *,
-    filter: Callable[[str], bool] | None = None,
-    units: Collection[str] | None = None,
+    model: nn.Module, plan: Plan, *, filter: Callable[[str], bool] | None = None, units: Collection[str] | None = None
 ) -> Fp8AllGather:
     """Has FSDP2 gather the weights of FP8 sites in eight bits, as the sites read them. A collective.
 
@@ -123,8 +119,7 @@ def fp8_all_gather(
     """
     if not dist.is_initialized() or not units_of(model):
         raise LokaError(
-            "the model has no unit of FSDP2",
-            way_out="torch.distributed.fsdp.fully_shard(...) first, by torchrun",
+            "the model has no unit of FSDP2", way_out="torch.distributed.fsdp.fully_shard(...) first, by torchrun"
         )
     forwards = {id(forward.module): forward for forward in site_forwards(model).values()}
     if not forwards:
@@ -308,12 +303,7 @@ class _Hooks:
         return (self.own,), None
 
     def after(
-        self,
-        outputs: tuple[torch.Tensor, ...],
-        metadata: None,
-        dtype: torch.dtype,
-        *,
-        out: torch.Tensor | None = None,
+        self, outputs: tuple[torch.Tensor, ...], metadata: None, dtype: torch.dtype, *, out: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]] | None:
         """The weight as a view of the bytes that came; a later gather writes to the same ones."""
         if out is not None:

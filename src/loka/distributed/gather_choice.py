@@ -54,9 +54,7 @@ def _choice(model: nn.Module, plan: Plan, exchange: Exchange | None, timer: Time
     rows, taken, saved = [], [], 0.0
     for unit, which in by_unit.items():
         timed = compared(
-            {how: partial(_gathers, model, unit, plan, exchange, which, how) for how in ("fp8", HP)},
-            device,
-            timer,
+            {how: partial(_gathers, model, unit, plan, exchange, which, how) for how in ("fp8", HP)}, device, timer
         )
         us = {how: timing.microseconds.value for how, timing in timed.items()}
         if is_faster(timed["fp8"]):

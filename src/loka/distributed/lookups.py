@@ -118,10 +118,7 @@ def _batched(path: str, module: Any) -> list[Lookup]:
         def read() -> tuple[torch.Tensor, ...]:
             weight = module.split_embedding_weights()[place].detach()
             states = module.split_optimizer_states()
-            return (
-                weight,
-                *(s for s in (states[place] if states else ()) if s.shape[:1] == weight.shape[:1]),
-            )
+            return (weight, *(s for s in (states[place] if states else ()) if s.shape[:1] == weight.shape[:1]))
 
         return read
 

@@ -11,28 +11,11 @@ from typing import Any
 import torch
 
 _T = torch.Tensor
-_TRANSPOSES = {
-    _T.t,
-    torch.t,
-    _T.transpose,
-    torch.transpose,
-    _T.swapaxes,
-    torch.swapaxes,
-    _T.permute,
-    torch.permute,
-}
+_TRANSPOSES = {_T.t, torch.t, _T.transpose, torch.transpose, _T.swapaxes, torch.swapaxes, _T.permute, torch.permute}
 _TRANSPOSES |= {_T.T.__get__, _T.mT.__get__, _T.swapdims, torch.swapdims, _T.movedim, torch.movedim}  # type: ignore[attr-defined]
 _COPIES = {_T.contiguous, _T.clone, torch.clone, _T.to, _T.type, _T.float, _T.half, _T.bfloat16, _T.double}
 _COPIES |= {_T.type_as, _T.requires_grad_, _T.data.__get__, _T.detach, torch.detach, _T.cuda, _T.cpu}  # type: ignore[attr-defined]
-_SHAPES = {
-    _T.view,
-    _T.reshape,
-    torch.reshape,
-    _T.flatten,
-    torch.flatten,
-    _T.squeeze,
-    torch.squeeze,
-}
+_SHAPES = {_T.view, _T.reshape, torch.reshape, _T.flatten, torch.flatten, _T.squeeze, torch.squeeze}
 _SHAPES |= {_T.unsqueeze, torch.unsqueeze, _T.narrow, torch.narrow, _T.select, torch.select}
 _PARTS = {_T.chunk, torch.chunk, _T.split, torch.split, _T.unbind, torch.unbind, _T.tensor_split}
 _PARTS |= {torch.tensor_split, _T.split_with_sizes, torch.split_with_sizes}

@@ -129,11 +129,7 @@ def layer_call(names: str, sets: Sequence[Operands]) -> Call:
             return layer_pass(x, weight, operands["grad_output"], health, candidates, hot)
         y, dx, dw = layer_pass(subtract(x, centre), weight, operands["grad_output"], health, candidates, hot)
         # With respect to m W^T too: what autograd adds to dW.
-        return (
-            restore(y, centre, weight),
-            dx,
-            dw.addr(operands["grad_output"].sum(dim=0).to(dw), centre.to(dw)),
-        )
+        return (restore(y, centre, weight), dx, dw.addr(operands["grad_output"].sum(dim=0).to(dw), centre.to(dw)))
 
     return call
 

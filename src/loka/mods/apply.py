@@ -27,8 +27,7 @@ def apply(model: nn.Module, mods: Sequence[Mod], *, filter: Filter | None = None
     """
     if site_forwards(model):
         raise NotConverted(
-            "mods cannot change a converted model",
-            way_out="loka.revert(model), then apply, probe and plan again",
+            "mods cannot change a converted model", way_out="loka.revert(model), then apply, probe and plan again"
         )
     changed: list[Change] = []
     kept: list[Change] = []

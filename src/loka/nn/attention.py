@@ -97,11 +97,7 @@ class AttentionForward(SiteForward):
         bias = module.in_proj_bias
         biases: tuple[torch.Tensor | None, ...] = (None,) * 3 if bias is None else bias.chunk(3)
         if not module._qkv_same_embed_dim:
-            weights: tuple[torch.Tensor, ...] = (
-                module.q_proj_weight,
-                module.k_proj_weight,
-                module.v_proj_weight,
-            )
+            weights: tuple[torch.Tensor, ...] = (module.q_proj_weight, module.k_proj_weight, module.v_proj_weight)
             return _three([self.by_key.get(key) for key in SEPARATE], (q, k, v), weights, biases)
         weight, keys = module.in_proj_weight, packed_keys(width)
         if self._runs_as(shared, keys) == "self":

@@ -105,12 +105,7 @@ class Fp8Weight(torch.Tensor):
 _GRAD_INPUT = 7  # of loka::site_backward, the name of its candidate
 _aten = torch.ops.aten
 _SAME = (_aten.detach.default, _aten.alias.default, _aten.as_strided.default)
-_SHAPE_ONLY = (
-    _aten.zeros_like.default,
-    _aten.empty_like.default,
-    _aten.new_empty.default,
-    _aten.new_zeros.default,
-)
+_SHAPE_ONLY = (_aten.zeros_like.default, _aten.empty_like.default, _aten.new_empty.default, _aten.new_zeros.default)
 
 
 def _is_whole(func: Any, own: Fp8Weight, args: Any) -> bool:

@@ -33,10 +33,7 @@ class Sharded:
     def owners(self) -> list[tuple[nn.Module, str]]:
         """Modules and attributes that hold it: several where it is tied."""
         info = self.held._module_info
-        return [
-            (info.module, info.param_name),
-            *zip(info.shared_modules, info.shared_param_names, strict=True),
-        ]
+        return [(info.module, info.param_name), *zip(info.shared_modules, info.shared_param_names, strict=True)]
 
     @property
     def size(self) -> torch.Size:
@@ -126,9 +123,7 @@ def sharded_parameters(model: nn.Module) -> list[Sharded]:
         ) from error
     if gathered:
         raise LokaError(
-            "parameters are gathered at the moment",
-            why=gathered,
-            way_out="call model.reshard() of each unit first",
+            "parameters are gathered at the moment", why=gathered, way_out="call model.reshard() of each unit first"
         )
     return list(found.values())
 

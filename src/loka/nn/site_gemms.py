@@ -78,16 +78,7 @@ class SiteGemms(torch.autograd.Function):
             names, want = (grad_input, grad_weight), (want_x, want_weight)
             x, x_scale, weight, scale = saved
             dx, dw = backward_parts(
-                grad_output,
-                x,
-                x_scale,
-                weight,
-                scale,
-                ctx.health,
-                names,
-                want,
-                ctx.features,
-                ctx.weight_dtype,
+                grad_output, x, x_scale, weight, scale, ctx.health, names, want, ctx.features, ctx.weight_dtype
             )
         else:
             dx, dw = site_backward(

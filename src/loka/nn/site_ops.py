@@ -222,10 +222,7 @@ def backward_parts(
     low = transposed = None
     if for_input or for_weight:
         low, transposed = quantize_pair(
-            dy,
-            row=for_input[1] if for_input else None,
-            column=for_weight[1] if for_weight else None,
-            health=health,
+            dy, row=for_input[1] if for_input else None, column=for_weight[1] if for_weight else None, health=health
         )
     if for_input and low:
         dx = for_input[0](low, _second(for_input[0], weight, weight_scale, health))

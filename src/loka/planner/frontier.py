@@ -57,16 +57,7 @@ class Frontier:
         return next(point for point in self.points if point.knee)
 
     def __str__(self) -> str:
-        header = (
-            "budget",
-            "predicted KL/H",
-            "upper end",
-            "sites in FP8",
-            "time",
-            "speed-up",
-            "saved per 1e-6",
-            "",
-        )
+        header = ("budget", "predicted KL/H", "upper end", "sites in FP8", "time", "speed-up", "saved per 1e-6", "")
         rows = []
         for before, point in zip((None, *self.points), self.points, strict=False):
             rate = "-"
@@ -127,11 +118,7 @@ def frontier(
         effect = made.kl or Estimate(0.0, 0.0, 0.0)
         points.append(
             Point(
-                budget=limit,
-                kl=effect,
-                spent=upper_bound(effect),
-                time=base_time(report) - saved_time(made),
-                fp8=fp8,
+                budget=limit, kl=effect, spent=upper_bound(effect), time=base_time(report) - saved_time(made), fp8=fp8
             )
         )
     knee = _knee(points)

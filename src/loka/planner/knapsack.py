@@ -104,10 +104,7 @@ def _effect(taken: Mapping[str, Way]) -> float:
 
 
 def _repair(
-    taken: Mapping[str, Way],
-    fronts: Mapping[str, Sequence[Way]],
-    ceiling: float,
-    worth: Callable[[Way, Way], float],
+    taken: Mapping[str, Way], fronts: Mapping[str, Sequence[Way]], ceiling: float, worth: Callable[[Way, Way], float]
 ) -> dict[str, Way]:
     """Upgrades while one fits into what is left, the worthiest first."""
     ways = dict(taken)

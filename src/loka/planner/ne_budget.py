@@ -80,16 +80,9 @@ def _layer_ways(path: str, layer: Layer, budget: Budget, limits: Limits) -> list
         if output is None or decided is None or decided.candidate == HP or is_forced(decided):
             return [Choice(name=HP, time=0.0, effects=spent)]
         work = _work(output)
-        return [
-            Choice(name=HP, time=2 * work, effects=none),
-            Choice(name=decided.candidate, time=work, effects=spent),
-        ]
+        return [Choice(name=HP, time=2 * work, effects=none), Choice(name=decided.candidate, time=work, effects=spent)]
     allowed = allowed_choices(
-        layer.options,
-        layer.savings,
-        min_speedup=budget.min_speedup,
-        fixed=set(layer.fixed),
-        regions=layer.regions,
+        layer.options, layer.savings, min_speedup=budget.min_speedup, fixed=set(layer.fixed), regions=layer.regions
     )
     levels: dict[Cost, list[LayerChoice]] = {}
     for choice in allowed:

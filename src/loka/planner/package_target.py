@@ -10,11 +10,7 @@ from loka.kernels.gemm.registry import candidate_named
 
 
 def plan_package(
-    report: Report,
-    budget: Budget | None,
-    *,
-    force: Mapping[str, str] | None,
-    decide: Callable[..., Plan],
+    report: Report, budget: Budget | None, *, force: Mapping[str, str] | None, decide: Callable[..., Plan]
 ) -> Plan:
     """`decide` among what can go into a package. The plan notes each site that would otherwise run another
     candidate, and the time of all GEMMs both ways where it was measured."""

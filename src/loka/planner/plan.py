@@ -28,17 +28,7 @@ from loka.core.signature import ModelSignature
 from loka.kernels.gemm.registry import require_legal
 from loka.nn.linears import is_prediction
 from loka.planner.decision import decision_of
-from loka.planner.layer_choice import (
-    Choice,
-    Layer,
-    Option,
-    Savings,
-    choose,
-    combine,
-    option_of,
-    speedup_of,
-    tied,
-)
+from loka.planner.layer_choice import Choice, Layer, Option, Savings, choose, combine, option_of, speedup_of, tied
 from loka.planner.limits import Cost, Limits, cost_of, fits, limits_of, share_spent
 from loka.planner.ne_budget import grant, is_forced
 from loka.planner.package_target import plan_package
@@ -128,11 +118,7 @@ def _check_patterns(report: Report, patterns: Mapping[str, tuple[str, ...]]) -> 
 
 
 def _decisions(
-    report: Report,
-    layers: Mapping[str, Layer],
-    budget: Budget,
-    limits: Limits,
-    granted: Mapping[str, Cost] | None,
+    report: Report, layers: Mapping[str, Layer], budget: Budget, limits: Limits, granted: Mapping[str, Cost] | None
 ) -> dict[str, Decision]:
     """Of all sites. `granted`: what the `output` GEMM of each layer may spend of the budget of KL/H."""
     decided = {

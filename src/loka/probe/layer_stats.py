@@ -12,14 +12,7 @@ from loka.core.signature import ModelSignature
 from loka.statistics import gaussian, matrix_normal
 from loka.statistics.depths import Depths, depths_of, with_depths
 from loka.statistics.effect_depths import Tables
-from loka.statistics.sample_coherence import (
-    Picked,
-    Samples,
-    merge_samples,
-    samples_in,
-    samples_of,
-    with_samples,
-)
+from loka.statistics.sample_coherence import Picked, Samples, merge_samples, samples_in, samples_of, with_samples
 from loka.statistics.tails import (
     Cross,
     Tails,

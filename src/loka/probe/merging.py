@@ -92,10 +92,7 @@ def _claim(stats: Stats) -> dict[str, Any]:
     """What has to be alike, as JSON."""
     layers = {}
     for path, layer in stats.layers.items():
-        lines = {
-            "computes in": layer.dtype,
-            "keeps its weight in": layer.weight_dtype,
-        }
+        lines = {"computes in": layer.dtype, "keeps its weight in": layer.weight_dtype}
         tasks = {len(effect.probabilities) for effect in layer.effects.values() if effect.count}
         if tasks:
             lines["has effects on"] = f"{'/'.join(map(str, sorted(tasks)))} tasks"

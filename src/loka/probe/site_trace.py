@@ -214,11 +214,7 @@ class SiteTrace(ParameterMode):
         n, k = site.weight.shape
         flops = site_flops(site.x.numel() // max(k, 1), k, n)
         counts = self.site_flops.setdefault(site.path, {})
-        wanted = {
-            "output": True,
-            "grad_input": site.x.requires_grad,
-            "grad_weight": site.weight.requires_grad,
-        }
+        wanted = {"output": True, "grad_input": site.x.requires_grad, "grad_weight": site.weight.requires_grad}
         for gemm, runs in wanted.items():
             if runs and (gemm == "output" or out.requires_grad):
                 counts[gemm] = counts.get(gemm, 0.0) + flops

@@ -20,14 +20,7 @@ _LAYER = "whole layer, quantization shared"
 _MIXED = "several libraries"
 
 # Okabe and Ito's colours, which colour-blind readers tell apart, each with a marker of its own.
-_STYLES = (
-    ("#0072B2", "o"),
-    ("#D55E00", "s"),
-    ("#009E73", "^"),
-    ("#CC79A7", "D"),
-    ("#56B4E9", "v"),
-    ("#E69F00", "P"),
-)
+_STYLES = (("#0072B2", "o"), ("#D55E00", "s"), ("#009E73", "^"), ("#CC79A7", "D"), ("#56B4E9", "v"), ("#E69F00", "P"))
 _HP_STYLE = ("#555555", "x")
 _MIXED_STYLE = ("#000000", "*")
 _RIVAL_COLOURS = {"sites": "#a8a8a8", "layers": "#a09060"}
@@ -174,29 +167,7 @@ def _ticks(axis: Any, bench: GemmBench, arms: set[str | None]) -> None:
     ]
     low, high = min(*values, 1.0) * 0.95, max(*values, 1.0) * 1.05
     axis.set_ylim(low, high)
-    steps = (
-        0.3,
-        0.4,
-        0.5,
-        0.6,
-        0.7,
-        0.8,
-        0.9,
-        1.0,
-        1.1,
-        1.2,
-        1.3,
-        1.4,
-        1.5,
-        1.6,
-        1.7,
-        1.8,
-        1.9,
-        2.0,
-        2.5,
-        3.0,
-        4.0,
-    )
+    steps = (0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0, 1.1, 1.2, 1.3, 1.4, 1.5, 1.6, 1.7, 1.8, 1.9, 2.0, 2.5, 3.0, 4.0)
     inside = [step for step in steps if low <= step <= high]
     ticker = matplotlib_module("matplotlib.ticker")
     axis.yaxis.set_major_locator(ticker.FixedLocator(inside))

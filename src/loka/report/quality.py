@@ -35,11 +35,7 @@ def quality_table(comparison: Comparison) -> str:
 
 
 def _columns(difference: PairedDifference | AcrossPairs) -> tuple[str, str, str]:
-    return (
-        _signed(difference.ne_percent, 4) + " %",
-        _signed(difference.auc, 5),
-        _signed(difference.calibration, 4),
-    )
+    return (_signed(difference.ne_percent, 4) + " %", _signed(difference.auc, 5), _signed(difference.calibration, 4))
 
 
 def _signed(estimate: Estimate, digits: int) -> str:

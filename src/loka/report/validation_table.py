@@ -38,10 +38,7 @@ def _runs(validation: Validation) -> str:
         numbers = (f"{q.ne:.5f}", f"{q.logloss:.5f}", f"{q.auc:.5f}", f"{q.calibration:.4f}")
         speed = f"{run.rows_per_second:.0f}" if run.rows_per_second else "-"
         rows.append((run.seed, _title(run), *numbers, f"{run.train_ne:.5f}", speed))
-    return format_table(
-        ("seed", "arm", "ne", "logloss", "auc", "calibration", "train ne", "rows/s"),
-        rows,
-    )
+    return format_table(("seed", "arm", "ne", "logloss", "auc", "calibration", "train ne", "rows/s"), rows)
 
 
 def _title(run: Run) -> str:

@@ -82,11 +82,7 @@ def _of_logs(mean: float, half: float) -> Estimate:
 
 
 def _layer(
-    call: SiteGemms,
-    bf16: Found,
-    gains: Found,
-    raced: Mapping[tuple[object, ...], StoredLayer],
-    kernels: str,
+    call: SiteGemms, bf16: Found, gains: Found, raced: Mapping[tuple[object, ...], StoredLayer], kernels: str
 ) -> LayerTimes:
     kept = is_prediction(call.out_features)
     singles = {gemm: _shape(call, gemm.value) for gemm in call.gemms}
@@ -175,9 +171,7 @@ def _over(time: Estimate, gain: Estimate) -> Estimate:
 
 
 def _helps(
-    gain: tuple[Estimate, Origin] | None,
-    layer: Estimate | None,
-    together: tuple[Estimate, Origin] | None,
+    gain: tuple[Estimate, Origin] | None, layer: Estimate | None, together: tuple[Estimate, Origin] | None
 ) -> Answer:
     """By itself, or with the other two GEMMs of its layer; what at best is a tie to a planner is none."""
     if gain is None or layer is None:

@@ -15,12 +15,7 @@ Kernels = Literal["all", "torch"]
 
 
 def scale(
-    model: nn.Module,
-    batch: Any,
-    *,
-    gpu: str = "h200",
-    batch_size: int | None = None,
-    kernels: Kernels = "all",
+    model: nn.Module, batch: Any, *, gpu: str = "h200", batch_size: int | None = None, kernels: Kernels = "all"
 ) -> Scale:
     """What eight bits would give a training step of `model`, by sites, from measurements that come with LoKA.
 

@@ -71,8 +71,7 @@ def trace(model: nn.Module, batch: Any, *, batch_size: int | None) -> Traced:
     rows = batch_size if batch_size is not None else rows_of(batch)
     if rows is None:
         raise LokaError(
-            f"the batch holds no tensor with rows: {type(batch).__name__}",
-            way_out=f"say batch_size, or {_GIVE}",
+            f"the batch holds no tensor with rows: {type(batch).__name__}", way_out=f"say batch_size, or {_GIVE}"
         )
     failed: Exception
     try:

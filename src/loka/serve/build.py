@@ -51,11 +51,7 @@ def skeleton_of(model: nn.Module) -> nn.Module:
 
 
 def load_precise(
-    skeleton: nn.Module,
-    state: Mapping[str, torch.Tensor],
-    device: torch.device,
-    *,
-    dropped: Sequence[str] = (),
+    skeleton: nn.Module, state: Mapping[str, torch.Tensor], device: torch.device, *, dropped: Sequence[str] = ()
 ) -> nn.Module:
     """A tree with copies of the weights in `state` on `device`, in the dtypes that the model had.
 

@@ -26,14 +26,7 @@ from loka.graph.attach import detach
 from loka.nn.site import site_forwards
 from loka.nn.unwrap import class_name, device_of, named_parameters, unwrap
 from loka.planner.convert import check
-from loka.serve.build import (
-    droppable,
-    frozen_tree,
-    record_weights,
-    share,
-    skeleton_of,
-    watch,
-)
+from loka.serve.build import droppable, frozen_tree, record_weights, share, skeleton_of, watch
 from loka.serve.by_rows import buckets_by_site, by_rows, in_fp8
 from loka.serve.card import AnswerError, Calibration, Card, SiteCard
 from loka.serve.graphs import wants_graphs
@@ -241,12 +234,7 @@ class _Found:
         }
 
     def card(
-        self,
-        path: str,
-        candidate: str,
-        source: str,
-        weight: FrozenWeight,
-        scales: dict[str, torch.Tensor],
+        self, path: str, candidate: str, source: str, weight: FrozenWeight, scales: dict[str, torch.Tensor]
     ) -> SiteCard:
         ceiling = float(scales[path]) * input_cast(candidate).format.max if path in scales else None
         return SiteCard(
@@ -261,11 +249,7 @@ class _Found:
 
 
 def _calibrate(
-    precise: nn.Module,
-    plan: Plan,
-    batches: Sequence[Sequence[torch.Tensor]],
-    run: Runner,
-    sources: dict[str, str],
+    precise: nn.Module, plan: Plan, batches: Sequence[Sequence[torch.Tensor]], run: Runner, sources: dict[str, str]
 ) -> _Found:
     """Raises ServeRefused where a site's input is not finite, or zero in all rows."""
     seen: dict[str, list[torch.Tensor]] = {}

@@ -106,8 +106,7 @@ def load_test(
         )
     if rate * seconds > MOST_REQUESTS:
         raise ServeRefused(
-            f"{rate * seconds:.0f} requests are more than {MOST_REQUESTS}",
-            way_out="a lower rate or fewer seconds",
+            f"{rate * seconds:.0f} requests are more than {MOST_REQUESTS}", way_out="a lower rate or fewer seconds"
         )
     due = arrivals(rate, seconds, seed, even=even)
     latencies, errors = _run(answer, due, threads, seconds + grace)

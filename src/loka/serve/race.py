@@ -47,8 +47,7 @@ def fastest(
     """
     if not graphs:
         raise ServeRefused(
-            "race=True times CUDA graphs, and this server has none",
-            way_out="leave it out, or graphs=True on CUDA",
+            "race=True times CUDA graphs, and this server has none", way_out="leave it out, or graphs=True on CUDA"
         )
     tree = frozen_tree(share(precise), plan, weights, scales, (), {})
     sites = frozen_sites(tree)

@@ -32,10 +32,7 @@ def written_attributes(module: nn.Module, call: Callable[[], Any]) -> list[str]:
 
     def now() -> dict[str, tuple[int, int]]:
         return {
-            f"{path}.{name}" if path else name: (
-                id(value),
-                value._version if isinstance(value, torch.Tensor) else 0,
-            )
+            f"{path}.{name}" if path else name: (id(value), value._version if isinstance(value, torch.Tensor) else 0)
             for path, part in named_modules(module)
             for held in (part.__dict__, part._buffers)
             for name, value in held.items()

@@ -220,9 +220,7 @@ class Server:
             lost = [name for name in self.card.sites if name not in weights]
             if lost:
                 raise ServeRefused(
-                    "with these weights the model does not reach sites that it did",
-                    why=lost,
-                    way_out="freeze again",
+                    "with these weights the model does not reach sites that it did", why=lost, way_out="freeze again"
                 )
             weights = {name: weights[name] for name in self.card.sites}
             tree = frozen_tree(
@@ -242,11 +240,7 @@ class Server:
         replays = None if self._capturer is None else self._capturer.capture(module)
         self._newest += 1
         return Version(
-            number=self._newest,
-            module=module,
-            precise=precise,
-            monitor=Monitor(self.card.ranges),
-            replays=replays,
+            number=self._newest, module=module, precise=precise, monitor=Monitor(self.card.ranges), replays=replays
         )
 
     def _with_kept(self, state: Mapping[str, torch.Tensor], keep: Sequence[str]) -> dict[str, torch.Tensor]:

@@ -77,8 +77,7 @@ def scale_source(candidate: str) -> str:
     if recipe.centred or recipe.hot:
         what = "takes a vector off its input" if recipe.centred else "multiplies residuals of its operands"
         raise ServeRefused(
-            f"{candidate} {what}, which frozen sites do not",
-            way_out="plan again without centred and hot recipes",
+            f"{candidate} {what}, which frozen sites do not", way_out="plan again without centred and hot recipes"
         )
     granularity = input_cast(candidate).granularity
     if granularity is Granularity.TENSOR:

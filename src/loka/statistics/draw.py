@@ -24,13 +24,7 @@ Sampler = Callable[[int, torch.Generator], torch.Tensor]
 
 
 def normal(
-    features: int,
-    *,
-    rows: int | None = None,
-    mean: float = 0.0,
-    std: float = 1.0,
-    spread: float = 0.0,
-    seed: int = 0,
+    features: int, *, rows: int | None = None, mean: float = 0.0, std: float = 1.0, spread: float = 0.0, seed: int = 0
 ) -> Distribution:
     """Independent normal numbers, for shapes without a model: nothing was learnt, so no tensors.
 

@@ -8,7 +8,4 @@ _E5M2 = Cast(Format.E5M2, Granularity.ROW)
 _COMPARED: dict[str, Casts] = {"tensorwise_e4m3_pow2": (_POW2, _POW2), "rowwise_e5m2": (_E5M2, _E5M2)}
 assert not _COMPARED.keys() & RECIPES.keys(), "a recipe needs a name of its own"
 
-CASTS: dict[str, Casts] = {
-    **{recipe.name: recipe.output for recipe in RECIPES.values() if recipe.output},
-    **_COMPARED,
-}
+CASTS: dict[str, Casts] = {**{recipe.name: recipe.output for recipe in RECIPES.values() if recipe.output}, **_COMPARED}

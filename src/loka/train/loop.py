@@ -29,12 +29,7 @@ from loka.data.batch import Batch, Source, tasks_of
 from loka.distributed import Fp8AllGather
 from loka.distributed.sharded_tables import sharded_modules
 from loka.nn import unwrap
-from loka.train.checkpointing.checkpoint import (
-    Checkpoint,
-    CheckpointNotSaved,
-    holds_checkpoints,
-    load_newest,
-)
+from loka.train.checkpointing.checkpoint import Checkpoint, CheckpointNotSaved, holds_checkpoints, load_newest
 from loka.train.checkpointing.state import identity_of, layout, plan_text, rows_identity
 from loka.train.config import Precision, TrainConfig
 from loka.train.interrupt import deferred_interrupt
@@ -201,15 +196,7 @@ def train(
     canonical(identity)  # fails now, not at the first save, when a value is not JSON
     torch.manual_seed(config.seed)
     found = _open(checkpoints, identity, length.steps, resume=resume) if checkpoints else None
-    run = Run(
-        model,
-        config,
-        steps=length.steps,
-        segments=segments,
-        tasks=tasks_of(source),
-        say=say,
-        before=found,
-    )
+    run = Run(model, config, steps=length.steps, segments=segments, tasks=tasks_of(source), say=say, before=found)
     run.unused = lambda: unused_batches(source, config, length, step=run.step)
     if plan and not found:
         run.adopt(plan)

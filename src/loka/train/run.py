@@ -178,10 +178,7 @@ class Run:
         for scheduler in self._schedulers.values():
             scheduler.step()
         self.running.add(
-            predicted.losses,
-            predicted.logits,
-            batch.label,
-            self.segments.of(batch) if self.segments else None,
+            predicted.losses, predicted.logits, batch.label, self.segments.of(batch) if self.segments else None
         )
         self.step += 1
         if self.average is not None and due(self.step, self.steps, self.config):

@@ -59,11 +59,7 @@ class RunningQuality:
 
     @torch.no_grad()
     def add(
-        self,
-        losses: torch.Tensor,
-        logits: torch.Tensor,
-        labels: torch.Tensor,
-        segments: torch.Tensor | None = None,
+        self, losses: torch.Tensor, logits: torch.Tensor, labels: torch.Tensor, segments: torch.Tensor | None = None
     ) -> None:
         """One step's `losses`, `logits`, `labels` and `segments`, [B] each, on the device."""
         block, filled = divmod(self._steps, self._block_steps)
@@ -136,11 +132,7 @@ class RunningTasks:
         return next(iter(self._tasks.values())).rows
 
     def add(
-        self,
-        losses: torch.Tensor,
-        logits: torch.Tensor,
-        labels: torch.Tensor,
-        segments: torch.Tensor | None = None,
+        self, losses: torch.Tensor, logits: torch.Tensor, labels: torch.Tensor, segments: torch.Tensor | None = None
     ) -> None:
         """One step's `losses`, `logits` and `labels` [B], or [B, tasks] of several; `segments` [B]."""
         several = (part.reshape(len(part), -1).unbind(1) for part in (losses, logits, labels))

@@ -49,11 +49,7 @@ def warmup_steps(steps: int, config: TrainConfig) -> int:
 
 
 def schedulers(
-    optimizers: Mapping[str, torch.optim.Optimizer],
-    config: TrainConfig,
-    steps: int | None,
-    *,
-    done: int = 0,
+    optimizers: Mapping[str, torch.optim.Optimizer], config: TrainConfig, steps: int | None, *, done: int = 0
 ) -> dict[str, LambdaLR]:
     """A torch scheduler for each optimizer of `build_optimizers`, `done` updates into `steps`.
 

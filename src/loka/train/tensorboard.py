@@ -65,9 +65,4 @@ def scalars(line: TrainLog) -> dict[str, float]:
 
 
 def _measures(quality: Quality) -> dict[str, float]:
-    return {
-        "ne": quality.ne,
-        "log loss": quality.logloss,
-        "auc": quality.auc,
-        "calibration": quality.calibration,
-    }
+    return {"ne": quality.ne, "log loss": quality.logloss, "auc": quality.auc, "calibration": quality.calibration}

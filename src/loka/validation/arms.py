@@ -109,11 +109,7 @@ def arm_named(text: str, *, rows: int) -> ArmSpec:
 def _recipes(name: str) -> dict[Gemm, str]:
     if name == NAIVE:
         gradients = "tensorwise_e5m2"
-        return {
-            Gemm.OUTPUT: "tensorwise_e4m3",
-            Gemm.GRAD_INPUT: gradients,
-            Gemm.GRAD_WEIGHT: gradients,
-        }
+        return {Gemm.OUTPUT: "tensorwise_e4m3", Gemm.GRAD_INPUT: gradients, Gemm.GRAD_WEIGHT: gradients}
     whole = [recipe for recipe in RECIPES.values() if all(recipe.casts(gemm) for gemm in Gemm)]
     if name not in {recipe.name for recipe in whole}:
         known = ", ".join([NAIVE, NUDGED, *(recipe.name for recipe in whole)])

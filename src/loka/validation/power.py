@@ -78,13 +78,7 @@ class Contribution:
 
 
 def forecast(
-    prior: PairVariance,
-    *,
-    pairs: int,
-    limit: float,
-    held_out: int,
-    by_rows: float = 0.0,
-    sequential: bool = False,
+    prior: PairVariance, *, pairs: int, limit: float, held_out: int, by_rows: float = 0.0, sequential: bool = False
 ) -> Forecast:
     """What `pairs` pairs on `held_out` rows will decide, if they vary as those of `prior` did.
 

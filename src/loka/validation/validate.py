@@ -230,12 +230,7 @@ def _annealed(bench: Bench, control: str, seeds: Sequence[int], rate: float) -> 
 
 
 def _arm_verdict(
-    bench: Bench,
-    rules: _Rules,
-    arm: str,
-    task: str,
-    runs: Sequence[Run],
-    known: Mapping[int, PairedDifference],
+    bench: Bench, rules: _Rules, arm: str, task: str, runs: Sequence[Run], known: Mapping[int, PairedDifference]
 ) -> ArmVerdict:
     """`known` are the pairs compared before."""
     mine = [run for run in runs if run.arm == arm and run.task == task]

@@ -5,13 +5,7 @@ import math
 import pytest
 import torch
 
-from loka.core.numerics.reference import (
-    accumulation_bound,
-    dequantize,
-    quantize,
-    scale_of,
-    scaled_mm,
-)
+from loka.core.numerics.reference import accumulation_bound, dequantize, quantize, scale_of, scaled_mm
 from loka.core.recipe import Cast, Format, Granularity
 
 INT8, E4M3 = (Cast(format, Granularity.ROW) for format in (Format.INT8, Format.E4M3))

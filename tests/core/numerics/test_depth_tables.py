@@ -17,10 +17,7 @@ def one_by_one(values, scale, weight=None):
     table = torch.zeros(ROWS, 7 if weight is None else 10, dtype=torch.float64)
     weights = torch.ones_like(values) if weight is None else weight.expand_as(values)
     for x, s, w in zip(
-        values.flatten().tolist(),
-        scale.expand_as(values).flatten().tolist(),
-        weights.flatten().tolist(),
-        strict=True,
+        values.flatten().tolist(), scale.expand_as(values).flatten().tolist(), weights.flatten().tolist(), strict=True
     ):
         if not math.isfinite(x) or not math.isfinite(s):
             table[NONFINITE, 0] += 1

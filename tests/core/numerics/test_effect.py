@@ -165,13 +165,7 @@ def test_through_json():
     effect = Effect.of([1e-7, 2e-3], pairs, [[-1e-4, 0.0], [1e-3, -2e-3]], pairs)
     assert effect.common() == pytest.approx((9e-4 / 0.6, -2e-3 / 0.8))
     assert decode(Effect, json.loads(json.dumps(encode(effect)))) == effect
-    for damage in (
-        {"count": -1},
-        {"total": math.nan},
-        {"other": 1},
-        {"probabilities": None},
-        {"pulls": [0.0]},
-    ):
+    for damage in ({"count": -1}, {"total": math.nan}, {"other": 1}, {"probabilities": None}, {"pulls": [0.0]}):
         with pytest.raises(ValueError, match=r"is no effect|has to be|nothing is known"):
             decode(Effect, {**encode(effect), **damage})
 

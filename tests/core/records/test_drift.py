@@ -71,11 +71,7 @@ def plan_of(candidates, *, budget=None, ne=None):
             decision = Decision(path=path, problem=problem, candidate=low, reason="", kl=known)
             decisions[decision.site] = decision
     return Plan(
-        model=SIGNATURE,
-        machine=fingerprint("cpu"),
-        budget=budget or Budget(),
-        timed=False,
-        decisions=decisions,
+        model=SIGNATURE, machine=fingerprint("cpu"), budget=budget or Budget(), timed=False, decisions=decisions
     )
 
 

@@ -128,10 +128,7 @@ def test_files_of_one_folder_are_locked_each_by_itself(tmp_path):
     with alone_in(tmp_path / "elsewhere", "training"), alone_with(one, "measuring into"):
         with alone_with(tmp_path / "two.json", "measuring into"):
             pass
-        with (
-            pytest.raises(InUse, match="another process is measuring") as refused,
-            alone_with(one, "measuring"),
-        ):
+        with pytest.raises(InUse, match="another process is measuring") as refused, alone_with(one, "measuring"):
             pass
         assert refused.value.way_out == "wait for it, stop it, or choose another file"
     with alone_with(one, "measuring into"):

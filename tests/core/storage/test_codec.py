@@ -50,12 +50,7 @@ class Record:
 
 
 FULL = Record(
-    name="x",
-    level="high",
-    rows={"r": (Row(1), Row(2, math.inf))},
-    limit=-math.inf,
-    late=True,
-    settings={"k": [1]},
+    name="x", level="high", rows={"r": (Row(1), Row(2, math.inf))}, limit=-math.inf, late=True, settings={"k": [1]}
 )
 
 
@@ -163,10 +158,7 @@ def test_records_are_written_as_before_there_was_a_codec():
     use = WeightUse(caller="c", key="w", form="f")
     shape = LinearShape(in_features=3, out_features=2, bias=True)
     for value, text in (
-        (
-            machine,
-            '{"device":"d","target":"cpu","driver":"","cuda":"","torch":"2","libraries":{"triton":"3"}}',
-        ),
+        (machine, '{"device":"d","target":"cpu","driver":"","cuda":"","torch":"2","libraries":{"triton":"3"}}'),
         (problem, '{"gemm":"output","m":1,"n":2,"k":3,"dtype":"bfloat16","target":"cpu"}'),
         (Estimate(1.5, -math.inf, math.inf), '[1.5,"-inf","inf"]'),
         (shape, "[3,2,true]"),
@@ -188,15 +180,7 @@ def test_a_report_of_before_is_written_again_with_the_same_bytes(tmp_path):
     Report.load(STORED).save(tmp_path / "report.json")
     after = json.loads((tmp_path / "report.json").read_bytes())["content"]
     ignored = before.keys() - after.keys()
-    assert ignored <= {
-        "chain_times",
-        "chains",
-        "cross_times",
-        "crosses",
-        "turned_times",
-        "shared",
-        "shared_times",
-    }
+    assert ignored <= {"chain_times", "chains", "cross_times", "crosses", "turned_times", "shared", "shared_times"}
     assert canonical({name: before[name] for name in after}) == canonical(after)
     assert list(after) == [name for name in before if name not in ignored]
 

@@ -13,14 +13,7 @@ from durable import folder_flushed_after, watch_disk
 from loka.core.exceptions import FileRefused, NotWritten
 from loka.core.storage import files
 from loka.core.storage.alone import LOCK, alone_in
-from loka.core.storage.files import (
-    read_record,
-    read_tensors,
-    sha256_of_file,
-    write_atomic,
-    write_record,
-    write_tensors,
-)
+from loka.core.storage.files import read_record, read_tensors, sha256_of_file, write_atomic, write_record, write_tensors
 
 
 def read(path):

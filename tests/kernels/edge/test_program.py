@@ -62,11 +62,7 @@ def test_constants_keep_their_bits_and_may_not_be_finite():
         features=1,
         block=1,
         leaves=(Kind.FULL,),
-        steps=(
-            Step("where", (0, float("inf"), -float("inf"))),
-            Step("mul", (1, 0.1)),
-            Step("add", (2, 1e-40)),
-        ),
+        steps=(Step("where", (0, float("inf"), -float("inf"))), Step("mul", (1, 0.1)), Step("add", (2, 1e-40))),
     )
     assert program_of(program.to_text()) == program
     hidden = Program(features=1, block=1, leaves=(Kind.FULL,), steps=(Step("add", (0, float("nan"))),))

@@ -304,12 +304,7 @@ def test_every_step_does_what_pytorch_does(device):
     for (op, args), out, twin in zip(steps, found, expected, strict=True):
         # 2e-6 is 16 units in the last place; what is below 1e-37 may be lost as no normal number.
         torch.testing.assert_close(
-            out,
-            twin,
-            rtol=2e-6,
-            atol=1e-37,
-            equal_nan=True,
-            msg=lambda m, op=op, args=args: f"{op}{args}: {m}",
+            out, twin, rtol=2e-6, atol=1e-37, equal_nan=True, msg=lambda m, op=op, args=args: f"{op}{args}: {m}"
         )
 
 

@@ -142,23 +142,7 @@ class FakeCublasLt(ModuleType):
         return values * scale.repeat_interleave(128, 0)[:k].repeat_interleave(128, 1)[:, :side]
 
     def matmul(
-        self,
-        handle,
-        desc,
-        alpha,
-        a,
-        adesc,
-        b,
-        bdesc,
-        beta,
-        c,
-        cdesc,
-        d,
-        ddesc,
-        algo,
-        workspace,
-        workspace_size,
-        stream,
+        self, handle, desc, alpha, a, adesc, b, bdesc, beta, c, cdesc, d, ddesc, algo, workspace, workspace_size, stream
     ):
         assert (handle, stream) == (99, 7)
         settings = self.objects[desc]

@@ -115,9 +115,7 @@ def test_inexact_sums_are_outside_the_bound(plant):  # noqa: F811
             part = slice(start, start + 32)
             row = Cast(Format.E4M3, Granularity.ROW)
             total += scaled_mm(
-                Quantized(a.data[:, part], a.scale, row),
-                Quantized(b.data[:, part], b.scale, row),
-                dtype=dtype,
+                Quantized(a.data[:, part], a.scale, row), Quantized(b.data[:, part], b.scale, row), dtype=dtype
             ).bfloat16()
         return total.to(dtype)
 

@@ -83,10 +83,7 @@ def check(found, a, w, of, *, fast, device):
         lost = a.shape[1] * 2.0**-24 * (left.abs() @ right.abs().t()) + 2.0**-24 * exact.abs()
     z, steps = restored(found.z, of).double(), _wide(found.z.steps, of)
     assert ((z - exact).abs() <= steps * (0.5 + 2**-9) + lost).all()
-    blocks = (
-        exact.abs().view(len(exact), -1, of.block).amax(dim=2),
-        lost.view(len(lost), -1, of.block).amax(dim=2),
-    )
+    blocks = (exact.abs().view(len(exact), -1, of.block).amax(dim=2), lost.view(len(lost), -1, of.block).amax(dim=2))
     some = blocks[0] > blocks[1]
     assert (found.z.steps[some] * 127 >= (blocks[0] - blocks[1])[some]).all()
     assert (found.z.steps[some] * 63.5 <= (blocks[0] + blocks[1])[some]).all()
@@ -140,9 +137,7 @@ def test_every_configuration_matches_the_twin(name, shape, device):
 
 
 @pytest.mark.parametrize(
-    ("activation", "block", "by_rows"),
-    combinations(list(Activation), [128, 256], [False, True], together=2),
-    ids=str,
+    ("activation", "block", "by_rows"), combinations(list(Activation), [128, 256], [False, True], together=2), ids=str
 )
 def test_every_activation_matches_the_twin(activation, block, by_rows, device):
     """With eps of the size of z^2, so that a scale of rows does not cancel."""
@@ -161,9 +156,7 @@ def test_small_integers_leave_nothing_to_rounding(name, block, device):
     generator = torch.Generator().manual_seed(0)
     a, w = (
         Quantized(
-            torch.randint(-1, 2, (side, 96), generator=generator).to(torch.float8_e4m3fn),
-            torch.ones(1, 1),
-            TENSOR,
+            torch.randint(-1, 2, (side, 96), generator=generator).to(torch.float8_e4m3fn), torch.ones(1, 1), TENSOR
         )
         for side in on_gpu_or_cpu((200, 512), (72, 512))
     )

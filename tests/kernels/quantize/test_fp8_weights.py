@@ -285,16 +285,7 @@ def test_a_compiled_graph_has_it_whole_with_symbolic_sizes():
 @pytest.mark.parametrize("dtype", [*DTYPES, None], ids=str)
 def test_many_weights_on_the_gpu(dtype):
     """Bit for bit; None: every dtype in one list."""
-    shapes = [
-        (1, 8192),
-        (4097, 3),
-        (1000, 1003),
-        (16, 16),
-        (80, 2064),
-        (512, 3456),
-        (3456, 512),
-        (2048, 2048),
-    ]
+    shapes = [(1, 8192), (4097, 3), (1000, 1003), (16, 16), (80, 2064), (512, 3456), (3456, 512), (2048, 2048)]
     weights = []
     for place, (shape, layout) in enumerate((s, layout) for s in shapes for layout in sorted(LAYOUTS)):
         weight = torch.randn(*shape) * torch.exp(2 * torch.randn(*shape)) * 2.0 ** (place % 20 - 10)

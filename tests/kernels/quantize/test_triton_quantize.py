@@ -54,10 +54,7 @@ def check_pair(hp, row, column, padded, device, given=None):
     placed = hp.to(device)
     assert hp.stride() == placed.stride()
     turned = (padded[1], padded[0])
-    sides = (
-        Side(cast=row, padded=padded) if row else None,
-        Side(cast=column, padded=turned) if column else None,
-    )
+    sides = (Side(cast=row, padded=padded) if row else None, Side(cast=column, padded=turned) if column else None)
     scale = given.to(device) if given is not None else None
     out_row, out_column = fused.quantize_pair_fused(placed, row=sides[0], column=sides[1], given=scale)
     assert (out_row is None) == (row is None)

@@ -31,9 +31,7 @@ def test_what_an_output_calls_its_logits(named):
 
 
 @pytest.mark.parametrize(
-    "named",
-    [lambda z: z, lambda z: {"logits": z}, lambda z: Output(z.sum(), z)],
-    ids=["tensor", "dict", "attribute"],
+    "named", [lambda z: z, lambda z: {"logits": z}, lambda z: Output(z.sum(), z)], ids=["tensor", "dict", "attribute"]
 )
 def test_several_columns_are_refused_unless_the_program_says_what_they_are(named):
     """Four hidden features look as four logits do."""
@@ -85,12 +83,7 @@ def test_batch_norm_is_named_where_it_mixes_samples():
     """The layer behind the last one has effects. With running statistics none mixes anything."""
     torch.manual_seed(0)
     model = nn.Sequential(
-        nn.Linear(13, 16),
-        nn.BatchNorm1d(16),
-        nn.ReLU(),
-        nn.Linear(16, 16),
-        nn.BatchNorm1d(16),
-        nn.Linear(16, 1),
+        nn.Linear(13, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 16), nn.BatchNorm1d(16), nn.Linear(16, 1)
     )
     x = torch.randn(300, 13)  # far more than the 64 rows whose gradient is asked for
     with loka.Probe(model, every=1) as probe:

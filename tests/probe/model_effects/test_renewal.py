@@ -146,11 +146,7 @@ def test_no_more_batches_are_read_than_the_samples_take(trained):
     model, stats = trained
     endless = itertools.count()
     found = renew_effects(
-        model,
-        stats,
-        (batches(1, seed=next(endless))[0] for _ in itertools.count()),
-        samples=100,
-        per_batch=40,
+        model, stats, (batches(1, seed=next(endless))[0] for _ in itertools.count()), samples=100, per_batch=40
     )
     assert next(endless) == 3
     assert found.layers["out"].effects[RECIPE].count == 100

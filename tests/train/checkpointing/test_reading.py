@@ -146,11 +146,7 @@ def test_a_buffer_that_modules_share_is_there_by_each_name():
     [
         ({"config": {"lr": 0.1}}, {}, "config: {'lr': 0.1} in the checkpoint, None now"),
         ({}, {"config": {"lr": 0.1}}, "config: None in the checkpoint, {'lr': 0.1} now"),
-        (
-            {"plan": {"sites": {"a": "b"}}},
-            {"plan": None},
-            "plan: {'sites': {'a': 'b'}} in the checkpoint, None now",
-        ),
+        ({"plan": {"sites": {"a": "b"}}}, {"plan": None}, "plan: {'sites': {'a': 'b'}} in the checkpoint, None now"),
         ({"beside": {"a": 1}}, {"beside": {"a": 2}}, "beside.a: 1 in the checkpoint, 2 now"),
         ({"beside": {"a": 1, "b": 2}}, {"beside": {"a": 1}}, "beside.b: 2 in the checkpoint, None now"),
         ({"beside": {"valve": 1}}, {"beside": {"valve": 2}}, "beside.valve: 1 in the checkpoint, 2 now"),

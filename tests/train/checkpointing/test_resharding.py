@@ -250,11 +250,7 @@ IDENTITY = {"config": {"batch_size": 64}, "source": {"identity": "a", "rows": 12
 @pytest.mark.parametrize(
     ("identities", "steps", "says"),
     [
-        (
-            [{**IDENTITY, "source": {"rank": rank}} for rank in range(4)],
-            2,
-            "rows of its own, which nobody can",
-        ),
+        ([{**IDENTITY, "source": {"rank": rank}} for rank in range(4)], 2, "rows of its own, which nobody can"),
         ([IDENTITY] * 4, 3, "a run of 3 steps, and 1 ranks would take 2"),
         ([{**IDENTITY, "config": {"batch_size": 32}}] * 4, 2, "batch_size: 32 in the checkpoint, 64 now"),
     ],

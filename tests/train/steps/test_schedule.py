@@ -253,8 +253,7 @@ def test_what_the_rates_do_is_said_in_a_line():
 
 
 @pytest.mark.parametrize(
-    "wrong",
-    [{"schedule": "step"}, {"final_rate": 1.5}, {"decay": 0.0}, {"average": "swa"}, {"average_share": 0.0}],
+    "wrong", [{"schedule": "step"}, {"final_rate": 1.5}, {"decay": 0.0}, {"average": "swa"}, {"average_share": 0.0}]
 )
 def test_what_cannot_be_is_refused(wrong):
     with pytest.raises(ValueError, match=next(iter(wrong))):

@@ -77,10 +77,7 @@ def test_an_arm_that_fails_is_a_result_and_the_others_go_on(losses):
         raise RuntimeError("no such kernel\nand more")
 
     told: list[StepTime] = []
-    arms = {
-        "broken": Arm(name="broken", build=broken),
-        "other": Arm(name="other", build=wukong, count=lambda model: 7),
-    }
+    arms = {"broken": Arm(name="broken", build=broken), "other": Arm(name="other", build=wukong, count=lambda model: 7)}
     base = Arm(name="bf16", build=wukong)
     found = time_steps(base, arms, batch, device=CPU, compile_blocks=False, on_result=told.append)
     assert list(found) == ["bf16", "broken", "other"]
@@ -160,9 +157,7 @@ def test_the_race_is_asked_for_pairs_and_its_failures_are_kept(monkeypatch):
         asked.append((list(functions), options))
         timings = {
             name: Timing(
-                microseconds=Estimate(times[name], 0.0, 99.0),
-                speedup=Estimate(10.0 / times[name], 0.0, 9.0),
-                rounds=9,
+                microseconds=Estimate(times[name], 0.0, 99.0), speedup=Estimate(10.0 / times[name], 0.0, 9.0), rounds=9
             )
             for name in functions
             if name in times

@@ -45,8 +45,7 @@ def gemm(
         list[str] | None, typer.Option(help="Pattern of models in the suite, such as 'wukong-*'; repeatable.")
     ] = None,
     shapes: Annotated[
-        Path | None,
-        typer.Option(help="CSV with columns model, site, kind, M, K, N; LoKA's own by default."),
+        Path | None, typer.Option(help="CSV with columns model, site, kind, M, K, N; LoKA's own by default.")
     ] = None,
     candidate: Annotated[list[str] | None, typer.Option(help="Only these; may be repeated.")] = None,
     out: Annotated[Path, typer.Option(help="Folder; an unfinished run in it is continued.")] = Path("runs/bench_gemm"),
@@ -159,9 +158,7 @@ def plot(
 
 
 @bench.command()
-def show(
-    results: Annotated[Path, typer.Argument(help=f"{RESULTS}, written by `loka bench gemm`.")],
-) -> None:
+def show(results: Annotated[Path, typer.Argument(help=f"{RESULTS}, written by `loka bench gemm`.")]) -> None:
     """The table of results again."""
     say(gemm_table(GemmBench.load(results)))
 

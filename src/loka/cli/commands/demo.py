@@ -166,9 +166,7 @@ def _claim(out: Path, config: DemoConfig) -> None:
         different = [f"{k}: {found.get(k)} there, {wanted[k]} now" for k in wanted if found.get(k) != wanted[k]]
         if different:
             raise LokaError(
-                f"{out} holds another demo",
-                why=different,
-                way_out="choose another --out, or remove that folder",
+                f"{out} holds another demo", why=different, way_out="choose another --out, or remove that folder"
             )
     write_atomic(file, json.dumps(wanted, indent=1).encode())
 

@@ -22,17 +22,7 @@ from loka.cli.inputs import (
     steps_between,
     train_config,
 )
-from loka.cli.options import (
-    BaseRate,
-    BatchSize,
-    DataFile,
-    Device,
-    ModelName,
-    Rows,
-    ScheduleName,
-    SchemaFile,
-    Seed,
-)
+from loka.cli.options import BaseRate, BatchSize, DataFile, Device, ModelName, Rows, ScheduleName, SchemaFile, Seed
 from loka.cli.terminal import say
 from loka.cli.torchrun import require_alone
 from loka.cli.train_lines import show_log, train_ne
@@ -131,12 +121,7 @@ def _divided(text: str, source: Source, batch_size: int) -> Divided:
 
 
 def _of_checkpoint(
-    model: nn.Module,
-    path: Path,
-    opened: Data,
-    config: TrainConfig,
-    rate: float | None,
-    segments: Divided | None,
+    model: nn.Module, path: Path, opened: Data, config: TrainConfig, rate: float | None, segments: Divided | None
 ) -> Stats:
     """From held-out rows, which a run with the same --data, --rows and --seed has not trained on."""
     found = load_one(path)

@@ -50,8 +50,7 @@ def scale(
     batch_size: Annotated[int, typer.Option(help="Rows in a step.")] = 8192,
     gpu: Annotated[str, typer.Option(help="Whose stored measurements to use.")] = "h200",
     inputs: Annotated[
-        str | None,
-        typer.Option(help="package.module:function that returns what it is called with."),
+        str | None, typer.Option(help="package.module:function that returns what it is called with.")
     ] = None,
     kernels: Annotated[str, typer.Option(help="all: the fastest library at each shape; torch: its own alone.")] = "all",
     data: DataFile = None,
@@ -63,12 +62,10 @@ def scale(
         typer.Option(help="JSON file of a cluster's links: tells steps on many GPUs instead (docs/scale.md)."),
     ] = None,
     gpus: Annotated[
-        str | None,
-        typer.Option(help="With --network: numbers of GPUs; by default 8,64,256,1024, or those of a node."),
+        str | None, typer.Option(help="With --network: numbers of GPUs; by default 8,64,256,1024, or those of a node.")
     ] = None,
     plan: Annotated[
-        Path | None,
-        typer.Option(help="With --network: a plan measured at this batch size, for its times."),
+        Path | None, typer.Option(help="With --network: a plan measured at this batch size, for its times.")
     ] = None,
     engine: Annotated[list[str] | None, typer.Option(help="With --network: of ddp, fsdp2, hsdp.")] = None,
     group: Annotated[list[int] | None, typer.Option(help="With --network: GPUs of a group of hsdp.")] = None,
@@ -80,8 +77,7 @@ def scale(
         float | None, typer.Option(help="With --network: tables too, with so many ids a sample in each.")
     ] = None,
     table: Annotated[
-        list[str] | None,
-        typer.Option(help="With --network: tables in place of the model's, such as 26x1000000x128."),
+        list[str] | None, typer.Option(help="With --network: tables in place of the model's, such as 26x1000000x128.")
     ] = None,
     qcomm: Annotated[str, typer.Option(help="With --network: embeddings in fp32, bf16 or fp8.")] = "bf16",
     tables_by: Annotated[str, typer.Option(help="Tables placed by size, or by torchrec's planner.")] = "size",
@@ -203,13 +199,7 @@ def _on_one(*, gpu: str, batch_size: int, kernels: Any) -> _Ask:
 
 
 def _on_many(
-    network: Network,
-    gpus: tuple[int, ...],
-    *,
-    gpu: str,
-    batch_size: int,
-    kernels: Any,
-    options: dict[str, Any],
+    network: Network, gpus: tuple[int, ...], *, gpu: str, batch_size: int, kernels: Any, options: dict[str, Any]
 ) -> _Ask:
     from loka.scaling.cluster import scale_across
     from loka.scaling.cluster.collectives import check_ranks

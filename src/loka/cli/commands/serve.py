@@ -31,16 +31,14 @@ serve_app = typer.Typer(no_args_is_help=True, help="Serve a model by a plan, wit
 
 Folder = Annotated[Path, typer.Argument(help="Folder that `loka serve freeze` wrote.")]
 Graphs = Annotated[
-    bool | None,
-    typer.Option("--graphs/--no-graphs", help="Compiled, a CUDA graph a bucket; on where there is CUDA."),
+    bool | None, typer.Option("--graphs/--no-graphs", help="Compiled, a CUDA graph a bucket; on where there is CUDA.")
 ]
 
 
 @serve_app.command()
 def freeze(
     plan: Annotated[
-        list[str],
-        typer.Option(help="The plan to serve by; or several as ROWS=FILE, each for up to so many rows."),
+        list[str], typer.Option(help="The plan to serve by; or several as ROWS=FILE, each for up to so many rows.")
     ],
     checkpoint: Annotated[Path, typer.Option(help="Of `loka train`: a folder of them, or one.")],
     out: Annotated[Path, typer.Option(help="Folder for the server.")] = Path("server"),
@@ -62,8 +60,7 @@ def freeze(
     ] = 0.0,
     graphs: Graphs = None,
     race: Annotated[
-        bool,
-        typer.Option(help="Time each bucket's graph by every plan and without FP8, and take the fastest."),
+        bool, typer.Option(help="Time each bucket's graph by every plan and without FP8, and take the fastest.")
     ] = False,
 ) -> None:
     """Quantize the weights of a checkpoint once, calibrate on held-out rows, and write a folder."""
@@ -71,8 +68,7 @@ def freeze(
     found = load_one(checkpoint)
     if found is None:
         raise CheckpointRefused(
-            f"{checkpoint} holds no checkpoint",
-            way_out="name the folder that `loka train --checkpoints` wrote to",
+            f"{checkpoint} holds no checkpoint", way_out="name the folder that `loka train --checkpoints` wrote to"
         )
     restore_model(found.state, built, path=found.path)
     server = freeze_model(
@@ -202,13 +198,7 @@ def _plans(given: list[str]) -> Plan | dict[int, Plan]:
 
 
 def _model(
-    name: str,
-    data: Path | None,
-    schema: Path | None,
-    rows: int,
-    seed: int,
-    device: str | None,
-    with_mods: bool,
+    name: str, data: Path | None, schema: Path | None, rows: int, seed: int, device: str | None, with_mods: bool
 ) -> tuple[Data, nn.Module]:
     opened = open_data(data, rows=rows, seed=seed, schema=schema)
     if not opened.test.rows:

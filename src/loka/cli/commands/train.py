@@ -14,14 +14,7 @@ from torch import nn
 from loka import mods
 from loka.cli.commands.demo import MODS
 from loka.cli.commands.ne import named_budget
-from loka.cli.inputs import (
-    choose_device,
-    model_builder,
-    open_data,
-    share_of_labels,
-    steps_between,
-    train_config,
-)
+from loka.cli.inputs import choose_device, model_builder, open_data, share_of_labels, steps_between, train_config
 from loka.cli.options import (
     AverageName,
     AverageShare,
@@ -131,16 +124,13 @@ def train(
     cache: CacheFolder = None,
     no_cache: NoCache = False,
     engine: Annotated[
-        str,
-        typer.Option(help="Of tables: torch, whole on each rank; torchrec, sharded over the ranks by TorchRec."),
+        str, typer.Option(help="Of tables: torch, whole on each rank; torchrec, sharded over the ranks by TorchRec.")
     ] = "torch",
     qcomm: Annotated[
-        str,
-        typer.Option(help="Of --engine torchrec, how embeddings travel: fp32, fp16, bf16, fp8."),
+        str, typer.Option(help="Of --engine torchrec, how embeddings travel: fp32, fp16, bf16, fp8.")
     ] = "fp32",
     pipeline: Annotated[
-        bool,
-        typer.Option(help="Of --engine torchrec: ids of the next batches travel while one trains."),
+        bool, typer.Option(help="Of --engine torchrec: ids of the next batches travel while one trains.")
     ] = True,
     dense: Annotated[
         str,
@@ -207,13 +197,7 @@ def train(
             out = out or Path("runs/auto")
             checkpoints = checkpoints or out / "checkpoints"
         opened = open_data(
-            data,
-            rows=rows,
-            seed=seed,
-            schema=schema,
-            test=test_data,
-            part=part,
-            parts=_parts(checkpoints, part[1]),
+            data, rows=rows, seed=seed, schema=schema, test=test_data, part=part, parts=_parts(checkpoints, part[1])
         )
         if part[1] > 1 and average != "none":
             raise LokaError("--average is of one process", way_out="leave it out under torchrun")

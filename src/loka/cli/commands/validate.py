@@ -72,8 +72,7 @@ def validate(
         ),
     ] = None,
     cluster: Annotated[
-        str | None,
-        typer.Option(help="sparse:FEATURE, such as the user: rows of one id are taken to come together."),
+        str | None, typer.Option(help="sparse:FEATURE, such as the user: rows of one id are taken to come together.")
     ] = None,
     limit: Annotated[float, typer.Option(help="Percent of NE, either way.")] = NE_LIMIT_PERCENT,
     segment_limit: Annotated[float | None, typer.Option(help="Percent of a segment's NE; --limit without it.")] = None,
@@ -85,8 +84,7 @@ def validate(
         typer.Option(help="File of earlier pairs: says what spread to expect and what can be decided; takes the new."),
     ] = None,
     prior_sd: Annotated[
-        float | None,
-        typer.Option(min=0, help="Standard deviation between pairs to expect, in %."),
+        float | None, typer.Option(min=0, help="Standard deviation between pairs to expect, in %.")
     ] = None,
     out: Annotated[Path, typer.Option(help="Folder of the runs and of validation.json.")] = Path("runs/validate"),
     rows: Rows = 50_000,
@@ -143,8 +141,7 @@ def validate(
     )
     if sequential and pairs < MIN_PAIRS:
         raise LokaError(
-            f"--sequential with {pairs} pairs: looks begin after {MIN_PAIRS}",
-            way_out=f"--pairs {MIN_PAIRS} or more",
+            f"--sequential with {pairs} pairs: looks begin after {MIN_PAIRS}", way_out=f"--pairs {MIN_PAIRS} or more"
         )
     say(f"data: {opened.description}")
     say(describe(config, Length.of(opened.train, config).steps))

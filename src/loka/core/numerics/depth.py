@@ -29,15 +29,7 @@ from dataclasses import dataclass
 
 import torch
 
-from loka.core.numerics.depth_tables import (
-    BINS_PER_OCTAVE,
-    NONFINITE,
-    ZEROS,
-    Operand,
-    centres,
-    depth_tables,
-    units,
-)
+from loka.core.numerics.depth_tables import BINS_PER_OCTAVE, NONFINITE, ZEROS, Operand, centres, depth_tables, units
 from loka.core.numerics.reference import quantize, scale_of
 from loka.core.recipe import Cast, Format, Granularity
 

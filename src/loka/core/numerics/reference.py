@@ -39,11 +39,7 @@ class Quantized:
 
 
 def quantize(
-    hp: torch.Tensor,
-    cast: Cast,
-    *,
-    padded: tuple[int, int] | None = None,
-    scale: torch.Tensor | None = None,
+    hp: torch.Tensor, cast: Cast, *, padded: tuple[int, int] | None = None, scale: torch.Tensor | None = None
 ) -> Quantized:
     """Quantizes `hp` [R, C], any float dtype and strides, with current scales.
 

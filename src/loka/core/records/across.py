@@ -163,10 +163,7 @@ class Across:
         ]
         most = f"{self.capacity / 1e9:.0f} GB" if self.capacity else "an unknown size"
         over = ", ".join(name for name, total in totals.items() if total > self.capacity > 0)
-        return [
-            format_table(header, rows),
-            f"The GPU has {most}{over and '. WARNING: too little for '}{over}.",
-        ]
+        return [format_table(header, rows), f"The GPU has {most}{over and '. WARNING: too little for '}{over}."]
 
     def save(self, path: Path | str) -> None:
         write_record(Path(path), kind=_KIND, version=_VERSION, content=encode(self))
@@ -246,10 +243,7 @@ def _word(gain: Estimate) -> str:
 
 
 def _format(gather: str, gradients: str) -> str:
-    parts = [
-        *(["FP8 gather"] if gather == "fp8" else []),
-        *([f"{gradients} gradients"] if gradients != "bf16" else []),
-    ]
+    parts = [*(["FP8 gather"] if gather == "fp8" else []), *([f"{gradients} gradients"] if gradients != "bf16" else [])]
     return " and ".join(parts)
 
 

@@ -123,10 +123,7 @@ class Drift:
                     "CLOSE: " + "; ".join(layer.unsafe) if layer.unsafe else "",
                 )
             )
-        lines = [
-            "Shift of amax (of rms), in octaves, and of the predicted KL/H",
-            format_table(header, rows),
-        ]
+        lines = ["Shift of amax (of rms), in octaves, and of the predicted KL/H", format_table(header, rows)]
         if self.total is not None:
             state = (
                 f": {'ABOVE' if self.over_budget else 'within'} the budget of {self.budget:g}" if self.budget else ""

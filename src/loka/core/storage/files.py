@@ -113,13 +113,7 @@ def write_record(path: Path, *, kind: str, version: int, content: Mapping[str, A
 
 
 def read_record(
-    path: Path,
-    *,
-    kind: str,
-    version: int,
-    way_out: str,
-    parse: Callable[[dict[str, Any]], T],
-    limits: Limits = _LIMITS,
+    path: Path, *, kind: str, version: int, way_out: str, parse: Callable[[dict[str, Any]], T], limits: Limits = _LIMITS
 ) -> T:
     """`parse` applied to the content of a record file; one ending in ".gz" or ".xz" was compressed so.
 
@@ -206,7 +200,6 @@ def _safetensors() -> Any:
         import safetensors.torch
     except ImportError as error:
         raise MissingLibrary(
-            "statistics are stored as safetensors, which is not installed",
-            way_out="pip install safetensors",
+            "statistics are stored as safetensors, which is not installed", way_out="pip install safetensors"
         ) from error
     return safetensors.torch

@@ -88,11 +88,7 @@ def parse_json(data: bytes, limits: Limits) -> Any:
     if data.count(b",") + data.count(b"[") + data.count(b"{") > limits.values:
         raise ValueError(f"it holds more than {limits.values} values")
     return json.loads(
-        data,
-        parse_constant=_no_constant,
-        parse_float=_finite,
-        parse_int=_whole,
-        object_pairs_hook=_each_once,
+        data, parse_constant=_no_constant, parse_float=_finite, parse_int=_whole, object_pairs_hook=_each_once
     )
 
 

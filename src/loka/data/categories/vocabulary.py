@@ -140,10 +140,7 @@ def build_vocabulary(
         found = {column: _Counts() for column in columns}
         position = 0
         for chunk in piece_chunks(piece, schema):
-            low, high = (
-                max(first - position, 0),
-                min(len(chunk), len(chunk) if last is None else last - position),
-            )
+            low, high = (max(first - position, 0), min(len(chunk), len(chunk) if last is None else last - position))
             position += len(chunk)
             if low < high:
                 for column in columns:

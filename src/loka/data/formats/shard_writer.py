@@ -91,10 +91,5 @@ def shard_file(path: Path, schema: pa.Schema) -> Any:
 
     # Nobody filters by hashed ids and logarithms: no dictionary, no statistics.
     return parquet.ParquetWriter(
-        path,
-        schema,
-        compression="lz4",
-        use_dictionary=False,
-        write_statistics=False,
-        write_page_checksum=True,
+        path, schema, compression="lz4", use_dictionary=False, write_statistics=False, write_page_checksum=True
     )

@@ -114,10 +114,7 @@ def draw_features(world: World, rng: np.random.Generator, rows: int) -> Features
     absent = rng.random((rows, features), dtype=np.float32) < world.dense_missing
     dense = np.where(absent, np.float32(0.0), np.log1p(counts))
     return Features(
-        dense=dense,
-        sparse=sparse,
-        missing_dense=absent.sum(axis=1),
-        missing_sparse=(sparse == 0).sum(axis=1),
+        dense=dense, sparse=sparse, missing_dense=absent.sum(axis=1), missing_sparse=(sparse == 0).sum(axis=1)
     )
 
 
@@ -173,9 +170,7 @@ def _components(world: World, dense: np.ndarray, sparse: np.ndarray) -> np.ndarr
 def _calibrated(world: World, *, seed: int, base_rate: float) -> World:
     sample = draw_features(world, stream(seed, CALIBRATION), CALIBRATION_ROWS)
     world = replace(
-        world,
-        dense_centre=sample.dense.mean(axis=0),
-        dense_scale=sample.dense.std(axis=0) + np.float32(1e-6),
+        world, dense_centre=sample.dense.mean(axis=0), dense_scale=sample.dense.std(axis=0) + np.float32(1e-6)
     )
     components = _components(world, sample.dense, sample.sparse)
     world = replace(

@@ -128,9 +128,7 @@ def _read(batches: Iterator[Any], file: TableFile) -> Iterator[Any]:
         yield from batches
     except (OSError, ValueError) as error:  # pyarrow's errors are of these two
         raise DataRefused(
-            f"{file.path}: the parquet file is damaged",
-            why=[str(error)],
-            way_out="copy it again, or leave it out",
+            f"{file.path}: the parquet file is damaged", why=[str(error)], way_out="copy it again, or leave it out"
         ) from error
 
 

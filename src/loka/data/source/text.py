@@ -169,15 +169,10 @@ def _arrow_table(block: bytes, layout: _Layout, *, label_only: bool) -> tuple[pa
     table = arrow_csv.read_csv(
         pa.BufferReader(block),
         read_options=arrow_csv.ReadOptions(
-            use_threads=False,
-            block_size=len(block) + 1,
-            column_names=[f"{place}" for place in range(layout.fields)],
+            use_threads=False, block_size=len(block) + 1, column_names=[f"{place}" for place in range(layout.fields)]
         ),
         parse_options=arrow_csv.ParseOptions(
-            delimiter=layout.separator,
-            quote_char=layout.quote,
-            ignore_empty_lines=False,
-            invalid_row_handler=skip,
+            delimiter=layout.separator, quote_char=layout.quote, ignore_empty_lines=False, invalid_row_handler=skip
         ),
         convert_options=arrow_csv.ConvertOptions(
             column_types=dict(zip(names, roles, strict=True)),

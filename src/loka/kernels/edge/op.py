@@ -27,9 +27,7 @@ def _edge(
     parsed = program_of(program)
     if not leaves[0].is_cuda:
         return run_program(parsed, leaves, rows, input_scale, gradient_scale, tops)
-    from loka.kernels.edge.triton.program_kernels import (
-        run_program_fused,  # triton need not be installed elsewhere
-    )
+    from loka.kernels.edge.triton.program_kernels import run_program_fused  # triton need not be installed elsewhere
 
     return run_program_fused(parsed, lying(parsed, leaves, rows), rows, input_scale, gradient_scale, tops)
 

@@ -62,13 +62,7 @@ def _cublaslt() -> object:
 ADAPTED: dict[str, Library] = {
     library.name: library
     for library in (
-        Library(
-            name="torchao",
-            module="torchao",
-            load=_torchao,
-            install="pip install 'loka[torchao]'",
-            known="0.18.0",
-        ),
+        Library(name="torchao", module="torchao", load=_torchao, install="pip install 'loka[torchao]'", known="0.18.0"),
         Library(
             name="fbgemm",
             module="fbgemm_gpu",

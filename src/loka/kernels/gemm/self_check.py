@@ -161,9 +161,7 @@ def _pinned_here(candidate: Candidate, padded: Problem, device: torch.device) ->
         return candidate
     count = candidate.kernel.algorithms(padded, candidate.recipe)
     return Candidate(
-        kernel=candidate.kernel,
-        recipe=candidate.recipe,
-        algorithm=max(min(candidate.algorithm, count - 1), 0),
+        kernel=candidate.kernel, recipe=candidate.recipe, algorithm=max(min(candidate.algorithm, count - 1), 0)
     )
 
 

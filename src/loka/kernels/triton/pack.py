@@ -23,10 +23,7 @@ _FOUR = (
 )
 _LOW = "cvt.rn.satfinite.{0} $0, $2, $1;"
 _HIGH = "{{.reg .b16 high; cvt.rn.satfinite.{0} high, $3, $2; mov.b32 $0, {{$1, high}};}}"
-CVT = {
-    torch.float8_e4m3fn: _FOUR.format("e4m3x2.f32"),
-    torch.float8_e5m2: _FOUR.format("e5m2x2.f32"),
-}
+CVT = {torch.float8_e4m3fn: _FOUR.format("e4m3x2.f32"), torch.float8_e5m2: _FOUR.format("e5m2x2.f32")}
 _FOUR_E4M3, _LOW_E4M3, _HIGH_E4M3, _FOUR_E5M2, _LOW_E5M2, _HIGH_E5M2 = (
     tl.constexpr(asm.format(kind)) for kind in ("e4m3x2.f32", "e5m2x2.f32") for asm in (_FOUR, _LOW, _HIGH)
 )
@@ -49,12 +46,7 @@ def word(value_0, value_1, value_2, value_3, OUT: tl.constexpr, CVT: tl.constexp
     """
     if CVT != "":
         packed = tl.inline_asm_elementwise(
-            CVT,
-            "=r,f,f,f,f",
-            [value_0, value_1, value_2, value_3],
-            dtype=tl.int32,
-            is_pure=True,
-            pack=1,
+            CVT, "=r,f,f,f,f", [value_0, value_1, value_2, value_3], dtype=tl.int32, is_pure=True, pack=1
         )
     else:
         packed = byte(value_0, OUT) | byte(value_1, OUT) << 8

@@ -99,11 +99,7 @@ def _time_site(
     # An earlier attempt, cut short, may have pinned an algorithm: search again.
     measured = {_asked(name, timer): m for name, m in site.measurements.items()}
     names = [name for name, m in measured.items() if not m.unsupported]
-    key = {
-        **_key(layer, timer),
-        "problem": encode(site.problem),
-        "candidates": sorted(names),
-    }
+    key = {**_key(layer, timer), "problem": encode(site.problem), "candidates": sorted(names)}
     times = timer.cache.get(key, SiteTimes)
     if times is None:
         if timer.late:
@@ -144,10 +140,7 @@ def _asked(name: str, timer: Timer) -> str:
 
 
 def _time_quantize_once(
-    sites: Mapping[Gemm, SiteReport],
-    layer: LinearStats,
-    operands: Callable[[], list[Operands]],
-    timer: Timer,
+    sites: Mapping[Gemm, SiteReport], layer: LinearStats, operands: Callable[[], list[Operands]], timer: Timer
 ) -> Savings | None:
     problems = {gemm: site.problem for gemm, site in sites.items()}
     names = {gemm: [name for name, m in site.measurements.items() if not m.unsupported] for gemm, site in sites.items()}
@@ -163,12 +156,7 @@ def _time_quantize_once(
     if times is None:
         try:
             times = time_quantize_once(
-                operands(),
-                problems,
-                names,
-                device=timer.device,
-                settings=timer.settings,
-                deadline=timer.deadline,
+                operands(), problems, names, device=timer.device, settings=timer.settings, deadline=timer.deadline
             )
         except torch.OutOfMemoryError:
             return None

@@ -81,10 +81,7 @@ def called_logits(output: Any) -> Any:
     if isinstance(named, torch.Tensor):
         return named
     match output:
-        case (
-            torch.Tensor(ndim=0) as loss,
-            (torch.Tensor(ndim=0), torch.Tensor(ndim=1) as z, torch.Tensor()),
-        ):
+        case (torch.Tensor(ndim=0) as loss, (torch.Tensor(ndim=0), torch.Tensor(ndim=1) as z, torch.Tensor())):
             return _behind(loss, z)
     return output
 

@@ -30,16 +30,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from loka.core.numerics.effect import OLD, Effect, merged
 from loka.core.numerics.label_rate import Shares, task_rates
 from loka.core.records.stats import LinearStats
-from loka.probe.model_effects.calls import (
-    Call,
-    Found,
-    Sink,
-    Step,
-    changes_at,
-    reason_of,
-    refuse_freed,
-    step_seed,
-)
+from loka.probe.model_effects.calls import Call, Found, Sink, Step, changes_at, reason_of, refuse_freed, step_seed
 from loka.probe.model_effects.click_loss import ClickLoss
 from loka.probe.model_effects.error_projection import effects_of
 from loka.probe.model_effects.logits import Logits, NoEffect, called_logits, finite, logits_of, refuse
@@ -321,10 +312,7 @@ class Sensitivity:
                 del self._known[path]
 
     def _note(
-        self,
-        found: Mapping[str, tuple[torch.Tensor, Tables]],
-        predicted: torch.Tensor,
-        signed: torch.Tensor | None,
+        self, found: Mapping[str, tuple[torch.Tensor, Tables]], predicted: torch.Tensor, signed: torch.Tensor | None
     ) -> None:
         """Effects of s [m, recipes]. `signed` [m, T] takes the signs out: E[signed s] = p (1 - p) J . dY."""
         if self._base_rate is not None:

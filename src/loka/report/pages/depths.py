@@ -17,20 +17,7 @@ from loka.core.numerics.depth import DepthHistogram, depth_error
 from loka.core.numerics.depth_tables import BINS_PER_OCTAVE, TOP, ZEROS
 from loka.core.recipe import Format
 from loka.core.records.stats import OPERANDS, Distribution, Stats
-from loka.report.pages.html import (
-    Cell,
-    Html,
-    code,
-    figure,
-    fold,
-    join,
-    missing,
-    number,
-    paragraph,
-    section,
-    table,
-    tag,
-)
+from loka.report.pages.html import Cell, Html, code, figure, fold, join, missing, number, paragraph, section, table, tag
 from loka.report.pages.svg import WIDTH, Frame
 
 TITLE = "Distributions against the formats' ranges"
@@ -160,25 +147,10 @@ def _strips(found: list[Operand], most: int = 24) -> Html:
         for edge, dash in ((ranges.normal, None), (ranges.flushed, "3 3")):
             at = f"{x(edge):.1f}"
             marks.append(
-                tag(
-                    "line",
-                    x1=at,
-                    x2=at,
-                    y1=16,
-                    y2=f"{height:.0f}",
-                    stroke=f"var(--{colour})",
-                    stroke_dasharray=dash,
-                )
+                tag("line", x1=at, x2=at, y1=16, y2=f"{height:.0f}", stroke=f"var(--{colour})", stroke_dasharray=dash)
             )
         marks.append(
-            tag(
-                "text",
-                format.name.lower(),
-                x=f"{x(ranges.normal):.1f}",
-                y=11,
-                text_anchor="middle",
-                class_="soft",
-            )
+            tag("text", format.name.lower(), x=f"{x(ranges.normal):.1f}", y=11, text_anchor="middle", class_="soft")
         )
     for depth in (0, 10, 20, 30):
         marks.append(tag("text", str(depth), x=f"{x(depth):.1f}", y=28, text_anchor="middle", class_="soft"))
@@ -231,16 +203,7 @@ _SHORT = {"input": "input", "weight": "weight", "grad_output": "grad"}
 
 
 def _table(stats: Stats, found: list[Operand]) -> Html:
-    header = (
-        "layer",
-        "operand",
-        "past e4m3 normal",
-        "flushed",
-        "error e4m3",
-        "with row scales",
-        "error e5m2",
-        "zeros",
-    )
+    header = ("layer", "operand", "past e4m3 normal", "flushed", "error e4m3", "with row scales", "error e5m2", "zeros")
     rows = []
     for operand in found:
         tensor = DepthHistogram(operand.tensor)
@@ -276,11 +239,7 @@ def _layer(path: str, found: list[Operand], stats: Stats) -> Html:
     kurtoses = {name: _kurtosis(d) for name, d in stats.layers[path].operands.items()}
     numbers = "; ".join(f"{name} {text}" for name, text in kurtoses.items() if text)
     return join(
-        [
-            tag("h3", path),
-            tag("p", numbers, class_="soft") if numbers else "",
-            tag("div", *drawn, class_="grid"),
-        ]
+        [tag("h3", path), tag("p", numbers, class_="soft") if numbers else "", tag("div", *drawn, class_="grid")]
     )
 
 

@@ -124,11 +124,7 @@ def code(text: str) -> Html:
 
 def section(identity: str, title: str, *content: object) -> Html:
     return tag(
-        "section",
-        tag("h2", title, id=identity + "-title"),
-        *content,
-        id=identity,
-        aria_labelledby=identity + "-title",
+        "section", tag("h2", title, id=identity + "-title"), *content, id=identity, aria_labelledby=identity + "-title"
     )
 
 

@@ -5,19 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from loka.core.error import Estimate
-from loka.report.pages.html import (
-    Cell,
-    Html,
-    code,
-    figure,
-    join,
-    number,
-    paragraph,
-    section,
-    table,
-    tag,
-    tiles,
-)
+from loka.report.pages.html import Cell, Html, code, figure, join, number, paragraph, section, table, tag, tiles
 from loka.report.pages.svg import Frame, fit, signed
 from loka.validation.compare import Comparison
 from loka.validation.paired import NE_LIMIT_PERCENT, Verdict

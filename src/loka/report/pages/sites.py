@@ -154,9 +154,7 @@ def _frontier(found: Frontier, plan: Plan | None) -> Html:
     share = [100 * point.time / found.base for point in found.points]
     frame = Frame.of((left, 1.4 * max(spent, default=1e-5)), fit(share), log_x=True)
     frame.line(
-        [(max(point.spent, left), percent) for point, percent in zip(found.points, share, strict=True)],
-        "a",
-        steps=True,
+        [(max(point.spent, left), percent) for point, percent in zip(found.points, share, strict=True)], "a", steps=True
     )
     for point, percent in zip(found.points, share, strict=True):
         if point.spent > 0:

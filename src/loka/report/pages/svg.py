@@ -177,26 +177,13 @@ class Frame:
         )
 
     def rule(
-        self,
-        *,
-        x: float | None = None,
-        y: float | None = None,
-        colour: str = "soft",
-        dash: str | None = "4 3",
+        self, *, x: float | None = None, y: float | None = None, colour: str = "soft", dash: str | None = "4 3"
     ) -> None:
         """A line across the frame at a value."""
         x1, x2 = (self.x.start, self.x.end) if x is None else (self.x(x), self.x(x))
         y1, y2 = (self.y.start, self.y.end) if y is None else (self.y(y), self.y(y))
         self.marks.append(
-            tag(
-                "line",
-                x1=_n(x1),
-                x2=_n(x2),
-                y1=_n(y1),
-                y2=_n(y2),
-                stroke=f"var(--{colour})",
-                stroke_dasharray=dash,
-            )
+            tag("line", x1=_n(x1), x2=_n(x2), y1=_n(y1), y2=_n(y2), stroke=f"var(--{colour})", stroke_dasharray=dash)
         )
 
     def text(
@@ -239,14 +226,7 @@ class Frame:
             at = _n(self.x(value))
             back.append(tag("line", x1=at, x2=at, y1=_n(self.y.start), y2=_n(self.y.end), class_="rule"))
             back.append(
-                tag(
-                    "text",
-                    x_format(value),
-                    x=at,
-                    y=_n(self.y.start + 15),
-                    text_anchor="middle",
-                    class_="soft",
-                )
+                tag("text", x_format(value), x=at, y=_n(self.y.start + 15), text_anchor="middle", class_="soft")
             )
         for value in self.y.ticks() if y_axis else ():
             at = _n(self.y(value))
@@ -262,14 +242,7 @@ class Frame:
                 )
             )
         back.append(
-            tag(
-                "line",
-                x1=_n(self.x.start),
-                x2=_n(self.x.end),
-                y1=_n(self.y.start),
-                y2=_n(self.y.start),
-                class_="axis",
-            )
+            tag("line", x1=_n(self.x.start), x2=_n(self.x.end), y1=_n(self.y.start), y2=_n(self.y.start), class_="axis")
         )
         if x_title:
             middle = _n((self.x.start + self.x.end) / 2)

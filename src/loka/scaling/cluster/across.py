@@ -45,11 +45,7 @@ GPUS = (8, 64, 256, 1024)
 
 _Ends = Mapping[str, End]
 _SHARDED = tuple(Formats(gather, grads) for gather in ("bf16", "fp8") for grads in ("bf16", "int8"))
-_FORMATS = {
-    "ddp": (Formats("-", "bf16"), Formats("-", "int8")),
-    "fsdp2": _SHARDED,
-    "hsdp": _SHARDED,
-}
+_FORMATS = {"ddp": (Formats("-", "bf16"), Formats("-", "int8")), "fsdp2": _SHARDED, "hsdp": _SHARDED}
 
 
 def scale_across(
@@ -160,10 +156,7 @@ def scale_across(
         units=max((step.units for step in steps), key=len),
         memory=memory,
         capacity=capacity,
-        notes=(
-            *notes_of(found, steps, told, plan, len(fp8), network),
-            *of_tables(asked, lie, steps[0].tables),
-        ),
+        notes=(*notes_of(found, steps, told, plan, len(fp8), network), *of_tables(asked, lie, steps[0].tables)),
     )
 
 
@@ -223,11 +216,7 @@ class _Steps:
         line, priced = self._line(formats, {}, planned=planned), self.priced[formats]
         gemms = priced.gemm_us(planned=planned)
         return Parts(
-            gemms=gemms,
-            other=line.compute - gemms,
-            exposed=line.exposed,
-            wire=line.wire,
-            sent=priced.sent_bytes,
+            gemms=gemms, other=line.compute - gemms, exposed=line.exposed, wire=line.wire, sent=priced.sent_bytes
         )
 
     def _line(self, formats: Formats, ends: _Ends, *, planned: bool) -> Timeline:

@@ -33,11 +33,7 @@ _TORCHRUN = "torchrun --nproc-per-node 2 -m loka scale calibrate --out network.j
 
 
 def calibrate(
-    device: torch.device | str,
-    *,
-    base: Network | None = None,
-    most_bytes: int = SIZES[-1],
-    seconds: float = 8.0,
+    device: torch.device | str, *, base: Network | None = None, most_bytes: int = SIZES[-1], seconds: float = 8.0
 ) -> Network:
     """The network of this process group; a collective of all of its ranks.
 

@@ -74,12 +74,7 @@ def _of_units(steps: Sequence[EngineStep]) -> list[str]:
 
 
 def notes_of(
-    found: Scale,
-    steps: Sequence[EngineStep],
-    told: Mapping[str, Placed],
-    plan: Plan | None,
-    fp8: int,
-    network: Network,
+    found: Scale, steps: Sequence[EngineStep], told: Mapping[str, Placed], plan: Plan | None, fp8: int, network: Network
 ) -> tuple[str, ...]:
     step, first = steps[0], told[steps[0].engine]
     notes = [

@@ -184,7 +184,5 @@ def _add(entries: list[_Entry], segment: Segment) -> None:
         entries.append(segment)
         return
     entries[-1] = Segment(
-        gemms=(*last.gemms, *segment.gemms),
-        flops=last.flops + segment.flops,
-        moved=last.moved + segment.moved,
+        gemms=(*last.gemms, *segment.gemms), flops=last.flops + segment.flops, moved=last.moved + segment.moved
     )

@@ -227,10 +227,7 @@ def _checked(made: Path, path: Path, card: Card, version: Version, run: Runner, 
     rows, answers = made.with_name("rows.safetensors"), made.with_name("answers.safetensors")
     rows.write_bytes(tensors_to_bytes(given))
     done = subprocess.run(
-        [sys.executable, "-c", _FRESH, str(made), str(rows), str(answers)],
-        capture_output=True,
-        text=True,
-        timeout=600,
+        [sys.executable, "-c", _FRESH, str(made), str(rows), str(answers)], capture_output=True, text=True, timeout=600
     )
     if done.returncode:
         raise WrongResults(

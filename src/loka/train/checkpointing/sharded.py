@@ -151,11 +151,7 @@ def _write_tensors(folder: Path, tensors: Mapping[str, torch.Tensor]) -> None:
 def read_manifest(path: Path) -> Manifest:
     """Raises FileRefused where it is damaged, missing or another step's."""
     manifest = read_record(
-        path / "manifest.json",
-        kind=_KIND,
-        version=_VERSION,
-        way_out="use another one",
-        parse=partial(decode, Manifest),
+        path / "manifest.json", kind=_KIND, version=_VERSION, way_out="use another one", parse=partial(decode, Manifest)
     )
     wanted = {_METADATA, *(f"rank-{rank}.pt" for rank in range(manifest.ranks))}
     require_step(path, manifest.step)

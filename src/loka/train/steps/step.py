@@ -59,12 +59,7 @@ class Step:
     """
 
     def __init__(
-        self,
-        model: nn.Module,
-        optimizers: Mapping[str, Optimizer],
-        config: TrainConfig,
-        *,
-        coming: Ahead | None = None,
+        self, model: nn.Module, optimizers: Mapping[str, Optimizer], config: TrainConfig, *, coming: Ahead | None = None
     ) -> None:
         self._model, self._optimizers, self._config = model, optimizers, config
         self._compiled = config.step != "eager"

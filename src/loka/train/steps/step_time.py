@@ -115,10 +115,7 @@ def _against(
         return StepTime(name=arm.name, failure=found.failures[arm.name])
     timing = found.timings[arm.name]
     return StepTime(
-        name=arm.name,
-        microseconds=timing.microseconds,
-        speedup=timing.speedup,
-        low_precision=arm.count(model),
+        name=arm.name, microseconds=timing.microseconds, speedup=timing.speedup, low_precision=arm.count(model)
     )
 
 

@@ -103,12 +103,7 @@ class Lines:
         if len(shape) == 2:
             self.rowwise, self.columnwise, self.along, self.down = "[:, None]", "[None, :]", (1,), 0
         else:
-            self.rowwise, self.columnwise, self.along, self.down = (
-                "[None, :, None]",
-                "[:, None, :]",
-                (2, 0),
-                1,
-            )
+            self.rowwise, self.columnwise, self.along, self.down = ("[None, :, None]", "[:, None, :]", (2, 0), 1)
         self.shape = f"[{', '.join(map(str, shape))}]"
         self.one = f"[{', '.join('1' for _ in shape)}]"
         self.lines: list[str] = []

@@ -37,13 +37,7 @@ _REQUESTED = 8  # algorithms
 _WORKSPACE_LIMIT = 32 << 20  # bytes; torch's own limit on Hopper
 
 # Values of the C interface (cudaDataType, cublasComputeType_t, cublasOperation_t); they never change.
-_TYPES = {
-    torch.float8_e4m3fn: 28,
-    torch.float8_e5m2: 29,
-    torch.bfloat16: 14,
-    torch.float16: 2,
-    torch.float32: 0,
-}
+_TYPES = {torch.float8_e4m3fn: 28, torch.float8_e5m2: 29, torch.bfloat16: 14, torch.float16: 2, torch.float32: 0}
 _COMPUTE_32F = 68
 _REDUCE_IN_FLOAT32 = 2  # of split K; the other schemes add partial sums in the type of the result
 _TRANSPOSE = 1
@@ -146,11 +140,7 @@ def _plan(key: _Key) -> _Plan:
             set_attribute(cublasLt.matmul_desc_set_attribute, descriptor, attribute, value)
         type_a, type_b, type_out = (_TYPES[dtype] for dtype in key.types)
         layouts = []
-        for kind, rows, columns in (
-            (type_b, key.k, key.n),
-            (type_a, key.k, key.m),
-            (type_out, key.n, key.m),
-        ):
+        for kind, rows, columns in ((type_b, key.k, key.n), (type_a, key.k, key.m), (type_out, key.n, key.m)):
             layout = cublasLt.matrix_layout_create(kind, rows, columns, rows)
             owned.callback(cublasLt.matrix_layout_destroy, layout)
             layouts.append(layout)

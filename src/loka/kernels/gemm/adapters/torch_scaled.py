@@ -113,12 +113,7 @@ def _column(scale: torch.Tensor) -> torch.Tensor:
 
 
 def _scaled(
-    a: Quantized,
-    b: Quantized,
-    scale_a: torch.Tensor,
-    scale_b: torch.Tensor,
-    dtype: torch.dtype,
-    fast: bool,
+    a: Quantized, b: Quantized, scale_a: torch.Tensor, scale_b: torch.Tensor, dtype: torch.dtype, fast: bool
 ) -> torch.Tensor:
     return torch._scaled_mm(a.data, b.data.t(), scale_a, scale_b, out_dtype=dtype, use_fast_accum=fast)
 

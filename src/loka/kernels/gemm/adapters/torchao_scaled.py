@@ -18,14 +18,7 @@ from loka.core.problem import Problem, round_up
 from loka.core.recipe import Granularity, Recipe
 from loka.kernels.gemm.kernel import Kernel, Multiples
 from loka.kernels.gemm.layouts import column_major, row_major, scalar, vector
-from loka.kernels.gemm.legality import (
-    bfloat16_on_the_way,
-    granularities,
-    misaligned,
-    no_fp8,
-    not_bfloat16,
-    undefined,
-)
+from loka.kernels.gemm.legality import bfloat16_on_the_way, granularities, misaligned, no_fp8, not_bfloat16, undefined
 from loka.kernels.gemm.libraries import why_missing
 
 _RECIPES = ("tensorwise_e4m3", "tensorwise_e5m2", "rowwise_e4m3")
@@ -59,12 +52,7 @@ def _run(a: Quantized, b: Quantized, dtype: torch.dtype, *, algorithm: int = 0, 
     else:
         scale_a, scale_b = scalar(a.scale), scalar(b.scale)
     return addmm_float8_unwrapped(
-        a.data,
-        scale_a.reciprocal(),
-        b.data.t(),
-        scale_b.reciprocal(),
-        output_dtype=dtype,
-        use_fast_accum=fast,
+        a.data, scale_a.reciprocal(), b.data.t(), scale_b.reciprocal(), output_dtype=dtype, use_fast_accum=fast
     )
 
 

@@ -219,15 +219,8 @@ def _add_up(
 
 # What measuring chooses among, by index: the first is the candidate's default. Exact sums need registers
 # for a second tile, so they have half of one. 128 x 256 takes 48 KB of shared memory a stage.
-FAST = (
-    Config(),
-    Config(interleave=False),
-    Config(block_n=128, stages=3, warps=4, per_sm=2),
-)
-EXACT = (
-    Config(block_n=128, stages=4),
-    Config(block_n=128, stages=4, interleave=False),
-)
+FAST = (Config(), Config(interleave=False), Config(block_n=128, stages=3, warps=4, per_sm=2))
+EXACT = (Config(block_n=128, stages=4), Config(block_n=128, stages=4, interleave=False))
 
 
 def choose(m: int, n: int, *, fast: bool, algorithm: int = 0) -> Config:

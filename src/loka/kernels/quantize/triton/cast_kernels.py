@@ -178,16 +178,7 @@ def _side_scale(
 
 @triton.jit
 def _store_scale(
-    scale_ptr,
-    scale,
-    index,
-    padded,
-    along,
-    last,
-    stride_index,
-    stride_along,
-    SOURCE: tl.constexpr,
-    STEP: tl.constexpr,
+    scale_ptr, scale, index, padded, along, last, stride_index, stride_along, SOURCE: tl.constexpr, STEP: tl.constexpr
 ):
     """`index` runs over rows of a copy, `along` counts tiles in the direction of its columns."""
     if SOURCE == GROUP:
@@ -224,18 +215,7 @@ def _row_quarter(
     """Every fourth row for the row copy: stores its scales; returns scaled values and what to flag."""
     group_bits = tl.max(magnitude_bits(hp), axis=1)
     scale = _side_scale(group_bits, block_bits, amax_ptr, scale_ptr, r, rows, SOURCE, STEP, FMAX, TINY, POWER_OF_TWO)
-    _store_scale(
-        scale_ptr,
-        scale,
-        r,
-        padded_rows,
-        tl.program_id(1),
-        last,
-        scale_stride_0,
-        scale_stride_1,
-        SOURCE,
-        STEP,
-    )
+    _store_scale(scale_ptr, scale, r, padded_rows, tl.program_id(1), last, scale_stride_0, scale_stride_1, SOURCE, STEP)
     value = scaled(hp, scale[:, None], FMAX, SOURCE == GIVEN)
     return value, magnitude_bits(scale) if SOURCE != GIVEN else group_bits
 
@@ -299,8 +279,7 @@ def cast_tiles(
     hp_2 = _load(hp_ptr, r0 + 2, c, rows, columns, stride_row, stride_column)
     hp_3 = _load(hp_ptr, r0 + 3, c, rows, columns, stride_row, stride_column)
     bits = tl.maximum(
-        tl.maximum(magnitude_bits(hp_0), magnitude_bits(hp_1)),
-        tl.maximum(magnitude_bits(hp_2), magnitude_bits(hp_3)),
+        tl.maximum(magnitude_bits(hp_0), magnitude_bits(hp_1)), tl.maximum(magnitude_bits(hp_2), magnitude_bits(hp_3))
     )
     column_bits = tl.max(bits, axis=0)
     block_bits = tl.max(column_bits, axis=0)

@@ -23,20 +23,9 @@ import triton.language as tl
 
 from loka.kernels.quantize.weight_copies import FP8, NAN_BYTE, NAN_SCALE, OCTAVES, SIDE, SMALLEST, Copies
 from loka.kernels.triton.launch import cdiv, launching_on
-from loka.kernels.triton.pack import (
-    CVT,
-    INTERPRETED,
-    TRITON_TYPES,
-    inverse_of_power,
-    magnitude_bits,
-    word,
-)
+from loka.kernels.triton.pack import CVT, INTERPRETED, TRITON_TYPES, inverse_of_power, magnitude_bits, word
 
-HIGH_PRECISION = {
-    torch.bfloat16: tl.bfloat16,
-    torch.float16: tl.float16,
-    torch.float32: tl.float32,
-}
+HIGH_PRECISION = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
 _PARTIALS = 256  # programs that share a weight's maximum, at most: the second launch reads a number of each
 _HIGH, _WIDE = 16, 256  # rows and columns of a tile of the first launch
 _TILE = 64  # rows and columns of a tile of the second, as in quantize.py

@@ -93,11 +93,7 @@ def _from_slot(slot: tuple[int, int] | None, tensors: list[torch.Tensor | None],
 
 
 def _quantize(
-    hp: torch.Tensor,
-    row: Side | None,
-    column: Side | None,
-    given: torch.Tensor | None,
-    health: torch.Tensor | None,
+    hp: torch.Tensor, row: Side | None, column: Side | None, given: torch.Tensor | None, health: torch.Tensor | None
 ) -> tuple[Quantized | None, Quantized | None]:
     maxima = _take_maxima(hp, row, column) if given is None else _NO_MAXIMA
     if row is not None and column is not None and _rounded_alike(row, column):
@@ -186,10 +182,7 @@ def _take_maxima(hp: torch.Tensor, row: Side | None, column: Side | None) -> _Ma
         "BLOCK_C": block_c,
     }
     launch(
-        find_maxima,
-        (high, cdiv(wide, turns)),
-        (*pointers, *lying.shape, *lying.stride(), turns * block_c),
-        constants,
+        find_maxima, (high, cdiv(wide, turns)), (*pointers, *lying.shape, *lying.stride(), turns * block_c), constants
     )
     return maxima
 
