@@ -10,6 +10,8 @@ from loka.validation.runs import Run
 from loka.validation.variance import PairVariance
 from loka.validation.verdicts import ERROR
 
+_SHIFT = 0.01  # of logits: what e4m3 does to some models (benchmarks/formats)
+
 
 def validation_table(validation: Validation) -> str:
     """The whole page."""
@@ -22,6 +24,7 @@ def validation_table(validation: Validation) -> str:
     parts = [first, _runs(validation)]
     if validation.annealed is not None:
         parts.append(f"{validation.control} is {validation.annealed}")
+    parts += _calibrations(validation)
     parts += [_arm(arm, validation) for arm in validation.arms]
     verdicts = ", ".join(f"{arm.title} {arm.verdict.upper()}" for arm in validation.arms)
     parts.append(f"verdict: {verdicts}")
@@ -39,6 +42,29 @@ def _runs(validation: Validation) -> str:
         speed = f"{run.rows_per_second:.0f}" if run.rows_per_second else "-"
         rows.append((run.seed, _title(run), *numbers, f"{run.train_ne:.5f}", speed))
     return format_table(("seed", "arm", "ne", "logloss", "auc", "calibration", "train ne", "rows/s"), rows)
+
+
+def _calibrations(validation: Validation) -> list[str]:
+    """Of the control, and what that makes of a shift d of all logits: mean(p - y) d of first order."""
+    lines = []
+    for task in dict.fromkeys(run.task for run in validation.runs if run.arm == validation.control):
+        runs = [run for run in validation.runs if run.arm == validation.control and run.task == task]
+        found = [q for run in runs if (q := run.quality) is not None and math.isfinite(q.calibration)]
+        if not found:
+            continue
+        rate, rows = found[0].base_rate, found[0].rows  # alike: all are judged on the same rows
+        off, half = (
+            math.fsum(q.calibration - 1 for q in found) / len(found),
+            1.96 * math.sqrt((1 - rate) / (rate * rows)),
+        )
+        more = Estimate(100 * off, 100 * (off - half), 100 * (off + half))
+        price = _SHIFT * rate / (math.fsum(q.logloss for q in found) / len(found))
+        moved = Estimate(price * more.value, price * more.low, price * more.high)
+        lines.append(
+            f"{_title(runs[0])} predicts {percent(more)} more than the labels' rate: what shifts all logits by "
+            f"{_SHIFT:g} changes NE by {percent(moved)} of first order, which KL/H does not tell"
+        )
+    return lines
 
 
 def _title(run: Run) -> str:
