@@ -1,7 +1,5 @@
 """A model that LoKA has never seen, through the whole loop on a CPU or a GPU."""
 
-from __future__ import annotations
-
 import torch
 from torch import nn
 

@@ -11,8 +11,6 @@ scales and once with powers of two, and multiplied by a right kernel and by thre
 Prints the table of docs/self_check.md.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """A residual model whose layers torch.compile joins into regions, on a CPU with FP8 emulated, or on a GPU."""
 
-from __future__ import annotations
-
 import torch
 from torch import nn
 

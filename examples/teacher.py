@@ -9,8 +9,6 @@ The teacher outside and the auxiliary head are ExFM's (arXiv 2502.17494), latent
 rows from the same weights; a seed is a world, a teacher and students of its own.
 """
 
-from __future__ import annotations
-
 import argparse
 import time
 from collections.abc import Iterable, Iterator, Sequence

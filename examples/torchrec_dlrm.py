@@ -6,8 +6,6 @@
 All but the lines marked LoKA is a script as TorchRec's users have it.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 

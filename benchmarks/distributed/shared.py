@@ -1,7 +1,5 @@
 """What the scripts here share: a plan by hand, arms in turns with their baseline, the kernels of a step."""
 
-from __future__ import annotations
-
 import argparse
 import faulthandler
 import gc

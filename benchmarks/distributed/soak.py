@@ -8,8 +8,6 @@ A tower of three layers, new rows on each rank at each step; FSDP2 gathers in FP
 host at step 100 and at the end; bits of whole weights, and of the output for rows that all ranks share.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 import time

@@ -16,8 +16,6 @@ slowest rank of each; medians and 95 % intervals. `comm_us`: rank 0's time in NC
 torch.profiler, waiting for the other rank included; `exposed_us`: of it with no other kernel beside it.
 """
 
-from __future__ import annotations
-
 import sys
 from argparse import Namespace
 from functools import partial

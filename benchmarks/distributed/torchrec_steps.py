@@ -9,8 +9,6 @@ TorchRec's planner; row-wise AdaGrad, Adam for the dense part; TrainPipelineSpar
 Bottom, cross and top are compiled, each by itself. Times are those of steps.py; `groups_us` splits rank 0's.
 """
 
-from __future__ import annotations
-
 import argparse
 import itertools
 import sys

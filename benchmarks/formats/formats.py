@@ -27,8 +27,6 @@ of the real rows held out.
 m and the hottest columns, the largest sums of J_k^2 x_k^2 with J what a logit feels, are of 1,024 other rows.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import math

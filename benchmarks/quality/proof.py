@@ -18,8 +18,6 @@ Tasks go to processes that share the device. What is done is kept: a second star
 summary, without predictions of single rows, is `--out`/summary.json; `proof_table.py` prints it.
 """
 
-from __future__ import annotations
-
 import argparse
 import glob
 import json

@@ -7,8 +7,6 @@
 Absolute, each with its standard error over rows. H is the entropy of the held-out labels' rate.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import replace

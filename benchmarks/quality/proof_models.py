@@ -6,8 +6,6 @@ MLPs of Linear and ReLU, and LowRankCrossNet, raw parameters that F.linear reads
     x_l+1 = x_0 * (W_l (V_l x_l) + b_l) + x_l
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Sequence
 

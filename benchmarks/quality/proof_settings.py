@@ -1,7 +1,5 @@
 """What all tasks of the proof share: sizes, rows on the device of a process, folders."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass

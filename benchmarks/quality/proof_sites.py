@@ -1,7 +1,5 @@
 """The probed model of the proof site by site, and by plans of several budgets: KL/H and NE by the labels."""
 
-from __future__ import annotations
-
 import math
 import time
 from typing import Any

@@ -7,8 +7,6 @@ All in percent of bf16's NE on held-out rows. First, of the trained model under 
 as predicted and as measured, and NE by the labels. Then the pairs, trained under the arm from the start.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import math

@@ -1,7 +1,5 @@
 """The ways to run a model: bf16 compiled whole and by block, LoKA by plan, torchao's recipes."""
 
-from __future__ import annotations
-
 import functools
 import gc
 import importlib.util

@@ -1,7 +1,5 @@
 """What is measured: a model, its batch, and whether it is trained or served."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal

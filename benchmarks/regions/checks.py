@@ -1,7 +1,5 @@
 """What an arm is besides its time: memory, agreement with bf16, what the plan says and what ran of it."""
 
-from __future__ import annotations
-
 import gc
 from collections import Counter
 from collections.abc import Callable, Mapping

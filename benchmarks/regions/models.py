@@ -3,8 +3,6 @@
 Widths go through `Scale`, so that all of it can be tried with small numbers.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Sequence
 

@@ -5,8 +5,6 @@ is compiled, since dynamo is reset between them and would compile an arm anew th
 dropping of caches and intervals are those of `loka.core.timing`.
 """
 
-from __future__ import annotations
-
 import gc
 import math
 import random

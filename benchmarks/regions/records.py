@@ -1,7 +1,5 @@
 """The file of a run: a line of JSON a cell, the last one of a cell counts."""
 
-from __future__ import annotations
-
 import json
 import math
 import os

@@ -11,8 +11,6 @@ backward, or a served forward, of each under a CUDA graph, all in turns in one p
 is written when the cell is done; the same command goes on with those that are missing.
 """
 
-from __future__ import annotations
-
 import argparse
 import subprocess
 import sys

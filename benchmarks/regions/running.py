@@ -1,7 +1,5 @@
 """One cell: its arms made ready one by one, then raced; the record of all that was found."""
 
-from __future__ import annotations
-
 import math
 import sys
 import time

@@ -1,7 +1,5 @@
 """The records of a run as a markdown table: python benchmarks/regions/table.py regions.jsonl"""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterable, Mapping
 from pathlib import Path

@@ -10,8 +10,6 @@ clock, until the GPU is done. A line of JSON a bucket is written when it is done
 with those that are missing.
 """
 
-from __future__ import annotations
-
 import argparse
 import functools
 import json

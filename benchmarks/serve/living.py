@@ -1,7 +1,5 @@
 """A server under load, under new weights, and from a folder."""
 
-from __future__ import annotations
-
 import json
 import random
 import subprocess

@@ -1,7 +1,5 @@
 """What is there before timing: plans by numbers of rows, servers, warm compile caches."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import time
