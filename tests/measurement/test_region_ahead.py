@@ -1,6 +1,7 @@
 """Cells of regions compiled ahead: the process that times finds them in the caches on disk."""
 
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -30,6 +31,7 @@ def measured(monkeypatch):
     monkeypatch.setattr(region_times, "time_interleaved", timer)
     monkeypatch.setattr(region_times, "ARMS", ARMS)
     monkeypatch.setattr(region_ahead, "_FEWEST", 2)
+    monkeypatch.setattr(region_ahead, "_LEAST", 0.1)
     model = nn.Sequential(*(nn.Linear(*sides) for sides in ((32, 32), (32, 32), (32, 64), (64, 13))))
     with loka.Probe(model, every=1, effect_samples=0) as probe:
         model(torch.randn(24, 32, requires_grad=True)).square().mean().backward()
@@ -38,7 +40,7 @@ def measured(monkeypatch):
         monkeypatch.setattr(region_ahead, "_COMMAND", command)
         if regions:
             monkeypatch.setattr(layer_times, "time_region", time_region)
-        with config.patch(compile_threads=2, fx_graph_cache=True):
+        with config.patch(compile_threads=2, fx_graph_cache=True, epilogue_fusion=False):  # as nobody else has it
             return loka.measure(probe.stats(), device="cpu", candidates=["emulated:rowwise_e4m3"], **options)
 
     return measure
@@ -63,12 +65,40 @@ def test_workers_that_die_are_a_note_and_what_is_timed_needs_none(measured, tmp_
     assert not measured("1 / 0", cache=tmp_path).notes
 
 
+def test_without_a_path_of_python_nothing_begins(measured, monkeypatch):
+    monkeypatch.setattr(sys, "executable", None)
+    assert measured("").notes == ("2 of 2 processes that compile regions ahead died",)
+
+
 def test_the_time_limit_and_an_interrupt_end_workers(measured, monkeypatch):
-    running, worker = [], region_ahead._worker
+    running, worker, seconds = [], region_ahead._worker, []
     monkeypatch.setattr(region_ahead, "_worker", lambda *given: running.append(worker(*given)) or running[-1])
+
+    def track(items, description, total):
+        for item in items:
+            seconds.append(description)
+            yield item
+
     hang = "import time; time.sleep(1000)"
-    measured(hang, time_limit=0.5)
+    measured(hang, time_limit=3.0, track=track)
+    assert seconds.count("compiling regions, s at most") == 2, "who watches is asked each second"
     monkeypatch.setattr(MEASURE, "_draw", lambda *job: exec("raise KeyboardInterrupt"))
     with pytest.raises(KeyboardInterrupt):
         measured(hang)
     assert [process.returncode for process in running] == [-9] * 4
+
+
+@pytest.mark.slow  # a process that imports torch
+def test_a_worker_ends_with_the_process_that_began_it(monkeypatch, tmp_path):
+    asleep = "region_ahead.decode = lambda *given: time.sleep(1000); region_ahead.work()"
+    monkeypatch.setattr(
+        region_ahead, "_COMMAND", f"import time; from loka.measurement.times import region_ahead; {asleep}"
+    )
+    with loka.Probe(model := nn.Sequential(nn.Linear(16, 16)), every=1) as probe:
+        model(torch.randn(4, 16)).sum().backward()
+    stats = probe.stats()
+    cell = (stats.layers["0"], stats.model.layers["0"], [REGION])
+    process = region_ahead._worker([cell], torch.device("cpu"), tmp_path / "told.json")
+    time.sleep(1)
+    process.stdin.close()  # as the system does for a process that was killed
+    assert process.wait(timeout=60) == 1

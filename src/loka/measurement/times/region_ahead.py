@@ -5,13 +5,17 @@ What no worker compiled, for whatever reason, is compiled when it is timed.
 
 import contextlib
 import json
+import math
 import os
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from math import inf
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
 
 import torch
 
@@ -22,6 +26,7 @@ from loka.measurement.times.compile_ahead import Track
 from loka.measurement.times.region_times import LAYERS, time_region
 
 _FEWEST, _MOST = 4, 32  # processes: each imports torch first, and two on two cores took longer than none
+_LEAST, _LONGEST = 8.0, 600.0  # seconds: importing torch takes half of the first; none is waited for longer
 _CONTEXT = 1 << 30  # bytes of one on a GPU
 _COMMAND = "from loka.measurement.times.region_ahead import work; work()"
 Cell = tuple[LinearStats, LinearShape, list[str]]
@@ -30,26 +35,39 @@ Cell = tuple[LinearStats, LinearShape, list[str]]
 def compile_regions_ahead(
     cells: Sequence[Cell], device: torch.device, deadline: float | None, track: Track, draws: Iterator[object]
 ) -> list[str]:
-    """Compiles `cells` (a layer, its arms) in half of the time left, the first ones first; tells if workers died.
+    """Compiles `cells` (a layer, its arms) in half of the time left, the first ones first; tells of workers that
+    died or never began.
 
-    Takes from `draws` meanwhile. No worker is left afterwards.
+    Takes from `draws` meanwhile, and from `track` each second. No worker is left afterwards.
     """
-    now, count, running = time.monotonic(), _workers(cells, device), list[subprocess.Popen[bytes]]()
-    until = inf if deadline is None else (now + deadline) / 2
-    try:
-        for first in range(count):
-            with contextlib.suppress(OSError):
-                running.append(_worker(cells[first::count], device))
-        for process in track(running, "compiling regions", len(running)):
-            while process.poll() is None and time.monotonic() < until:
-                next(draws, None)
-                time.sleep(0.01)
-        died = sum(bool(process.poll()) for process in running)
-    finally:
-        for process in running:
-            process.kill()
-            process.wait()
-    return [f"{died} of {count} processes that compile regions ahead died"] if died else []
+    now, count = time.monotonic(), _workers(cells, device)
+    seconds = _LONGEST if deadline is None else min((deadline - now) / 2, _LONGEST)
+    if not count or seconds < _LEAST:
+        return []
+    running = list[subprocess.Popen[bytes]]()
+    with TemporaryDirectory() as folder:
+        try:
+            for first in range(count):
+                with contextlib.suppress(OSError):
+                    running.append(_worker(cells[first::count], device, Path(folder) / f"{first}.json"))
+            for _ in track(_seconds(running, now + seconds, draws), "compiling regions, s at most", math.ceil(seconds)):
+                pass
+            lost = count - len(running) + sum(bool(process.poll()) for process in running)
+        finally:
+            for process in running:
+                process.kill()
+                process.wait()
+                assert process.stdin is not None
+                process.stdin.close()
+    return [f"{lost} of {count} processes that compile regions ahead died"] if lost else []
+
+
+def _seconds(running: Sequence[subprocess.Popen[bytes]], until: float, draws: Iterator[object]) -> Iterator[None]:
+    while (now := time.monotonic()) < until and any(process.poll() is None for process in running):
+        yield
+        while time.monotonic() < min(now + 1, until) and any(process.poll() is None for process in running):
+            next(draws, None)
+            time.sleep(0.01)
 
 
 def _workers(cells: Sequence[Cell], device: torch.device) -> int:
@@ -63,39 +81,53 @@ def _workers(cells: Sequence[Cell], device: torch.device) -> int:
     return most if most >= _FEWEST and config.fx_graph_cache else 0
 
 
-def _worker(cells: Sequence[Cell], device: torch.device) -> subprocess.Popen[bytes]:
+def _worker(cells: Sequence[Cell], device: torch.device, told: Path) -> subprocess.Popen[bytes]:
+    bare = [(_bare(layer), shape, arms) for layer, shape, arms in cells]
+    index = torch.cuda.current_device() if device.type == "cuda" else 0
+    told.write_text(json.dumps([encode(bare), str(device), index, _compiler()]))
+    if not sys.executable:
+        raise OSError("the path of this Python is not known")
     # Not multiprocessing: a spawned worker would import the user's main module again.
-    process = subprocess.Popen(
-        [sys.executable, "-c", _COMMAND],
-        env=os.environ | {"TORCHINDUCTOR_COMPILE_THREADS": "1"},
-        stdin=subprocess.PIPE,
+    return subprocess.Popen(
+        [sys.executable, "-P", "-c", _COMMAND, str(told)],
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(place or os.getcwd() for place in sys.path)},
+        stdin=subprocess.PIPE,  # nothing is written to it: it closes when this process ends, however that ends
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
     )
-    bare = [(_bare(layer), shape, arms) for layer, shape, arms in cells]
-    index = torch.cuda.current_device() if device.type == "cuda" else 0
-    assert process.stdin is not None
-    told = [encode(bare), str(device), index, torch.backends.cuda.matmul.fp32_precision]
-    with contextlib.suppress(OSError), process.stdin:  # it died
-        process.stdin.write(json.dumps(told).encode())
-    return process
 
 
 def _bare(layer: LinearStats) -> LinearStats:
     """Without what was learnt, of which a cell needs nothing."""
     operands = {name: replace(operand, tensors={}, numbers={}) for name, operand in layer.operands.items()}
-    return replace(layer, operands=operands, effects={}, effects_by_part={})
+    return replace(layer, operands=operands, effects={}, no_effect="", effects_by_part={})
+
+
+def _compiler() -> list[Any]:
+    """What Inductor's keys hold besides the code: settings of this process."""
+    from torch._inductor import config
+
+    plain = bool | int | float | str | None
+    return [
+        {name: value for name, value in config.save_config_portable().items() if isinstance(value, plain)},
+        [torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()],
+        torch.backends.cuda.matmul.fp32_precision,
+    ]
 
 
 def work() -> None:
     """What a worker runs. Which of a kernel's layouts is fastest is for who times: here others share the GPU."""
-    import torch._inductor.config
+    from torch._inductor import config
 
-    torch._inductor.config.autotune_local_cache = False
-    told, on, index, precision = json.load(sys.stdin.buffer)
-    device = torch.device(on)
+    threading.Thread(target=lambda: (os.read(0, 1), os._exit(1)), daemon=True).start()
+    told, on, index, (settings, (deterministic, warn_only), precision) = json.loads(Path(sys.argv[1]).read_text())
+    for name, value in {**settings, "autotune_local_cache": False, "compile_threads": 1}.items():
+        with contextlib.suppress(AttributeError):  # names of one torch that refer to another's
+            setattr(config, name, value)
+    torch.use_deterministic_algorithms(deterministic, warn_only=warn_only)
     if precision != "none":  # which Inductor's key tells from what "highest" sets
         torch.set_float32_matmul_precision("highest" if precision == "ieee" else "high")
+    device = torch.device(on)
     if device.type == "cuda":
         torch.cuda.set_device(index)
     for layer, shape, arms in told:
