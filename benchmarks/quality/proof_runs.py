@@ -78,6 +78,8 @@ def generate(folder: Path, *, rows: int, seed: int, history: int, workers: int) 
     if done.exists() and done.read_text() == f"{rows} {seed} {history}":
         return
     folder.mkdir(parents=True, exist_ok=True)
+    for left in (done, *(folder / f"{name}.npy" for name in NAMES)):  # of another world
+        left.unlink(missing_ok=True)
     world = SyntheticClicks(rows=rows, seed=seed)
     shapes: dict[str, tuple[int, ...]] = {
         "dense": (rows, world.dense_features),

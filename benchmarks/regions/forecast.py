@@ -15,9 +15,12 @@ from loka.scaling.depth import carried_on
 
 def forecast(cell: Cell, how: How, *, rounds: int) -> None:
     """Without rounds everything is compiled, and nothing timed."""
-    plan, arms = plan_of(cell, how)[0], Arms(how.device)
     depth = _cut(cell.model(torch.device("cpu"), tiny=how.tiny), None)
-    few = max(1, min(2, depth - 2))
+    few = min(2, depth - 2)
+    if few < 1:
+        tell(f"{cell.name}: no forecast: it has no three layers in a row that are alike but for the first")
+        return
+    plan, arms = plan_of(cell, how)[0], Arms(how.device)
     for at in sorted({depth, few + 1, few}, reverse=True):
         for name in (WHOLE, LOKA):
             torch._dynamo.reset()
@@ -34,10 +37,13 @@ def forecast(cell: Cell, how: How, *, rounds: int) -> None:
 
 
 def _cut(model: Any, depth: int | None) -> int:
-    """Down to `depth` layers; how many there are."""
+    """Down to `depth` layers; how many there are, 0 where those behind the first are not alike."""
     if isinstance(model, DCNv2):
         model.cross.layers = depth or model.cross.layers
         return model.cross.layers
-    layers = model.layers if hasattr(model, "layers") else model.blocks
+    layers = getattr(model, "layers", getattr(model, "blocks", ()))
+    kinds = {(type(layer), *(p.shape for p in layer.parameters())) for layer in layers[1:]}
+    if len(kinds) != 1:
+        return 0
     del layers[depth or len(layers) :]
     return len(layers)

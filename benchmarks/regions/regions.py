@@ -50,7 +50,10 @@ def main() -> None:
             _compile_ahead(cells, arguments.compile_ahead)
         torch._inductor.config.autotune_local_cache = not arguments.compile_only
         for cell in cells:
-            forecast(cell, how, rounds=0 if arguments.compile_only else arguments.rounds)
+            try:
+                forecast(cell, how, rounds=0 if arguments.compile_only else arguments.rounds)
+            except Exception as error:  # a compiler raises what it likes; others may do
+                tell(f"{cell.name}: no forecast: {first_line(error)}")
         return
     if arguments.compile_only:
         for cell in cells:

@@ -93,7 +93,8 @@ def _prepare(
     result: dict[str, Any] = {"spent": {what: round(seconds, 1) for what, seconds in spent.items()}}
     tensors = seen(arm)
     result["errors_float32"] = errors(tensors, references.get("float32", {}))
-    if (off := result["errors_float32"]["output"]) and off > _WRONG:
+    off = result["errors_float32"]["output"]  # None where float32 did not fit
+    if off is not None and not off <= _WRONG:
         return {**result, "failure": f"its output is {off:.0%} away from float32's: a time of it would mean nothing"}
     references.setdefault("bf16", tensors)  # the first arm's
     result["errors"] = errors(tensors, references["bf16"])

@@ -11,6 +11,8 @@ import numpy as np
 from loka.core.error import Estimate, estimate_mean
 from loka.core.exceptions import LokaError
 
+_FEWEST_BATCHES, _MOST_BATCHES = 4, 64
+
 
 @dataclass(frozen=True, kw_only=True)
 class LengthTimes:
@@ -46,15 +48,23 @@ def balanced(times: Sequence[float], ranks: int) -> list[list[int]]:
     return dealt
 
 
-def waits(times: Sequence[float], *, ranks: int, batch_size: int, draws: int = 32) -> tuple[Estimate, Estimate]:
-    """Microseconds of a step at random, and balanced or as dealt where that is less: means over `draws` of
-    `batch_size` rows a rank, out of rows of `times`. Raises LokaError for fewer rows than a batch."""
+def waits(times: Sequence[float], *, ranks: int, batch_size: int) -> tuple[Estimate, Estimate]:
+    """Microseconds of a step at random, and balanced or as dealt where that is less: means over batches of
+    `batch_size` rows a rank that have no row in common, out of rows of `times`, and their 95 % intervals.
+
+    Raises LokaError for fewer than four such batches, whose spread would tell nothing of other rows.
+    """
     rows = ranks * batch_size
-    if min(ranks, batch_size) < 1 or len(times) < rows:
-        raise LokaError(f"{len(times)} rows for {ranks} ranks of {batch_size}", way_out="more rows, smaller batches")
-    generator, found = np.random.default_rng(0), []
-    for _ in range(draws):
-        batch = generator.choice(times, rows, replace=False)
+    if min(ranks, batch_size) < 1 or not all(map(math.isfinite, times)):
+        raise ValueError(f"{ranks} ranks of {batch_size} rows, with finite times")
+    count = min(len(times) // rows, _MOST_BATCHES)
+    if count < _FEWEST_BATCHES:
+        raise LokaError(
+            f"{len(times)} rows for {ranks} ranks of {batch_size}: at least {_FEWEST_BATCHES * rows} are needed",
+            way_out=f"more rows, smaller batches or fewer ranks: the interval is of {_FEWEST_BATCHES} batches or more",
+        )
+    found = []
+    for batch in np.random.default_rng(0).permutation(times)[: count * rows].reshape(count, rows):
         dealt = max(map(math.fsum, batch.reshape(ranks, batch_size)))
         found.append((dealt, min(dealt, max(math.fsum(batch[mine]) for mine in balanced(batch.tolist(), ranks)))))
     random, even = zip(*found, strict=True)

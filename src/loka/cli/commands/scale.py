@@ -147,14 +147,22 @@ def calibrate_links(
             say(f"written: {out}")
 
 
-def deal_lengths(times: Path, lengths: Path, gpus: str = "8,64", batch_size: int = 128) -> None:
+def deal_lengths(
+    times: Path,
+    lengths: Path,
+    gpus: str = "8,64",
+    batch_size: Annotated[int, typer.Option(min=1, help="Rows of a GPU.")] = 128,
+) -> None:
     """What a step waits for its longest rows, and what dealing them by measured times of lengths gains."""
     table = read_json(times, LengthTimes, "times of lengths", _LENGTHS)
     rows = read_json(lengths, tuple[float, ...], "lengths", _LENGTHS)
-    for ranks in _numbers(gpus):
-        for arm in table.us:
-            random, even = waits(table.of(arm, rows), ranks=ranks, batch_size=batch_size)
-            say(f"{ranks} GPUs, {arm}: {random} us at random, {even} balanced")
+    told = {
+        f"{ranks} GPUs, {arm}": waits(table.of(arm, rows), ranks=ranks, batch_size=batch_size)
+        for ranks in _numbers(gpus)
+        for arm in table.us
+    }
+    for what, (random, even) in told.items():
+        say(f"{what}: {random} us at random, {even} balanced")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -188,7 +188,7 @@ class GraphedStep:
         if self._stream is None and self._device.type == "cuda":
             # One of its own: cuBLAS keeps its workspace by stream and a graph the workspace of its capture,
             # so that graphs of one stream, replayed at once, would write to the same.
-            own = not self._collectives
+            own = not (self._collectives and _replicas(self._model))
             self._stream = torch.cuda.Stream(self._device) if own else capture_stream(self._device)
         return self._stream
 
