@@ -5,7 +5,7 @@ from functools import partial
 import pytest
 import torch
 import torch.distributed as dist
-from graphed_cases import batches, sgd, small, step_of
+from graphed_cases import batches, module, plain, sgd, small, step_of
 from torch import nn
 from torch._dynamo.testing import CompileCounter
 from torch.nn.parallel import DistributedDataParallel
@@ -54,6 +54,30 @@ def test_gradients_on_their_way_are_captured_only_where_asked_for(fake):
             assert "DistributedDataParallel sends gradients" in str(step.reason)
         found.append([weight.detach() for weight in model.parameters()])
     assert all(map(torch.equal, *found))
+
+
+@pytest.mark.parametrize("own", ["", "no memory"])
+def test_where_one_rank_cannot_capture_none_replays(fake, monkeypatch, own):
+    model, twin, told = DistributedDataParallel(small()), small(), []
+    optimizer = sgd(model)
+    record = fake(model, optimizer)
+    record.error = RuntimeError(own) if own else None
+    monkeypatch.setattr(module, "ranks_of", lambda: 2)
+    monkeypatch.setattr(module, "gather", lambda data, group: told.append(data) or [data, b"its own reason"])
+    step = graphed(step_of(model, optimizer), *batches(8)[0], model=model, optimizers=optimizer, collectives=True)
+    data = batches(*[8] * 14)
+    for batch in data[:11]:
+        step(*batch)
+    with pytest.warns(RuntimeWarning, match="rank 1: its own reason"):
+        step(*data[11])
+    for batch in data[12:]:
+        step(*batch)
+    mine = "the step cannot be captured: RuntimeError: no memory" if own else ""
+    assert told == [mine.encode()], "asked once"
+    assert step.reason == "; ".join(filter(None, [mine and f"rank 0: {mine}", "rank 1: its own reason"]))
+    assert step.replays == 0
+    plain(twin, sgd(twin), data)
+    assert all(map(torch.equal, model.parameters(), twin.parameters()))
 
 
 @pytest.mark.parametrize(

@@ -21,6 +21,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from loka.core.exchange import gather, ranks_of
 from loka.core.recording import Recording, capture_stream, record, synced
 from loka.core.timing import first_line, still_usable
 from loka.train.steps.capture import Undo
@@ -57,8 +58,8 @@ def graphed(
 
     With `collectives` the all-reduces of a DistributedDataParallel are captured too, after 11 warm-ups; it
     has to be built within `synced(capture_stream(device))` (loka.core.recording). **No run of hours has
-    proven that yet**, and nothing makes ranks agree on whether to capture or to replay: a batch of another
-    shape on one of them may hang all. Without it such a model runs eagerly.
+    proven that yet**. Where one rank cannot capture none replays; a batch of another shape on one of them alone
+    may still hang all. Without it such a model runs eagerly.
 
     Raises ValueError for warmup < 1, no example, and a model without parameters.
     """
@@ -198,16 +199,22 @@ class GraphedStep:
         for buffer, tensor in zip(inputs, batch, strict=True):
             buffer.copy_(tensor)  # real values: a capture does not read them, but host code may
         undo = Undo.before(self._model, self._parameters, self._optimizers, self._device)
+        wrong = None
         try:
             recording, result = record(lambda: _detached(self._function(*inputs)), self._device, self._side())
         except BaseException as error:
             undo.everything()
             if not isinstance(error, Exception) or not _usable(self._device):
                 raise
-            self._refused = f"the step cannot be captured: {first_line(error)}"
-            return
-        if wrong := undo.what_a_graph_misses():
-            undo.everything()
+            wrong = f"the step cannot be captured: {first_line(error)}"
+        else:
+            if wrong := undo.what_a_graph_misses():
+                undo.everything()
+        if self._collectives and (elsewhere := _of_other_ranks(wrong)):
+            if not wrong:
+                undo.everything()
+            wrong = elsewhere
+        if wrong:
             self._refused = wrong
             return
         gradients = tuple(parameter.grad for parameter in self._parameters)
@@ -317,6 +324,14 @@ class _Same:
 
     def __repr__(self) -> str:
         return f"{type(self.value).__name__} at {id(self.value):#x}"
+
+
+def _of_other_ranks(wrong: str | None) -> str | None:
+    """Why no rank replays, where one of them cannot: it would send gradients beside the graphs of the others."""
+    if ranks_of() == 1:
+        return wrong
+    told = [why.decode() for why in gather((wrong or "").encode(), None)]
+    return "; ".join(f"rank {rank}: {why}" for rank, why in enumerate(told) if why) or None
 
 
 def _replicas(model: nn.Module) -> bool:
