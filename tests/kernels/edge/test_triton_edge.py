@@ -42,7 +42,8 @@ def check(case, leaves, rows, given, *, exact):
         elif name == "integer":
             # Of a row that is not finite they mean nothing; what is no normal number is off by digits.
             step = named["step"].view(-1)
-            normal = step.isfinite() & (exact | (step > 2.0**-110))
+            # Triton's interpreter (3.9) reads bf16 that is no normal number three to four times as large.
+            normal = step.isfinite() & ((exact and step.is_cuda) | (step > 2.0**-110))
             check_low(name, out[normal], twin[normal], exact=exact)
         elif name.startswith("sum"):
             check_sums(out, twin, values[program.sums[int(name[3:])]], rows)

@@ -25,8 +25,8 @@ _DIGITS = 20  # of 2^64; int() of a text takes time that grows with the square o
 class Limits:
     """What a file may hold: bytes, unpacked, and values.
 
-    Two million values are some 400 MB of Python objects at worst, and the largest report that was ever
-    written had a hundred thousand.
+    Two million values are some 600 MB of Python objects at worst, the keys of one object, and the largest report
+    that was ever written had a hundred thousand.
     """
 
     bytes: int = 64 << 20
