@@ -72,6 +72,7 @@ def draw_errors(
     failures: dict[Gemm, dict[str, str]] = {gemm: {} for gemm in runnable}
     rows = min(layer.rows, settings.rows)
     centre = centre_of_input(layer).to(device)
+    hot = {name: hot_of_input(layer, name, device) for names in runnable.values() for name in names}
     for count in itertools.count(1):
         operands = draw_operands(layer, samplers, rows, generator)
         for gemm, names in runnable.items():
@@ -82,8 +83,7 @@ def draw_errors(
                     continue
                 try:
                     dtype, m = DTYPES[problems[gemm].dtype], _centre(name, centre)
-                    hot = hot_of_input(layer, name, device)
-                    out = run_gemm(name, a, b, gemm=gemm, dtype=dtype, centre=m, hot=hot)
+                    out = run_gemm(name, a, b, gemm=gemm, dtype=dtype, centre=m, hot=hot[name])
                     found, turn = errors_of(out, truth)
                 except Exception as error:  # libraries raise what they like
                     error.add_note(f"while the error of {name} was drawn for {problems[gemm]}")

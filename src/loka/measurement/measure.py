@@ -230,23 +230,24 @@ def _compile_regions_ahead(work: _Work, paths: list[str], track: Track) -> None:
 
 
 def _draw(work: _Work, path: str) -> None:
-    if work.timer.late or all(site_name(path, gemm) in work.report.sites for gemm in Gemm):
+    if work.timer.late:
         return
-    report = work.report
-    sites, skipped = _draw_layer(path, work.stats.layers[path], report, work.timer)
+    report, layer = work.report, work.stats.layers[path]
+    sites, skipped = _draw_layer(path, layer, report, work.timer)
     if work.wants_times:
         sites = {name: replace(site, unfinished=NOT_TIMED) for name, site in sites.items()}
     work.report = replace(report, sites={**report.sites, **sites}, skipped={**report.skipped, **skipped})
-    if any(candidate_named(name).recipe.centred for name in work.timer.candidates) and sites:
-        centre = tuple(centre_of_input(work.stats.layers[path]).tolist())
+    if not sites:
+        return
+    if any(candidate_named(name).recipe.centred for name in work.timer.candidates):
+        centre = tuple(centre_of_input(layer).tolist())
         if any(centre):
             work.report = replace(work.report, centres={**work.report.centres, path: centre})
-    known = {name: hot_of_input(work.stats.layers[path], name) for name in work.timer.candidates}
+    known = {name: hot_of_input(layer, name) for name in work.timer.candidates}
     hot = {candidate_named(n).recipe.name: tuple(c.tolist()) for n, c in known.items() if c is not None}
-    if hot and sites:
+    if hot:
         work.report = replace(work.report, hot_columns={**work.report.hot_columns, path: hot})
-    if sites:
-        work.save()
+    work.save()
 
 
 def _draw_layer(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -17,10 +18,11 @@ from loka.cli.terminal import say
 from loka.cli.torchrun import process_group, rank_and_ranks
 from loka.core.exceptions import LokaError
 from loka.core.records.across import Across
-from loka.core.records.network import Network, read_json
+from loka.core.records.network import Network
 from loka.core.records.plan import Plan
 from loka.core.records.scale import Scale
-from loka.core.storage.files import write_atomic
+from loka.core.storage.codec import decode
+from loka.core.storage.files import read_json, write_atomic
 from loka.data.batch import Batch, Source
 from loka.report.pages.across import across_page
 from loka.scaling import scale as scale_model
@@ -154,8 +156,8 @@ def deal_lengths(
     batch_size: Annotated[int, typer.Option(min=1, help="Rows of a GPU.")] = 128,
 ) -> None:
     """What a step waits for its longest rows, and what dealing them by measured times of lengths gains."""
-    table = read_json(times, LengthTimes, "times of lengths", _LENGTHS)
-    rows = read_json(lengths, tuple[float, ...], "lengths", _LENGTHS)
+    table = read_json(times, "times of lengths", way_out=_LENGTHS, parse=partial(decode, LengthTimes))
+    rows = read_json(lengths, "lengths", way_out=_LENGTHS, parse=partial(decode, tuple[float, ...]))
     told = {
         f"{ranks} GPUs, {arm}": waits(table.of(arm, rows), ranks=ranks, batch_size=batch_size)
         for ranks in _numbers(gpus)

@@ -11,17 +11,14 @@ import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Literal
 
 from loka.core.device import Fingerprint
-from loka.core.exceptions import FileRefused
 from loka.core.storage.codec import decode, encode, record, sparse
-from loka.core.storage.files import write_atomic
-from loka.core.storage.untrusted import Limits, parse_json, read_bounded
+from loka.core.storage.files import read_json, write_atomic
 from loka.core.table import format_table
-
-Read = TypeVar("Read")
 
 _WAY_OUT = "write it as docs/scale.md shows; examples/h200-ib.json is one that is read"
 
@@ -182,14 +179,4 @@ class Network:
     def load(cls, path: Path | str) -> Network:
         """Raises FileRefused, which names the field, for a file that cannot be a network."""
 
-        return read_json(path, cls, "a network", _WAY_OUT)
-
-
-def read_json(path: Path | str, kind: type[Read], what: str, way_out: str) -> Read:
-    """A file that users write. Raises FileRefused, which names the field."""
-    try:
-        content: Any = parse_json(read_bounded(Path(path), Limits()), Limits())
-        return decode(kind, content)
-    except (OSError, ValueError, EOFError, RecursionError) as error:
-        why = "there is no such file" if isinstance(error, FileNotFoundError) else error
-        raise FileRefused(f"cannot use {path} as {what}", why=[str(why)], way_out=way_out) from error
+        return read_json(Path(path), "a network", way_out=_WAY_OUT, parse=partial(decode, cls))

@@ -112,6 +112,15 @@ def write_record(path: Path, *, kind: str, version: int, content: Mapping[str, A
     write_atomic(path, json.dumps(record, indent=1, allow_nan=False).encode() + b"\n")
 
 
+def read_json(path: Path, what: str, *, way_out: str, parse: Callable[[Any], T]) -> T:
+    """`parse` applied to a JSON file that users write, `what` it is. Raises FileRefused, which names the field."""
+    try:
+        return parse(parse_json(read_bounded(path, _LIMITS), _LIMITS))
+    except (OSError, ValueError, EOFError, RecursionError) as error:
+        why = "there is no such file" if isinstance(error, FileNotFoundError) else error
+        raise FileRefused(f"cannot use {path} as {what}", why=[str(why)], way_out=way_out) from error
+
+
 def read_record(
     path: Path, *, kind: str, version: int, way_out: str, parse: Callable[[dict[str, Any]], T], limits: Limits = _LIMITS
 ) -> T:

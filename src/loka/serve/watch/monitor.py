@@ -184,8 +184,7 @@ class Monitor:
                     text = f"{over} of {rows} rows are beyond {known.ceiling:.3g}, which the scale holds"
                     self._raise(name, "saturation", text)
             if len(window.octaves) == WINDOW:
-                ordered = sorted(window.octaves)
-                moved = (ordered[WINDOW // 2 - 1] + ordered[WINDOW // 2]) / 2 - known.median
+                moved = statistics.median(window.octaves) - known.median
                 if abs(moved) > known.limit:
                     # The window still holds batches of before; the last ones tell how far it went.
                     now = statistics.median([*window.octaves][-WINDOW // 4 :]) - known.median

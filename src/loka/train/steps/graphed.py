@@ -203,18 +203,15 @@ class GraphedStep:
         try:
             recording, result = record(lambda: _detached(self._function(*inputs)), self._device, self._side())
         except BaseException as error:
-            undo.everything()
             if not isinstance(error, Exception) or not _usable(self._device):
+                undo.everything()
                 raise
             wrong = f"the step cannot be captured: {first_line(error)}"
-        else:
-            if wrong := undo.what_a_graph_misses():
-                undo.everything()
-        if self._collectives and (elsewhere := _of_other_ranks(wrong)):
-            if not wrong:
-                undo.everything()
-            wrong = elsewhere
+        wrong = wrong or undo.what_a_graph_misses()
+        if self._collectives:
+            wrong = _of_other_ranks(wrong)
         if wrong:
+            undo.everything()
             self._refused = wrong
             return
         gradients = tuple(parameter.grad for parameter in self._parameters)
@@ -327,7 +324,7 @@ class _Same:
 
 
 def _of_other_ranks(wrong: str | None) -> str | None:
-    """Why no rank replays, where one of them cannot: it would send gradients beside the graphs of the others."""
+    """`wrong`, or why another rank cannot replay: it would send gradients beside the graphs of this one."""
     if ranks_of() == 1:
         return wrong
     told = [why.decode() for why in gather((wrong or "").encode(), None)]
