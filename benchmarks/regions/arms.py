@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch._inductor.config
 from cells import Cell
 from torch import nn
 
@@ -39,6 +40,8 @@ CANDIDATES = ("torch_fast:tensorwise_e4m3", "torch_fast:rowwise_e4m3", "torch:ro
 ON_CPU = ("torch:tensorwise_e4m3", "emulated:rowwise_e4m3")
 
 Call = Callable[..., torch.Tensor]
+
+_FUSES = torch._inductor.config.triton.mix_order_reduction  # as torch ships it, or as the environment says
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,6 +87,7 @@ def missing(name: str) -> str | None:
 def build(name: str, cell: Cell, how: How, plan: loka.Plan | None) -> Arm:
     """Raises whatever the arm's library raises."""
     model = _prepared(cell, how)
+    torch._inductor.config.triton.mix_order_reduction = _FUSES  # LoKA's arm before may have switched it off
     call: Call
     if name == BLOCK:
         call = compiled(model)

@@ -236,7 +236,7 @@ _ALL = [
     _zoo("wukong_0.5gf", "wukong", "0.5gf", 160, 6144, mods=True),
     _zoo("wukong_2gf_without_mods", "wukong", "2gf", 160, 6144),
     *(_zoo("wukong_2gf", "wukong", "2gf", 160, rows, mods=True, trained=False) for rows in (512, 2048, 8192)),
-    _zoo("kunlun", "kunlun", "paper", 384, 256, features=FEATURES["kunlun", "paper"]),
+    _zoo("kunlun", "kunlun", "paper", 384, 64, features=FEATURES["kunlun", "paper"]),
     _zoo("interformer", "interformer", "paper", 160, 1024, features=FEATURES["interformer", "paper"]),
     _zoo("hstu", "hstu", "dlrmv3", 512, 128, features=FEATURES["hstu", "hybrid512"]),
     _zoo("hstu_hybrid", "hstu", "hybrid512", 512, 128, features=FEATURES["hstu", "hybrid512"]),

@@ -4,6 +4,8 @@ A pass over Inductor's joint graph, in which PyTorch itself has written down who
 backward. See joint_pass.py for what it does, cones.py for what it may.
 """
 
+from loka.core.compiling import keep_reductions_apart
+
 
 def install() -> None:
     """Adds the pass to Inductor's configuration, once, behind what the user has there."""
@@ -11,6 +13,7 @@ def install() -> None:
 
     from loka.compiler.joint_pass import RegionPass  # here, so that `import loka` loads no compiler
 
+    keep_reductions_apart()
     known = config.joint_custom_pre_pass
     if not isinstance(known, RegionPass):
         config.joint_custom_pre_pass = RegionPass(known)
