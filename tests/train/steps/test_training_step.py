@@ -113,6 +113,27 @@ def test_what_cannot_be_compiled_runs_eagerly_to_the_same_bits(monkeypatch):
     assert torch.equal(found, exact)  # dropout's random state and the buffer were put back
 
 
+@pytest.mark.parametrize(("wrong", "told"), [(3.0, True), (float("nan"), True), (1.01, False)])
+def test_what_a_compiler_gets_wrong_runs_eagerly_to_the_same_bits(wrong, told, monkeypatch):
+    def scaled(graph, inputs):
+        return lambda *args: [wrong * output for output in graph(*args)]
+
+    def compiled(model):
+        model.top._compiled_call_impl = torch.compile(lambda x: model.top._call_impl(x), backend=scaled)
+        return model
+
+    def uncompiled(model):
+        model.top._compiled_call_impl = None
+        return model
+
+    exact, _ = weights_after(CONFIG)
+    monkeypatch.setattr(module, "compiled", compiled)
+    monkeypatch.setattr(module, "uncompiled", uncompiled)
+    found, result = weights_after(replace(CONFIG, step="compile"))
+    assert torch.equal(found, exact) == told
+    assert ("away from those of its code as written" in (result.step_reason or "")) == told
+
+
 @pytest.mark.usefixtures("quick_compiler")
 def test_a_graph_needs_a_gpu():
     if torch.cuda.is_available():

@@ -4,14 +4,15 @@
     compile   the model's blocks compiled (train/steps/step_time.py), the rest as written
   graph   blocks compiled, and all but tables with sparse gradients in one CUDA graph (train/steps/graphed.py)
 
-What cannot run as asked runs as the line above it, with the same result up to rounding, and `reason` says
-why. A batch of another size than the config's, such as the last one, runs eagerly: it is not worth a compile.
-Its gradients are as much smaller as it is shorter: Adam, which does not see a size that stays, would else
-move the weights by a few rows as far as by a whole batch.
+What cannot run as asked, or computes something else when compiled (train/steps/agreement.py), runs as the line
+above it, with the same result up to rounding, and `reason` says why. A batch of another size than the config's,
+such as the last one, runs eagerly: it is not worth a compile. Its gradients are as much smaller as it is shorter:
+Adam, which does not see a size that stays, would else move the weights by a few rows as far as by a whole batch.
 """
 
 import contextlib
 import copy
+import functools
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Literal, NamedTuple
 
@@ -28,7 +29,8 @@ from loka.nn import unwrap
 from loka.nn.fp8_state_dict import fp8_state_dict, load_fp8_state_dict
 from loka.nn.unwrap import device_of
 from loka.train.config import TrainConfig
-from loka.train.steps.forward import arguments, predict
+from loka.train.steps.agreement import disagreement
+from loka.train.steps.forward import arguments, predict, rows_of, tasks_in
 from loka.train.steps.graphed import REPLICAS, GraphedStep, graphed
 from loka.train.steps.pipelined import Ahead, Pipelined, pipelined
 from loka.train.steps.step_time import compiled, has_graphs, uncompiled
@@ -107,17 +109,20 @@ class Step:
             return self._inside(batch)
         before = _Before(self._model)
         try:
-            found = self._inside(batch)
+            self._why_not_compiled = self._disagreement(batch)
+            before.put_back()
+            if self._why_not_compiled is None:
+                found = self._inside(batch)
+                self._tried = True
+                return found
         except _compiler_errors() as error:
             # The optimizers have not stepped: forward or backward failed while being compiled.
             before.put_back()
             cause = getattr(error, "inner_exception", error)
             self._why_not_compiled = f"torch.compile failed: {first_line(cause)}"
-            self._compiled = False
-            uncompiled(unwrap(self._model))
-            return self._inside(batch)
-        self._tried = True
-        return found
+        self._compiled = False
+        uncompiled(unwrap(self._model))
+        return self._inside(batch)
 
     @contextlib.contextmanager
     def rehearsing(self) -> Iterator[None]:
@@ -169,6 +174,16 @@ class Step:
             torch.autograd.backward(rows, gradients)
             self._optimizers["sparse"].step()
         return Predicted(losses, logits)
+
+    def _disagreement(self, batch: Batch) -> str | None:
+        """Of the blocks compiled with those as written; None where forward exchanges with other ranks too, each of
+        which may run out of memory by itself."""
+        model = unwrap(self._model)
+        if is_sharded(self._model) or sharded_modules(self._model):
+            return None
+        part = rows_of(batch, 0, -(-len(batch) // self._config.accumulate))
+        forward = functools.partial(predict, model, arguments(part), self._config.precision, tasks=tasks_in(batch))
+        return disagreement(model, forward)
 
     def _outside(self, batch: Batch) -> Predicted:
         """Through the model itself, not replayed. Where a graph may exist, on its stream."""

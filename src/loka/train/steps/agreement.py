@@ -1,0 +1,44 @@
+"""Whether a compiled model still computes what its code says.
+
+Compilers err without a word: torch 2.11 gave outputs of two models in bf16 that were 11 % and 42 % off, in training
+graphs alone (docs/log.md). So the first batch goes forward twice, as written and compiled, before anything is learnt.
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch import nn
+
+from loka.nn.site import sites_of
+
+_OFF, _OFF_IN_FP8 = 0.1, 0.3
+"""Of the norm of the logits. Rounding of bf16 moves untrained logits by 0.2 to 3 %, that of eight bits by 3 to 15 %
+(benchmarks/regions/README.md)."""
+_NOTHING = 1e-3  # rms of a difference of logits that changes no log loss in its sixth digit
+
+
+def disagreement(model: nn.Module, forward: Callable[[], torch.Tensor]) -> str | None:
+    """Why `model`, compiled, is not to be trusted, or None. `forward` gives its logits, with gradients on.
+
+    None too where logits as written are not finite, forward draws random numbers, which a compiler draws otherwise,
+    or memory ends: nothing can be compared then.
+    """
+    try:
+        random = _random_state()
+        with torch.compiler.set_stance("force_eager"):
+            written = forward().detach()
+        if not all(map(torch.equal, random, _random_state())) or not written.isfinite().all():
+            return None
+        compiled = forward().detach()
+    except torch.OutOfMemoryError:
+        return None
+    size, apart = written.norm().item(), (compiled - written).norm().item()
+    allowed = max((_OFF_IN_FP8 if sites_of(model) else _OFF) * size, _NOTHING * written.numel() ** 0.5)
+    if apart <= allowed:  # NaN is not
+        return None
+    return f"compiled, its logits are {apart / max(size, 1e-30):.0%} away from those of its code as written"
+
+
+def _random_state() -> list[torch.Tensor]:
+    on_gpu = [torch.cuda.get_rng_state()] if torch.cuda.is_available() else []
+    return [torch.get_rng_state(), *on_gpu]
