@@ -20,7 +20,8 @@ from loka.measurement.settings import Settings
 from loka.nn import fp8_runs, sites_of
 from loka.train import TrainConfig, load_newest, train
 from loka.train.automatic import auto as module
-from loka.train.automatic.auto import NE_ALLOWED, Auto, AutoConfig, relative_width
+from loka.train.automatic.as_it_is import relative_width
+from loka.train.automatic.auto import NE_ALLOWED, Auto, AutoConfig
 from loka.train.automatic.timeline import load_timeline
 from loka.zoo import build
 
@@ -157,6 +158,33 @@ def test_the_probe_ends_when_it_knows_enough(monkeypatch):
     _, auto, _, _ = run(replace(AUTO, width=1.5, every=1))
     assert looked[:2] == [6, 8]  # the first looks at or after least_steps
     assert auto.timeline.events[1].step == 8
+
+
+@pytest.mark.parametrize(("most", "ends"), [(20, 12), (10, 10)])
+def test_the_probe_goes_on_while_effects_move_by_orders_of_magnitude(most, ends, monkeypatch, tmp_path):
+    """Asked again at twice the steps, or at the most; a run killed meanwhile goes on alike."""
+
+    def width(stats):
+        return 1e10 if stats.steps < 12 else 1.2
+
+    def killed(step):
+        if step == 8:
+            raise KilledWhileMeasuring
+
+    monkeypatch.setattr(module, "relative_width", width)
+    monkeypatch.setattr(Auto, "_narrow", lambda self: True)
+    monkeypatch.setattr(module, "_LOOK_EVERY", 2)
+    config = replace(AUTO, least_steps=6, most_steps=most, every=1)
+    model, auto, straight, said = run(config)
+    assert [event.phase for event in auto.timeline.events][:2] == ["probe", "measure"]
+    assert auto.timeline.events[1].step == ends
+    assert any("moves too fast" in line for line in said)
+    with pytest.raises(KilledWhileMeasuring):
+        run(config, folder=tmp_path, on_step=killed)
+    again, _, result, _ = run(config, folder=tmp_path, seed=1)
+    assert 0 < result.resumed_from <= 8
+    assert result.plan.to_json() == straight.plan.to_json()
+    assert digest(again.state_dict()) == digest(model.state_dict())
 
 
 def test_how_narrow_effects_are():

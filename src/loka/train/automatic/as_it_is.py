@@ -16,8 +16,10 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from loka.core.budget import total_effect, upper_bound
 from loka.core.exceptions import DataRefused
 from loka.core.numerics.label_rate import BaseRate, LabelRate
+from loka.core.records.drift import effects_of
 from loka.core.records.stats import Stats
 from loka.data.batch import Batch, Source, tasks_of
 from loka.probe import Probe, renew_effects
@@ -30,6 +32,7 @@ from loka.train.running import Reading
 from loka.train.steps.forward import arguments, matrix_precision, predict, tasks_in
 
 _WATCHED_BATCHES = 16
+_REFERENCE = "rowwise_e4m3"  # the recipe whose effects have to be known
 
 
 @dataclass(frozen=True)
@@ -178,6 +181,13 @@ def effect_lines(stats: Stats, seconds: float) -> list[str]:
         which = "every site" if len(paths) == len(stats.layers) else ", ".join(paths)
         lines.append(f"no new effect on KL/H of {which}: {reason}")
     return lines
+
+
+def relative_width(stats: Stats) -> float | None:
+    """What a budget is charged for all layers' effects together over their estimate; None while unknown."""
+    effects = [found[_REFERENCE] for found in effects_of(stats).values() if _REFERENCE in found]
+    total = total_effect(effects)
+    return upper_bound(total) / total.value if effects and total.value > 0 else None
 
 
 def as_they_are(output: Any) -> Any:

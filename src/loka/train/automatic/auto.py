@@ -1,7 +1,7 @@
 """From a cold start to FP8 in one run: bf16 while a probe learns, then measure, plan, convert, and on.
 
-    probe      bf16, some steps sampled; ends when the predicted effects on KL/H are narrow, or after its
-               share, with effects of the model as it is by then, from fresh rows
+    probe      bf16, some steps sampled; ends when the predicted effects on KL/H are narrow and no longer move by
+               orders of magnitude, or after its share, with effects of the model as it is by then, from fresh rows
     measure    no steps: errors, and on a GPU times, of every candidate at every site; a plan in the budget
     fp8        by the plan       (bf16, where nothing is worth FP8 or is allowed to be)
 
@@ -16,6 +16,7 @@ from __future__ import annotations
 import gc
 import itertools
 import json
+import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack
@@ -25,7 +26,7 @@ from typing import Any, Literal
 
 import torch
 
-from loka.core.budget import Budget, total_effect, upper_bound
+from loka.core.budget import Budget
 from loka.core.exceptions import CheckpointRefused, EffectUnknown, NoKernelFits, PlanMismatch, WrongResults
 from loka.core.exchange import ranks_of
 from loka.core.numerics.effect import NO_PROMISE
@@ -45,7 +46,7 @@ from loka.planner import plan as plan_report
 from loka.probe import Probe
 from loka.probe.merging import gather_stats
 from loka.probe.model_effects.movement import Horizon
-from loka.train.automatic.as_it_is import as_they_are, batches_needed, effect_lines, renew
+from loka.train.automatic.as_it_is import as_they_are, batches_needed, effect_lines, relative_width, renew
 from loka.train.automatic.timeline import Event, Timeline
 from loka.train.ranks import by_the_first, first_rank, together
 from loka.train.run import Callback, Run
@@ -57,8 +58,8 @@ Phase = Literal["probe", "measure", "fp8", "bf16"]
 Track = Callable[[Iterable[Any], str, int], Iterable[Any]]
 
 NE_ALLOWED = 2e-4
-_REFERENCE = "rowwise_e4m3"  # the recipe whose effects have to be known
 _CANNOT_RUN = (EffectUnknown, NoKernelFits, PlanMismatch, WrongResults)  # a plan; bf16 goes on
+_RESTLESS = 10.0  # times the estimate; 1.5 to 3 in a model that settles, 1e10 in one that had collapsed (docs/log.md)
 _LOOK_EVERY = 25  # steps between two looks at how narrow the effects are
 
 
@@ -134,6 +135,7 @@ class Auto(Callback):
         self._stats: Stats | None = None
         self._sampled = 0  # steps, in this process
         self._looked_at = 0
+        self._least = 0  # steps of the probe's phase, once it was found too early to end it
         self._step = ExitStack()  # in which FSDP2 keeps weights whole: a sampled one
 
     def identity(self) -> dict[str, Any]:
@@ -155,16 +157,19 @@ class Auto(Callback):
             self.timeline = Timeline(file=self._timeline_file(self._folder))
             self._begin("probe", run)
         if self.phase == "probe":
-            self._probe = Probe(
-                run.model,
-                every=self.config.every,
-                overhead=self.config.overhead,
-                base_rate=self.config.base_rate,
-                logits=as_they_are,
-                seed=torch.distributed.get_rank() if ranks_of() > 1 else 0,
-                resume=self._stats,
-            )
-            self._probe.__enter__()
+            self._watch(run, self._stats)
+
+    def _watch(self, run: Run, stats: Stats | None) -> None:
+        self._probe = Probe(
+            run.model,
+            every=self.config.every,
+            overhead=self.config.overhead,
+            base_rate=self.config.base_rate,
+            logits=as_they_are,
+            seed=torch.distributed.get_rank() if ranks_of() > 1 else 0,
+            resume=stats,
+        )
+        self._probe.__enter__()
 
     def before(self, run: Run) -> Sight:
         if self.phase == "measure":
@@ -195,6 +200,7 @@ class Auto(Callback):
         stats = self._probe.stats() if self._probe else self._stats if self.phase == "measure" else None
         return {
             "phase": self.phase,
+            "least": self._least,
             "stats": torch.frombuffer(bytearray(to_bytes(stats)), dtype=torch.uint8) if stats else None,
             "timeline": json.dumps(encode(self.timeline.events)),
             "seconds": self.timeline.seconds,
@@ -202,7 +208,7 @@ class Auto(Callback):
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        self.phase = state["phase"]
+        self.phase, self._least = state["phase"], state.get("least", 0)
         if state["stats"] is not None:
             if (before := state.get("ranks", ranks_of())) != ranks_of():
                 raise CheckpointRefused(
@@ -216,26 +222,26 @@ class Auto(Callback):
 
     def _enough(self, run: Run) -> bool:
         """Whether the probe's phase ends here; rank 0 says."""
-        config, warm = self.config, int(run.steps * run.config.warmup)
-        least = max(warm, 100) if config.least_steps is None else config.least_steps
-        most = max(run.steps // 5, 1) if config.most_steps is None else config.most_steps
-        if run.step >= most:
+        least = self.config.least_steps or max(int(run.steps * run.config.warmup), 100)
+        if run.step >= self._most(run):
             return True
-        if run.step < least or run.step % _LOOK_EVERY:
+        if run.step < max(least, self._least) or run.step % _LOOK_EVERY:
             return False
         looks = self._sampled > self._looked_at
         self._looked_at = self._sampled
         _, narrow = together(lambda: looks and first_rank() and self._narrow())
         return narrow[0] == str(True)
 
+    def _most(self, run: Run) -> int:
+        return self.config.most_steps or max(run.steps // 5, 1)
+
     def _narrow(self) -> bool:
         assert self._probe is not None
-        width = relative_width(self._probe.stats())
-        return width is not None and width <= self.config.width
+        return (relative_width(self._probe.stats()) or math.inf) <= self.config.width
 
     def _end_probe(self, run: Run) -> None:
         assert self._probe is not None
-        stats = self._probe.stats()
+        stats = sampled = self._probe.stats()
         self._probe.__exit__(None, None, None)
         self._probe = None
         run.close()  # compiled code and graphs of bf16 are of no more use
@@ -243,14 +249,19 @@ class Auto(Callback):
             stats, _ = together(lambda: self._renewed(run, stats), lambda renewed: "")
         rate = rate_factor(max(run.step - 1, 0), run.steps, run.config)
         merged = replace(gather_stats(stats), final_rate=rate)  # exchanges by itself
-        together(lambda: self._save(merged))
-        self._stats = merged
-        self.phase = "measure"
-        run.save_due = True  # a run killed while measuring need not probe again
         width = relative_width(merged)
         known = f"effects on KL/H known to a factor of {width:.2f}" if width else "no effect on KL/H known"
         said = f"{stats.sampled_steps} of {stats.steps} steps sampled, {known}"
         self._tell(f"step {run.step}: probed: {said}")
+        if width is not None and width > _RESTLESS and run.step < self._most(run):
+            self._least = min(2 * run.step, self._most(run))
+            self._tell(f"the model moves too fast for a plan: probing goes on to step {self._least}")
+            self._watch(run, sampled)
+            return
+        together(lambda: self._save(merged))
+        self._stats = merged
+        self.phase = "measure"
+        run.save_due = True  # a run killed while measuring need not probe again
         self._begin("measure", run, note=said)
 
     def _renewed(self, run: Run, stats: Stats) -> Stats:
@@ -387,10 +398,3 @@ class Auto(Callback):
     @staticmethod
     def _timeline_file(folder: Path | None) -> Path | None:
         return folder / "timeline.json" if folder is not None and first_rank() else None
-
-
-def relative_width(stats: Stats) -> float | None:
-    """What a budget is charged for all layers' effects together over their estimate; None while unknown."""
-    effects = [found[_REFERENCE] for found in effects_of(stats).values() if _REFERENCE in found]
-    total = total_effect(effects)
-    return upper_bound(total) / total.value if effects and total.value > 0 else None
