@@ -68,7 +68,7 @@ def test_raw_parameters_and_several_outputs(tmp_path):
 def test_the_example_in_cpp(tmp_path):
     if shutil.which("g++") is None:
         pytest.skip("needs g++")
-    example = Path(__file__).parents[2] / "examples" / "serve_cpp"
+    example = Path(__file__).parents[3] / "examples" / "serve_cpp"
     server = served()
     server.package(tmp_path / "ranker.pt2", batch=(1, 64))
     request = rows(64)

@@ -7,7 +7,7 @@ import statistics
 
 import pytest
 
-from loka.planner.knapsack_several import Choice, spend_several
+from loka.planner.choice.knapsack_several import Choice, spend_several
 
 
 def instance(seed):

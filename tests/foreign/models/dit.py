@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from .spec import Foreign, generator, seeded
+from foreign.spec import Foreign, generator, seeded
 
 WIDTH, HEADS, TOKENS, CHANNELS = 48, 3, 6, 16
 

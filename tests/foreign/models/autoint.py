@@ -6,7 +6,7 @@ The equations and the calls are that library's, the code is not. ids [B, 4] -> p
 import torch
 from torch import nn
 
-from .spec import Foreign, ids, of_probabilities, seeded
+from foreign.spec import Foreign, ids, of_probabilities, seeded
 
 FIELDS, VOCABULARY, WIDTH, HEADS = 4, 50, 32, 2
 

@@ -6,7 +6,7 @@ from itertools import pairwise
 import torch
 from torch import nn
 
-from .spec import Foreign, floats, of_logits, seeded, whole
+from foreign.spec import Foreign, floats, of_logits, seeded, whole
 
 WIDTHS = (32, 64, 64, 32)
 FLOPS = 32 * 64 + 64 * 64 + 64 * 32 + 32  # multiplications of one row

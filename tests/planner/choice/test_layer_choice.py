@@ -12,7 +12,7 @@ import loka
 from loka.core.error import Estimate
 from loka.core.recipe import Gemm
 from loka.core.records.report import HP, REGION
-from loka.planner.layer_choice import Option, choose, combine, earns, region_choice
+from loka.planner.choice.layer_choice import Option, choose, combine, earns, region_choice
 
 ROW, TENSOR = "torch:rowwise_e4m3", "torch:tensorwise_e4m3"
 SHARED_ROW = "e4m3_row+e4m3_row"

@@ -5,7 +5,7 @@ Three features of 32, two of them ragged. The first layer is 13 wide as on Crite
 
 import torch
 
-from .spec import Foreign, generator, of_logits, seeded, variant, whole
+from foreign.spec import Foreign, generator, of_logits, seeded, variant, whole
 
 FEATURES, DIM, DENSE, RANK, LAYERS = 3, 32, 13, 32, 2
 NAMES = [f"f{i}" for i in range(FEATURES)]

@@ -7,7 +7,7 @@ sigmoid comes out, MLP blocks are one Sequential); the code here is not. Four fi
 import torch
 from torch import nn
 
-from .spec import Foreign, generator, of_probabilities, seeded
+from foreign.spec import Foreign, generator, of_probabilities, seeded
 
 FIELDS, VOCABULARY, EMBEDDING = 4, 50, 16
 WIDTH = FIELDS * EMBEDDING

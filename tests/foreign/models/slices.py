@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from .spec import Foreign, floats, ids, of_logits, seeded, whole
+from foreign.spec import Foreign, floats, ids, of_logits, seeded, whole
 
 
 def _weight(*shape):

@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from .spec import Foreign, generator, seeded, variant
+from foreign.spec import Foreign, generator, seeded, variant
 
 WIDTH, HEADS, LAYERS, TOKENS, VOCABULARY = 64, 4, 2, 16, 96
 

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from loka.planner.knapsack import Way, hull, pareto, spend, steps
+from loka.planner.choice.knapsack import Way, hull, pareto, spend, steps
 
 
 def way(item, name, time, effect):

@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from .spec import Foreign, floats, of_logits, seeded, whole
+from foreign.spec import Foreign, floats, of_logits, seeded, whole
 
 EXPERTS, FAN_IN, HIDDEN, FAN_OUT = 4, 32, 64, 32
 

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from .spec import Foreign, generator, of_probabilities, seeded
+from foreign.spec import Foreign, generator, of_probabilities, seeded
 
 FIELDS, VOCABULARY, EMBEDDING, DENSE = 3, 50, 16, 2
 WIDTH = FIELDS * EMBEDDING + DENSE  # 50: no multiple of 16, as in life

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
-from .spec import Foreign, floats, of_logits, seeded, whole
+from foreign.spec import Foreign, floats, of_logits, seeded, whole
 
 
 class Block(nn.Module):

@@ -23,7 +23,7 @@ are their DLRM-v3's, their research code has neither. N_i counts the tokens that
 padded length, so that a row does not depend on padding. DLRM-v3 has no rab but adds positions to its inputs;
 here every size has rab^p. Their research code buckets times by powers of 1.35, here by powers of two.
 
-`scans` names layers, counted from 0, that are chunked scans in place of attention (loka.zoo.scan): a hybrid
+`scans` names layers, counted from 0, that are chunked scans in place of attention (loka.zoo.sequences.scan): a hybrid
 of ours. They read the context in the order of its features.
 
 Rows without a history: the row's features are the context, the history is empty, and the target's
@@ -38,7 +38,7 @@ from torch import nn
 from torch.nn import functional
 
 from loka.zoo.layers import Front, mlp
-from loka.zoo.scan import ScanLayer
+from loka.zoo.sequences.scan import ScanLayer
 
 
 class DistanceBias(nn.Module):

@@ -3,7 +3,7 @@
     effect of a plan = sum over FP8 output GEMMs of their predicted KL/H
 
 The effects of sites add up (docs/budget.md), so one limit for the model is a knapsack over its layers
-(planner/knapsack.py), and limits on tasks and segments are one with several (planner/knapsack_several.py). A
+(knapsack.py), and limits on tasks and segments are one with several (knapsack_several.py). A
 layer's ways are its allowed choices of all three GEMMs, the best one for each effect its `output` GEMM can
 have; gradients have none, and keep their own rules. Of times within the noise the one that costs less KL/H is
 taken. Without times a GEMM's multiplications stand for them, halved in FP8.
@@ -17,11 +17,11 @@ from loka.core.budget import Budget
 from loka.core.recipe import Gemm
 from loka.core.records.plan import Decision
 from loka.core.records.report import HP, Report, SiteReport
-from loka.planner.knapsack import Way, spend
-from loka.planner.knapsack_several import Choice, Spent, spend_several
-from loka.planner.layer_choice import Choice as LayerChoice
-from loka.planner.layer_choice import Layer, allowed_choices, best_of, tied
-from loka.planner.limits import Cost, Limits, cost_of, fits
+from loka.planner.choice.knapsack import Way, spend
+from loka.planner.choice.knapsack_several import Choice, Spent, spend_several
+from loka.planner.choice.layer_choice import Choice as LayerChoice
+from loka.planner.choice.layer_choice import Layer, allowed_choices, best_of, tied
+from loka.planner.choice.limits import Cost, Limits, cost_of, fits
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,7 +33,7 @@ class Granted:
 
 
 def grant(report: Report, budget: Budget, limits: Limits, layers: Mapping[str, Layer]) -> Granted:
-    """Spends `limits` (planner/limits.py) over `layers`."""
+    """Spends `limits` (planner/choice/limits.py) over `layers`."""
     ways = {path: _layer_ways(path, layer, budget, limits) for path, layer in layers.items()}
     notes = tuple(report.unknown_effects())
     if len(limits) == 1:
@@ -56,13 +56,13 @@ def grant(report: Report, budget: Budget, limits: Limits, layers: Mapping[str, L
 
 
 def _lost(found: Spent, ways: Mapping[str, Sequence[Choice]]) -> str:
-    """What several limits may have cost the choice itself, by the bound of planner/knapsack_several.py."""
+    """What several limits may have cost the choice itself, by the bound of planner/choice/knapsack_several.py."""
     slowest = math.fsum(max(way.time for way in several) for several in ways.values())
     most, got = slowest - found.bound, slowest - found.time
     share = got / most if most > 0 else 1.0
     return (
         f"several limits: the choice saves {share:.1%} of what any choice within them could save at most "
-        "(planner/knapsack_several.py)"
+        "(planner/choice/knapsack_several.py)"
     )
 
 

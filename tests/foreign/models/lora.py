@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.nn.utils.parametrizations import weight_norm
 
-from .spec import Foreign, floats, of_logits, seeded, whole
+from foreign.spec import Foreign, floats, of_logits, seeded, whole
 
 RANK = 32
 

@@ -18,7 +18,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from loka.planner.knapsack import Way, pareto, steps
+from loka.planner.choice.knapsack import Way, pareto, steps
 
 _ROUNDS = 60
 _ROUNDING = 1e-12  # of a limit: less would be mended for ever

@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from .spec import Foreign, floats, generator, ids, of_logits, seeded, whole
+from foreign.spec import Foreign, floats, generator, ids, of_logits, seeded, whole
 
 WIDTH, HEADS, FEED, LAYERS, TOKENS, VOCABULARY = 32, 2, 64, 2, 8, 60
 TOKEN = 3 * WIDTH**2 + WIDTH**2 + 2 * WIDTH * FEED  # multiplications of one token in one layer

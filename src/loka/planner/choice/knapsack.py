@@ -9,7 +9,7 @@ the steps of all items, sorted by time saved per effect, are every answer there 
 until the limit is reached ends where bisection on lambda would. It is the exact optimum for the
 effect it spends. What is left of the limit, less than the one step that did not fit, goes to whatever
 still fits, or to a step that did not after the least worthy ones before it are undone. What is lost against
-the true optimum is at most the time of one step (tests/planner/test_knapsack.py).
+the true optimum is at most the time of one step (tests/planner/choice/test_knapsack.py).
 """
 
 import itertools

@@ -17,7 +17,7 @@ from loka.data import CRITEO, Schema, TableClicks, build_vocabulary, hashed_voca
 pa = pytest.importorskip("pyarrow", reason="pyarrow is not installed (pip install 'loka[data]')")
 from pyarrow import parquet  # noqa: E402
 
-REAL = Path(__file__).parents[3] / "shared" / "data" / "criteo_80k.parquet"
+REAL = Path(__file__).parents[4] / "shared" / "data" / "criteo_80k.parquet"
 TINY = Schema(label="y", dense=("d",), sparse=("c",))
 
 

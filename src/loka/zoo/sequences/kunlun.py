@@ -26,8 +26,8 @@ import torch
 from torch import nn
 
 from loka.zoo.attention import AttentionPool, SelfAttention
-from loka.zoo.interformer import Gate
 from loka.zoo.layers import ACTIVATIONS, Front, TokenLinear, mlp
+from loka.zoo.sequences.interformer import Gate
 
 
 def _stacked(count: int, inputs: int, outputs: int, *, terms: int = 1) -> nn.Parameter:
