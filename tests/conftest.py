@@ -12,7 +12,7 @@ import pytest
 import torch
 from hypothesis import settings
 
-sys.path.insert(0, str(Path(__file__).parent))  # tests/models.py, tests/cases.py
+sys.path.insert(0, str(Path(__file__).parent))  # tests/models.py, tests/ranks.py
 
 # How long an example takes says what else the machine does.
 settings.register_profile("without a deadline", deadline=None)

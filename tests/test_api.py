@@ -1,4 +1,4 @@
-"""Public names and command-line options, as `api.txt` lists them.
+"""Public names and command-line options, as `api.txt` lists them below their package or command.
 
 A change that adds one, takes one away or gives it another default shows in that file, and in the review:
 `python tests/test_api.py` writes it anew.
@@ -7,6 +7,8 @@ A change that adds one, takes one away or gives it another default shows in that
 import difflib
 import importlib
 import inspect
+import itertools
+import operator
 from pathlib import Path
 
 import typer.main
@@ -31,13 +33,13 @@ PACKAGES = (
 
 
 def names():
-    """A line a name; of functions and classes of `loka` itself with arguments and defaults."""
+    """(package, name); of functions and classes of `loka` itself with arguments and defaults."""
     for package in PACKAGES:
         module = importlib.import_module(package)
         for name in sorted(module.__all__):
             value = getattr(module, name)
             whole = package == "loka" and callable(value)
-            yield f"{package}.{name}{_arguments(value) if whole else ''}"
+            yield package, f"{name}{_arguments(value) if whole else ''}"
 
 
 def _arguments(value):
@@ -54,7 +56,7 @@ def _argument(one):
 
 
 def commands():
-    """A line an argument or option of each command, with its default."""
+    """(command, argument or option) of each, with its default."""
     yield from _of_command("loka", typer.main.get_command(app))
 
 
@@ -62,17 +64,26 @@ def _of_command(path, command):
     for parameter in sorted(command.params, key=lambda parameter: parameter.name or ""):
         told = " ".join((*parameter.opts, *parameter.secondary_opts))
         default = "" if parameter.default in (None, ()) or callable(parameter.default) else f" = {parameter.default}"
-        yield f"{path} {told}{default}{' required' if parameter.required else ''}"
+        yield path, f"{told}{default}{' required' if parameter.required else ''}"
     for name, inner in sorted(getattr(command, "commands", {}).items()):
         yield from _of_command(f"{path} {name}", inner)
 
 
 def listed():
-    return "\n".join([*names(), *commands()]) + "\n"
+    grouped = itertools.groupby([*names(), *commands()], key=operator.itemgetter(0))
+    return "".join(f"{head}\n" + "".join(f"  {line}\n" for _, line in lines) for head, lines in grouped)
+
+
+def spelled_out(text):
+    """Each line with what it stands below."""
+    head = ""
+    for line in text.splitlines():
+        head = head if line.startswith(" ") else line
+        yield f"{head}{line[1:]}" if line.startswith(" ") else head
 
 
 def test_public_names_and_options_are_those_that_are_listed():
-    known, now = LISTED.read_text().splitlines(), listed().splitlines()
+    known, now = (list(spelled_out(text)) for text in (LISTED.read_text(), listed()))
     changes = [line for line in difflib.unified_diff(known, now, lineterm="", n=0) if line[:1] in "+-"]
     assert known == now, "\n".join([*changes[2:], "meant? `python tests/test_api.py` writes api.txt anew"])
 

@@ -1,8 +1,9 @@
-"""Ratchets: what importing costs, which way imports point, how large files are."""
+"""Ratchets: what importing costs, which way imports point, how large files and folders are."""
 
 import re
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -46,13 +47,22 @@ def test_imports_point_one_way():
     assert result.returncode == 0, result.stdout
 
 
+def python_files():
+    return [file for room in ("src", "tests", "benchmarks", "examples") for file in (ROOT / room).rglob("*.py")]
+
+
 def test_files_stay_small():
     long = {}
-    for path in [file for room in ("src", "tests", "benchmarks") for file in (ROOT / room).rglob("*.py")]:
+    for path in python_files():
         lines = len(path.read_text().splitlines())
         if lines > (600 if "triton" in path.parts else 400):
             long[str(path)] = lines
     assert not long
+
+
+def test_folders_stay_small():
+    files = Counter(path.parent for path in python_files() if path.name != "__init__.py")
+    assert not {str(folder): number for folder, number in files.items() if number > 15}
 
 
 def test_nothing_loads_what_can_execute():

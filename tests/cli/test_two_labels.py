@@ -2,6 +2,7 @@
 
 import json
 import random
+import re
 
 import pytest
 from command_line import loka
@@ -105,6 +106,21 @@ def test_what_is_of_one_task_says_so(folder, command):
     text = loka(*command, "--data", "rows", "--device", "cpu", cwd=folder, fails=True)
     assert "the rows have 2 labels: click, buy" in text
     assert '("label": "click")' in text
+
+
+def test_gates_by_a_domain_are_asked_for_in_the_models_name(folder):
+    def train(name, *more, fails=False):
+        return loka("train", "--data", "rows", *FEW[:4], "--model", name, *more, cwd=folder, fails=fails)
+
+    by = {name: train(name, "--checkpoints", name[-1]) for name in ("mmoe:small:0", "mmoe:small:1")}
+    for text in by.values():
+        assert re.findall("(click|buy): held out: ne", text) == ["click", "buy"]
+    assert len({text.split("held out")[1] for text in by.values()}) == 2
+    # Both columns' gates are alike in size: the names of weights tell them apart.
+    assert "another run" in train("mmoe:small:1", "--checkpoints", "0", fails=True)
+    assert "the rows have 2 sparse columns" in train("mmoe:small:2", fails=True)
+    for name in ("dlrm:small:0", "mmoe:small:", "mmoe:small:-1"):
+        assert "mmoe:SIZE:COLUMN" in train(name, fails=True)
 
 
 def test_a_factory_is_called_with_their_number(folder):

@@ -1,6 +1,19 @@
 """All foreign models by name."""
 
-from . import autoint, checkpointed, deepctr, dit, dlrm, encoders, experts, fuxictr, hugging_face, lora, slices, towers
+from .models import (
+    autoint,
+    checkpointed,
+    deepctr,
+    dit,
+    dlrm,
+    encoders,
+    experts,
+    fuxictr,
+    hugging_face,
+    lora,
+    slices,
+    towers,
+)
 from .spec import Foreign
 
 FOREIGN: dict[str, Foreign] = {

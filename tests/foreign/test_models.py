@@ -97,7 +97,7 @@ def test_checkpoints_compute_again_in_backward(name):
 
 
 def test_no_model_imports_loka():
-    for path in Path(__file__).parent.glob("*.py"):
+    for path in Path(__file__).parent.rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
             names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
             names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []

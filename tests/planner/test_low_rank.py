@@ -5,7 +5,7 @@ that LoKA has of an H200, quantizing included (docs/scale.md), of a LoRA-wrapped
 """
 
 import torch
-from foreign.lora import LoRALinear
+from foreign.models.lora import LoRALinear
 from reports import H200, measured
 from torch import nn
 

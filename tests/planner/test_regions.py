@@ -24,8 +24,8 @@ from loka.core.storage.codec import decode, encode
 from loka.core.storage.files import read_record, write_record
 from loka.measurement import Settings
 from loka.planner.baselines import fastest_of_library, only_library
+from loka.planner.choice.ne_budget import cost_of
 from loka.planner.frontier import base_time, frontier, saved_time
-from loka.planner.ne_budget import cost_of
 from loka.planner.replan import with_effects
 
 FAST, SLOW = "torch_fast:rowwise_e4m3", "torch:rowwise_e4m3"

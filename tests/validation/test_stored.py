@@ -50,7 +50,7 @@ FILES: dict[str, type[Validation] | type[Bank] | type[Comparison]] = {
 
 
 def stored(name, folder):
-    """A copy in `folder`; the largest is kept packed."""
+    """A copy in `folder`; large ones are kept packed."""
     packed = STORED / f"{name}.xz"
     data = lzma.decompress(packed.read_bytes()) if packed.exists() else (STORED / name).read_bytes()
     (folder / name).write_bytes(data)
@@ -78,8 +78,8 @@ def test_a_stored_file_is_read_and_written_again_as_it_was(name, tmp_path):
 
 def test_a_stored_comparison_is_read(tmp_path):
     """Its differences say neither of how many rows they are nor their KL/H."""
-    found = Comparison.load(STORED / "train.json")
-    before = content_of(STORED / "train.json")
+    before = content_of(stored("train.json", tmp_path))
+    found = Comparison.load(tmp_path / "train.json")
     assert [list(vars(p.difference.ne_percent).values()) for p in found.pairs] == [
         p["difference"]["ne_percent"] for p in before["pairs"]
     ]

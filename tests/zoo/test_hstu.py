@@ -7,8 +7,8 @@ import torch
 from torch.nn import functional
 
 from loka.zoo.history import HistoryTable
-from loka.zoo.hstu import HSTU, DistanceBias, HSTULayer, TimeBias, sight
 from loka.zoo.layers import Front
+from loka.zoo.sequences.hstu import HSTU, DistanceBias, HSTULayer, TimeBias, sight
 
 # float64, so that a wrong formula stands clear of rounding.
 CLOSE = {"rtol": 1e-10, "atol": 1e-10}

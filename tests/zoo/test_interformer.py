@@ -6,8 +6,8 @@ import torch
 from loka.zoo import build
 from loka.zoo.attention import AttentionPool, SelfAttention, rotate
 from loka.zoo.dhen import AttentionInteraction, CrossInteraction, DHENLayer, DotInteraction
-from loka.zoo.interformer import Gate, MaskNet, PersonalizedFFN, SequenceSummary
 from loka.zoo.layers import TokenLinear
+from loka.zoo.sequences.interformer import Gate, MaskNet, PersonalizedFFN, SequenceSummary
 
 # float64, so that a wrong formula stands clear of rounding.
 CLOSE = {"rtol": 1e-10, "atol": 1e-10}

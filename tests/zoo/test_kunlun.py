@@ -9,7 +9,7 @@ from loka.measurement import Settings
 from loka.zoo import build
 from loka.zoo.attention import rotate
 from loka.zoo.history import HistoryTable
-from loka.zoo.kunlun import GDPA, SumKron, WindowAttention, WukongExperts
+from loka.zoo.sequences.kunlun import GDPA, SumKron, WindowAttention, WukongExperts
 
 # float64, so that a wrong formula stands clear of rounding.
 CLOSE = {"rtol": 1e-10, "atol": 1e-10}

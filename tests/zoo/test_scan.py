@@ -7,7 +7,7 @@ import loka
 from loka.zoo import build
 from loka.zoo.history import HistoryTable
 from loka.zoo.presets import _PRESETS
-from loka.zoo.scan import ScanLayer, chunked_scan
+from loka.zoo.sequences.scan import ScanLayer, chunked_scan
 
 
 def recurrence(x, log_a, b, c):

@@ -246,7 +246,8 @@ def test_each_task_of_mmoe_mixes_the_experts_by_its_gate(tasks, domain):
     expected = torch.empty(9, tasks, dtype=torch.float64)
     for row, x in enumerate(tokens.flatten(1)):
         read = x if domain is None else model.front.embeddings(sparse)[row, domain]
-        for k, gate in enumerate(model.gates.weight.chunk(tasks)):
+        gates = model.gates if domain is None else model.gates[f"column_{domain}"]
+        for k, gate in enumerate(gates.weight.chunk(tasks)):
             shares = (gate @ read).softmax(0)
             mixed = sum(share * expert(x) for share, expert in zip(shares, model.experts, strict=True))
             expected[row, k] = model.logit.weight[k] @ model.towers[k](mixed) + model.logit.bias[k]

@@ -102,9 +102,9 @@ def model_builder(name: str) -> Build:
     """A function that builds the model for a source.
 
     Args:
-        name: "wukong", "wukong:2gf" (see `loka.zoo.presets`), or "package.module:factory",
-            whose factory is called with dense_features and vocab_sizes; where rows have several labels, with
-            tasks, their number, too.
+        name: "wukong", "wukong:2gf" (see `loka.zoo.presets`), "mmoe:small:3" (gates by sparse column 3,
+            counted from 0), or "package.module:factory", whose factory is called with dense_features and
+            vocab_sizes; where rows have several labels, with tasks, their number, too.
 
     Raises:
         UnknownName: neither; the known models are listed.
@@ -112,11 +112,16 @@ def model_builder(name: str) -> Build:
     head, _, tail = name.partition(":")
     known = {model for model, _ in presets()}
     if head in known:
-        size = tail or "small"
+        size, colon, domain = tail.partition(":")
+        size = size or "small"
         if (head, size) not in presets():
             sizes = ", ".join(s for model, s in presets() if model == head)
             raise UnknownName(f"{head} has no size {size!r}", way_out=f"one of {sizes}")
-        return functools.partial(_of_zoo, head, size)
+        if colon and not (head == "mmoe" and domain.isdecimal()):
+            raise UnknownName(
+                f"{name}: {domain!r} is no domain", way_out="mmoe:SIZE:COLUMN, its gates by a sparse column"
+            )
+        return functools.partial(_of_zoo, head, size, int(domain) if colon else None)
     names = ", ".join(f"{model}:{size}" for model, size in presets())
     if not tail:
         raise UnknownName(f"no model is called {name!r}", way_out=f"one of {names}, or package.module:factory")
@@ -159,8 +164,14 @@ def is_of_zoo(name: str) -> bool:
     return name.partition(":")[0] in {model for model, _ in presets()}
 
 
-def _of_zoo(name: str, size: str, source: Source) -> nn.Module:
+def _of_zoo(name: str, size: str, domain: int | None, source: Source) -> nn.Module:
     """With a table for the source's histories, where it has some and the model reads them."""
+    columns = len(source.vocab_sizes)
+    if domain is not None and domain >= columns:
+        raise LokaError(
+            f"--model {name}:{size}:{domain}: the rows have {columns} sparse columns",
+            way_out=f"from 0 to {columns - 1}",
+        )
     held = history_of(source) if takes_history(name) else None
     return build(
         name,
@@ -169,6 +180,7 @@ def _of_zoo(name: str, size: str, source: Source) -> nn.Module:
         vocab_sizes=source.vocab_sizes,
         history=None if held is None else HistoryTable(vocab_size=held.vocab_size),
         tasks=_tasks_of_zoo(source),
+        domain=domain,
     )
 
 

@@ -8,7 +8,9 @@ import typer
 ModelName = Annotated[
     str,
     typer.Option(
-        "--model", help="wukong, dcnv2, dlrm, interformer, dhen, hstu, kunlun, NAME:SIZE, or package.module:factory."
+        "--model",
+        help="wukong, dcnv2, dlrm, interformer, dhen, hstu, kunlun, mmoe, NAME:SIZE, mmoe:SIZE:COLUMN (gates by that "
+        "sparse column), or package.module:factory.",
     ),
 ]
 DataFile = Annotated[

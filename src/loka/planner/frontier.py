@@ -3,7 +3,7 @@
     saved(plan) = sum over FP8 sites of (hp time - time)
 
 All points have one base, the hp time of all measured sites. Without times multiplications stand for them,
-halved in FP8 (planner/ne_budget.py).
+halved in FP8 (planner/choice/ne_budget.py).
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -18,7 +18,7 @@ from loka.core.records.report import HP, Report
 from loka.core.storage.codec import encode, named
 from loka.core.storage.files import write_record
 from loka.core.table import format_table
-from loka.planner.limits import WAY_OUT
+from loka.planner.choice.limits import WAY_OUT
 from loka.planner.plan import plan
 
 _UNLIMITED = 1e9  # no model loses so much

@@ -2,11 +2,11 @@
 
 A candidate must be supported and keep the error limits at the safe end of its interval. Where
 times were measured, the three GEMMs of a layer are then chosen together for the least time of
-the layer, each faster than hp by `min_speedup` (planner/layer_choice.py). Where nothing was timed,
+the layer, each faster than hp by `min_speedup` (planner/choice/layer_choice.py). Where nothing was timed,
 the candidate with the smallest error wins. Everything else stays in hp. What is equal within
 the noise goes to the first name, so that every rank and every run decides alike.
 
-A budget of KL/H, of the model or by task and segment, is spent first (planner/ne_budget.py): it grants each
+A budget of KL/H, of the model or by task and segment, is spent first (planner/choice/ne_budget.py): it grants each
 layer what its `output` GEMM may cost, and the rest is decided as ever among the candidates that cost no more.
 """
 
@@ -27,10 +27,20 @@ from loka.core.records.report import HP, REGION, Measurement, Report, SiteReport
 from loka.core.signature import ModelSignature
 from loka.kernels.gemm.registry import require_legal
 from loka.nn.linears import is_prediction
+from loka.planner.choice.layer_choice import (
+    Choice,
+    Layer,
+    Option,
+    Savings,
+    choose,
+    combine,
+    option_of,
+    speedup_of,
+    tied,
+)
+from loka.planner.choice.limits import Cost, Limits, cost_of, fits, limits_of, share_spent
+from loka.planner.choice.ne_budget import grant, is_forced
 from loka.planner.decision import decision_of
-from loka.planner.layer_choice import Choice, Layer, Option, Savings, choose, combine, option_of, speedup_of, tied
-from loka.planner.limits import Cost, Limits, cost_of, fits, limits_of, share_spent
-from loka.planner.ne_budget import grant, is_forced
 from loka.planner.package_target import plan_package
 from loka.planner.regions import in_region, regions_of, unsupported
 

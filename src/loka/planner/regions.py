@@ -7,9 +7,9 @@ from loka.core.budget import Budget
 from loka.core.recipe import Gemm
 from loka.core.records.plan import Decision
 from loka.core.records.report import HP, REGION, Measurement, Report, SiteReport
+from loka.planner.choice.layer_choice import Choice, Option, option_of, region_choice
+from loka.planner.choice.limits import Limits, over_limits
 from loka.planner.decision import decision_of
-from loka.planner.layer_choice import Choice, Option, option_of, region_choice
-from loka.planner.limits import Limits, over_limits
 
 
 def unsupported(measured: Measurement, budget: Budget, limits: Limits, gemm: Gemm) -> str | None:

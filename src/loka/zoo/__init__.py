@@ -11,13 +11,13 @@ from loka.zoo.dhen import DHEN
 from loka.zoo.dlrm import DLRM
 from loka.zoo.embedded import dense_part, look_up
 from loka.zoo.history import HistoryTable
-from loka.zoo.hstu import HSTU
-from loka.zoo.interformer import InterFormer
 from loka.zoo.inventory import inventory
-from loka.zoo.kunlun import Kunlun
 from loka.zoo.layers import Front
 from loka.zoo.mmoe import MMoE
 from loka.zoo.presets import build, needs_sequences, presets, takes_history
+from loka.zoo.sequences.hstu import HSTU
+from loka.zoo.sequences.interformer import InterFormer
+from loka.zoo.sequences.kunlun import Kunlun
 from loka.zoo.wukong import Wukong
 
 __all__ = [

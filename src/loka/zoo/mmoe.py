@@ -8,6 +8,7 @@ feature, g^k = softmax(W_gk e_s) of its embedding alone, a mixture for each task
 
 import functools
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import nn
@@ -40,9 +41,11 @@ class MMoE(nn.Module):
             raise ValueError(f"domain is {domain}; there are {fields} sparse features, counted from 0")
         self.front = front
         self.domain = None if domain is None else front.dense_tokens + domain
+        self.column = f"column_{domain}"  # in the names of weights: those of another column do not load
         width = front.tokens * front.dim
         part = functools.partial(mlp, activation=activation, norm=norm)
-        self.gates = nn.Linear(width if domain is None else front.dim, tasks * experts, bias=False)
+        gates = nn.Linear(width if domain is None else front.dim, tasks * experts, bias=False)
+        self.gates: Any = gates if domain is None else nn.ModuleDict({self.column: gates})
         self.experts = nn.ModuleList(part(width, expert) for _ in range(experts))
         self.towers = nn.ModuleList(part(expert[-1], tower) for _ in range(tasks))
         self.logit = nn.Linear(tower[-1], tasks)
@@ -51,7 +54,7 @@ class MMoE(nn.Module):
         tokens = self.front(dense, sparse)
         x = tokens.flatten(1)
         found = torch.stack([expert(x) for expert in self.experts], dim=1)  # [B, experts, width]
-        gates = self.gates(x if self.domain is None else tokens[:, self.domain])
+        gates = self.gates(x) if self.domain is None else self.gates[self.column](tokens[:, self.domain])
         shares = gates.unflatten(1, (len(self.towers), -1)).softmax(dim=-1)
         mixed = torch.bmm(shares.to(found.dtype), found).unbind(1)
         heads = zip(self.towers, mixed, self.logit.weight.split(1), self.logit.bias.split(1), strict=True)

@@ -16,11 +16,11 @@ from loka.zoo.dcn import DCNv2
 from loka.zoo.dhen import DHEN
 from loka.zoo.dlrm import DLRM
 from loka.zoo.history import HistoryTable
-from loka.zoo.hstu import HSTU
-from loka.zoo.interformer import InterFormer
-from loka.zoo.kunlun import Kunlun
 from loka.zoo.layers import Front
 from loka.zoo.mmoe import MMoE
+from loka.zoo.sequences.hstu import HSTU
+from loka.zoo.sequences.interformer import InterFormer
+from loka.zoo.sequences.kunlun import Kunlun
 from loka.zoo.wukong import Wukong
 
 MODELS: dict[str, type[nn.Module]] = {

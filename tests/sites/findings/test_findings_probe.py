@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from forced import force, plan_of, probe, ran
-from foreign.experts import Einsum
+from foreign.models.experts import Einsum
 from foreign.spec import floats
 from oracle import assert_close, by_hand
 from small_towers import batch, tower

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from foreign import dlrm
+from foreign.models import dlrm
 from rank_models import LR, STEPS, forced, left, planned, probed, runs
 from ranks import on_ranks
 from torch import nn

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from foreign import dlrm
+from foreign.models import dlrm
 from rank_models import LR, STEPS, forced, planned, probed, runs
 from ranks import on_ranks
 from test_ranks_torchrec import ROUNDING, ROWS, build, by_hand, dense, half, sharded

@@ -1,0 +1,1 @@
+"""What each GEMM runs in, within limits on speed, error and KL/H."""

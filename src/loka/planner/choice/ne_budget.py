@@ -1,0 +1,106 @@
+"""Spending `Budget.ne`: what each layer's `output` GEMM may cost the model in KL/H.
+
+    effect of a plan = sum over FP8 output GEMMs of their predicted KL/H
+
+The effects of sites add up (docs/budget.md), so one limit for the model is a knapsack over its layers
+(knapsack.py), and limits on tasks and segments are one with several (knapsack_several.py). A
+layer's ways are its allowed choices of all three GEMMs, the best one for each effect its `output` GEMM can
+have; gradients have none, and keep their own rules. Of times within the noise the one that costs less KL/H is
+taken. Without times a GEMM's multiplications stand for them, halved in FP8.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from loka.core.budget import Budget
+from loka.core.recipe import Gemm
+from loka.core.records.plan import Decision
+from loka.core.records.report import HP, Report, SiteReport
+from loka.planner.choice.knapsack import Way, spend
+from loka.planner.choice.knapsack_several import Choice, Spent, spend_several
+from loka.planner.choice.layer_choice import Choice as LayerChoice
+from loka.planner.choice.layer_choice import Layer, allowed_choices, best_of, tied
+from loka.planner.choice.limits import Cost, Limits, cost_of, fits
+
+
+@dataclass(frozen=True, kw_only=True)
+class Granted:
+    """`layers`: what the `output` GEMM of each may spend, of each limit."""
+
+    layers: Mapping[str, Cost]
+    notes: tuple[str, ...]
+
+
+def grant(report: Report, budget: Budget, limits: Limits, layers: Mapping[str, Layer]) -> Granted:
+    """Spends `limits` (planner/choice/limits.py) over `layers`."""
+    ways = {path: _layer_ways(path, layer, budget, limits) for path, layer in layers.items()}
+    notes = tuple(report.unknown_effects())
+    if len(limits) == 1:
+        (limit,) = limits.values()
+        alone = {
+            path: [Way(item=path, name=way.name, time=way.time, effect=way.effects[0]) for way in several]
+            for path, several in ways.items()
+        }
+        granted: dict[str, Cost] = {path: (way.effect,) for path, way in spend(alone, limit).items()}
+    else:
+        found = spend_several(ways, list(limits.values()))
+        granted = {path: way.effects for path, way in found.taken.items()}
+        notes += (_lost(found, ways),)
+    for place, (part, limit) in enumerate(limits.items()):
+        spent = math.fsum(cost[place] for cost in granted.values())
+        if spent > limit * (1 + 1e-9):
+            of = f" of {part}" if part else ""
+            notes += (f"what was forced spends {spent:.2g} of KL/H{of} by itself, above the budget of {limit:g}",)
+    return Granted(layers={path: granted[path] for path in layers}, notes=notes)
+
+
+def _lost(found: Spent, ways: Mapping[str, Sequence[Choice]]) -> str:
+    """What several limits may have cost the choice itself, by the bound of planner/choice/knapsack_several.py."""
+    slowest = math.fsum(max(way.time for way in several) for several in ways.values())
+    most, got = slowest - found.bound, slowest - found.time
+    share = got / most if most > 0 else 1.0
+    return (
+        f"several limits: the choice saves {share:.1%} of what any choice within them could save at most "
+        "(planner/choice/knapsack_several.py)"
+    )
+
+
+def is_forced(decision: Decision | None) -> bool:
+    return decision is not None and decision.reason.startswith("forced by")
+
+
+def _layer_ways(path: str, layer: Layer, budget: Budget, limits: Limits) -> list[Choice]:
+    """The best choice for each effect that `output` can have, where spending more also saves time."""
+    none = (0.0,) * len(limits)
+    output = next((site for site in layer.sites if site.problem.gemm is Gemm.OUTPUT), None)
+    decided = layer.fixed.get(Gemm.OUTPUT)
+    spent = cost_of(output, decided.candidate, limits) if output and decided else none
+    if not layer.options:
+        if output is None or decided is None or decided.candidate == HP or is_forced(decided):
+            return [Choice(name=HP, time=0.0, effects=spent)]
+        work = _work(output)
+        return [Choice(name=HP, time=2 * work, effects=none), Choice(name=decided.candidate, time=work, effects=spent)]
+    allowed = allowed_choices(
+        layer.options, layer.savings, min_speedup=budget.min_speedup, fixed=set(layer.fixed), regions=layer.regions
+    )
+    levels: dict[Cost, list[LayerChoice]] = {}
+    for choice in allowed:
+        option = choice.options.get(Gemm.OUTPUT)
+        cost = cost_of(output, option.name, limits) if output and option else spent
+        levels.setdefault(cost, []).append(choice)
+    ways: list[Choice] = []
+    kept: list[tuple[Cost, LayerChoice]] = []
+    for cost in sorted(levels, key=lambda cost: (math.fsum(cost), cost)):
+        best = best_of(levels[cost])
+        cheaper = [choice for other, choice in kept if fits(other, cost)]
+        last = min(cheaper, key=lambda choice: choice.microseconds, default=None)
+        if last is None or (best.microseconds < last.microseconds and not tied(last, best)):
+            names = " ".join(option.name for option in best.options.values())
+            ways.append(Choice(name=names, time=best.microseconds, effects=cost))
+            kept.append((cost, best))
+    return ways
+
+
+def _work(site: SiteReport) -> float:
+    return float(site.problem.m * site.problem.n * site.problem.k)

@@ -1,0 +1,1 @@
+"""Models that read histories themselves: attention, gates and scans over them."""

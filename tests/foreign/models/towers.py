@@ -1,0 +1,132 @@
+"""Towers by hand, and the shapes that an output can have: a tensor, a dict, a dataclass, features."""
+
+from dataclasses import dataclass
+from itertools import pairwise
+
+import torch
+from torch import nn
+
+from foreign.spec import Foreign, floats, of_logits, seeded, whole
+
+WIDTHS = (32, 64, 64, 32)
+FLOPS = 32 * 64 + 64 * 64 + 64 * 32 + 32  # multiplications of one row
+
+
+class ReluTower(nn.Module):
+    """Linear and ReLU three times, then one logit; x [B, 32] -> [B, 1]."""
+
+    def __init__(self):
+        super().__init__()
+        self.fc1 = nn.Linear(32, 64)
+        self.fc2 = nn.Linear(64, 64)
+        self.fc3 = nn.Linear(64, 32)
+        self.out = nn.Linear(32, 1)
+
+    def forward(self, x):
+        x = torch.relu(self.fc1(x))
+        x = torch.relu(self.fc2(x))
+        x = torch.relu(self.fc3(x))
+        return self.out(x)
+
+
+class BatchNormTower(nn.Module):
+    """Linear, BatchNorm1d, ReLU three times, then one logit as [B]."""
+
+    def __init__(self):
+        super().__init__()
+        layers: list[nn.Module] = []
+        for fan_in, fan_out in pairwise(WIDTHS):
+            layers += [nn.Linear(fan_in, fan_out, bias=False), nn.BatchNorm1d(fan_out), nn.ReLU()]
+        self.layers = nn.Sequential(*layers)
+        self.out = nn.Linear(WIDTHS[-1], 1)
+
+    def forward(self, x):
+        return self.out(self.layers(x)).squeeze(-1)
+
+
+class DictTower(ReluTower):
+    """It returns {'logits': [B, 1], 'features': [B, 32]}."""
+
+    def forward(self, x):
+        x = torch.relu(self.fc1(x))
+        x = torch.relu(self.fc2(x))
+        features = torch.relu(self.fc3(x))
+        return {"features": features, "logits": self.out(features)}
+
+
+@dataclass
+class Scored:
+    features: torch.Tensor
+    logits: torch.Tensor
+
+
+class DataclassTower(DictTower):
+    """It returns a dataclass with `.logits`, which pytree does not know."""
+
+    def forward(self, x):  # type: ignore[override]
+        return Scored(**super().forward(x))
+
+
+class FeaturesOfFour(nn.Module):
+    """It returns hidden features, [B, 4], for a head that lives elsewhere: they are not four logits."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(
+            nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 4), nn.ReLU()
+        )
+
+    def forward(self, x):
+        return self.layers(x)
+
+
+class TwoTasks(nn.Module):
+    """It returns the tuple (click, buy) of two heads, [B] each, over one trunk."""
+
+    def __init__(self):
+        super().__init__()
+        self.trunk = nn.Sequential(nn.Linear(32, 64), nn.ReLU())
+        self.click = nn.Sequential(nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 1))
+        self.buy = nn.Sequential(nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 1))
+
+    def forward(self, x):
+        shared = self.trunk(x)
+        return self.click(shared).squeeze(-1), self.buy(shared).squeeze(-1)
+
+
+def _tower(name, build, logits=whole, **more):
+    return Foreign(
+        name=name,
+        build=seeded(build),
+        inputs=floats(32),
+        loss=of_logits(logits),
+        logits=logits,
+        parameter_gemm_flops=lambda rows: 2 * rows * FLOPS,
+        **more,
+    )
+
+
+MODELS = [
+    _tower("relu_tower", ReluTower),
+    _tower("batchnorm_tower", BatchNormTower),
+    _tower("dict_tower", DictTower, lambda output: output["logits"]),
+    _tower(
+        "dataclass_tower", DataclassTower, lambda output: output.logits, export_strict=False, export_non_strict=False
+    ),
+    Foreign(
+        name="features_of_four",
+        build=seeded(FeaturesOfFour),
+        inputs=floats(32),
+        loss=lambda output: output.square().mean(),
+        parameter_gemm_flops=lambda rows: 2 * rows * (32 * 64 + 64 * 64 + 64 * 4),
+        notes="[B, 4] is hidden features: forward returns no logits.",
+    ),
+    Foreign(
+        name="two_tasks",
+        build=seeded(TwoTasks),
+        inputs=floats(32),
+        loss=lambda output: of_logits()(output[0]) + of_logits()(output[1]),
+        logits=lambda output: torch.stack(output, dim=-1),
+        parameter_gemm_flops=lambda rows: 2 * rows * (32 * 64 + 2 * (64 * 32 + 32)),
+    ),
+]

@@ -1,0 +1,75 @@
+"""Several limits: always within them, near the best, and the bound that says how near holds."""
+
+import itertools
+import math
+import random
+import statistics
+
+import pytest
+
+from loka.planner.choice.knapsack_several import Choice, spend_several
+
+
+def instance(seed):
+    draw = random.Random(seed)
+    count = draw.randrange(2, 5)
+    items = {}
+    for layer in range(draw.randrange(3, 7)):
+        time, ways = 10.0, [Choice(name="hp", time=10.0, effects=(0.0,) * count)]
+        for number in range(draw.randrange(1, 4)):
+            time -= 3 * draw.random()
+            effects = tuple(draw.lognormvariate(0, 1.5) for _ in range(count))
+            ways.append(Choice(name=f"way {number}", time=time, effects=effects))
+        items[f"layer {layer}"] = ways
+    most = [math.fsum(max(way.effects[c] for way in ways) for ways in items.values()) for c in range(count)]
+    return items, [draw.uniform(0.05, 0.6) * total for total in most]
+
+
+def within(ways, limits):
+    return all(math.fsum(way.effects[c] for way in ways) <= limit for c, limit in enumerate(limits))
+
+
+def best(items, limits):
+    every = (ways for ways in itertools.product(*items.values()) if within(ways, limits))
+    return min(math.fsum(way.time for way in ways) for ways in every)
+
+
+def test_against_every_choice_there_is():
+    lost = []
+    for seed in range(120):
+        items, limits = instance(seed)
+        found, optimum = spend_several(items, limits), best(items, limits)
+        assert within(tuple(found.taken.values()), [limit * (1 + 1e-9) for limit in limits]), seed
+        assert found.bound <= optimum + 1e-9 <= found.time + 2e-9, seed
+        in_hp = 10.0 * len(items)
+        lost.append((found.time - optimum) / (in_hp - optimum) if in_hp - optimum > 1e-9 else 0.0)
+    # Measured: 96 % are the optimum, and 0.4 % of what could be saved is lost on average.
+    assert sum(gap < 1e-9 for gap in lost) > 0.9 * len(lost)
+    assert statistics.mean(lost) < 0.02
+
+
+def test_a_limit_that_one_item_breaks_by_itself_does_not_bind_the_others_of_another_limit():
+    items = {
+        "forced": [Choice(name="int8", time=1.0, effects=(5.0, 0.0))],
+        "free": [Choice(name="hp", time=4.0, effects=(0.0, 0.0)), Choice(name="fp8", time=2.0, effects=(0.0, 1.0))],
+        "dear": [Choice(name="hp", time=4.0, effects=(0.0, 0.0)), Choice(name="fp8", time=2.0, effects=(0.1, 0.0))],
+    }
+    found = spend_several(items, [1.0, 1.0])
+    assert {name: way.name for name, way in found.taken.items()} == {"forced": "int8", "free": "fp8", "dear": "hp"}
+
+
+def test_a_limit_of_nothing_is_kept():
+    items, limits = instance(3)
+    found = spend_several(items, [0.0, *limits[1:]])
+    assert math.fsum(way.effects[0] for way in found.taken.values()) == 0.0
+
+
+def test_an_item_without_ways_is_named():
+    with pytest.raises(ValueError, match="no way to run b"):
+        spend_several({"a": [Choice(name="hp", time=1.0, effects=(0.0,))], "b": []}, [1.0])
+
+
+def test_names_and_order_of_items_do_not_matter():
+    items, limits = instance(11)
+    turned = dict(reversed(items.items()))
+    assert spend_several(items, limits).taken == spend_several(turned, limits).taken

@@ -1,0 +1,157 @@
+"""A package answers without loka as the server does; what cannot go into one is refused."""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from served import GROUP, POW2, ROW, TENSOR, TORCH, Cross, Tower, calibration, cross_plan, plan_for, rows, tower
+
+from loka.core.exceptions import MissingLibrary, ServeRefused, WrongResults
+from loka.serve import Server, freeze
+from loka.serve.build import frozen_sites
+from loka.serve.packaging.aot import PackagedSite, unpackaged
+from loka.serve.rows import leaves
+
+BOTH = {"first": ROW, "second": ROW}
+
+
+def served(candidate=ROW, **options):
+    model = tower()
+    return freeze(model, plan_for(model, dict.fromkeys(BOTH, candidate)), calibration=calibration(), **options)
+
+
+@pytest.mark.parametrize("autocast", [None, torch.bfloat16])
+@pytest.mark.parametrize("candidate", [ROW, POW2, GROUP, TENSOR, TORCH])
+def test_a_packaged_site_computes_what_a_frozen_one_does(candidate, autocast):
+    server = served(candidate, autocast=autocast)
+    for name, site in frozen_sites(server.current.module).items():
+        x = torch.randn(5, 3, site.weight.sides[1])
+        with torch.no_grad(), torch.autocast("cpu", dtype=autocast, enabled=autocast is not None):
+            assert torch.equal(PackagedSite(site)(x), site(x)), name
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("candidate", "autocast"), [(TENSOR, torch.bfloat16), (TORCH, None)])
+def test_a_package_runs_without_loka(candidate, autocast, tmp_path):
+    server = served(candidate, autocast=autocast, shadow=0.5)
+    server.refresh(tower(1).state_dict())
+    found = server.package(tmp_path / "ranker.pt2", batch=(1, 300))
+    assert found.path.exists()
+    assert found.sizes == (1, 37, 300)
+    # Sums in another order: the last bits of float32, and rarely an FP8 value; FP8 itself costs 5e-3.
+    assert found.mean_abs < 1e-5
+    model = torch._inductor.aoti_load_package(str(found.path))
+    request = rows(50)
+    expected = server.current.module
+    with torch.no_grad(), torch.autocast("cpu", dtype=autocast, enabled=autocast is not None):
+        torch.testing.assert_close(model(*request), expected(*request), atol=1e-2, rtol=0)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["ranker.pt2"]
+
+
+@pytest.mark.slow
+def test_raw_parameters_and_several_outputs(tmp_path):
+    torch.manual_seed(0)
+    model = Cross().eval()
+    server = freeze(model, cross_plan(model, ROW), calibration=[torch.randn(64, 24)])
+    found = server.package(tmp_path / "cross.pt2", batch=(2, 64))
+    loaded = torch._inductor.aoti_load_package(str(found.path))
+    x = torch.randn(64, 24)
+    for one, two in zip(leaves(loaded(x)), leaves(server(x).output), strict=True):
+        torch.testing.assert_close(one, two, atol=1e-2, rtol=0)
+
+
+@pytest.mark.slow
+def test_the_example_in_cpp(tmp_path):
+    if shutil.which("g++") is None:
+        pytest.skip("needs g++")
+    example = Path(__file__).parents[3] / "examples" / "serve_cpp"
+    server = served()
+    server.package(tmp_path / "ranker.pt2", batch=(1, 64))
+    request = rows(64)
+    torch.save([*request, server(request).output], tmp_path / "rows.pt")
+    build = ["sh", str(example / "build.sh"), str(tmp_path / "score")]
+    subprocess.run(build, check=True, timeout=900, env={**os.environ, "PYTHON": sys.executable})
+    command = [str(tmp_path / "score"), str(tmp_path / "ranker.pt2"), str(tmp_path / "rows.pt"), "2"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("64 rows, 1 outputs")
+
+
+def test_what_cannot_go_into_a_package():
+    model = tower()
+    plan = plan_for(model, {"first": ROW, "second": "deep_gemm:blockwise_e4m3"})
+    assert list(unpackaged(plan)) == ["second"]
+    assert "C shim" in unpackaged(plan)["second"]
+    server = served()
+    for batch in ((0, 5), (5, 4)):
+        with pytest.raises(ServeRefused, match="no range of rows"):
+            server.package("x.pt2", batch=batch)
+    other = Server(
+        card=server.card,
+        plan=plan,
+        skeleton=server._skeleton,
+        scales={},
+        module=server.current.module,
+        precise=None,
+        shadow=0,
+        graphs=False,
+    )
+    with pytest.raises(ServeRefused, match=r"(?s)second: deep_gemm.*target=.package"):
+        other.package("x.pt2")
+
+
+def test_without_a_compiler(monkeypatch):
+    monkeypatch.setattr(shutil, "which", lambda name: None)
+    with pytest.raises(MissingLibrary, match=r"C\+\+ compiler"):
+        served().package("x.pt2")
+
+
+class Branches(Tower):
+    def forward(self, dense, ids):
+        return super().forward(dense, ids) if float(dense.sum()) < 1e9 else dense[:, 0]
+
+
+@pytest.mark.slow
+def test_a_model_that_does_not_export(tmp_path):
+    torch.manual_seed(0)
+    model = Branches().eval()
+    server = freeze(model, plan_for(model, BOTH), calibration=calibration())
+    with pytest.raises(ServeRefused, match=r"torch.export does not take this Branches"):
+        server.package(tmp_path / "x.pt2")
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.slow
+def test_a_package_that_answers_otherwise_is_not_left(tmp_path, monkeypatch):
+    """The file holds another version than the server that it is compared with."""
+    import loka.serve.packaging.aot as package
+
+    server = served()
+    other = freeze(tower(1), server.plan, calibration=calibration())
+
+    def compiled(program, *, package_path, inductor_configs):
+        Path(package_path).write_bytes(b"")
+
+    def run(command, **_):
+        given = package.tensors_from_bytes(Path(command[4]).read_bytes())
+        found = {
+            f"{size}/0": other.current.module(given[f"{size}/0"], given[f"{size}/1"])
+            for size in {name.partition("/")[0] for name in given}
+        }
+        Path(command[5]).write_bytes(package.tensors_to_bytes(found))
+        return subprocess.CompletedProcess(command, 0, "", "")
+
+    monkeypatch.setattr(torch._inductor, "aoti_compile_and_package", compiled)
+    monkeypatch.setattr(package.subprocess, "run", run)
+    with pytest.raises(WrongResults, match="answers otherwise"):
+        server.package(tmp_path / "x.pt2")
+    assert not list(tmp_path.iterdir())
+    assert other.package(tmp_path / "x.pt2").equal == 1.0
+    failed = subprocess.CompletedProcess([], 1, "", "ImportError: loka is not to be imported")
+    monkeypatch.setattr(package.subprocess, "run", lambda *_, **__: failed)
+    with pytest.raises(WrongResults, match=r"(?s)without loka.*not to be imported"):
+        other.package(tmp_path / "y.pt2")
