@@ -40,5 +40,14 @@ def error(found, expected):
     return float((found - expected).norm() / expected.norm().clamp_min(1e-30))
 
 
+def assert_as_good(joined, by_site, plain, found, eagerly, expected):
+    """What `run` gave of three models, and their gradients: no further from the plain one than by sites."""
+    exact, one_by_one, together = (gradients(model) for model in (plain, by_site, joined))
+    triples = [(found[0], eagerly[0], expected[0]), (found[1][0], eagerly[1][0], expected[1][0])]
+    triples += [(together[name], one_by_one[name], exact[name]) for name in exact]
+    for ours, theirs, truth in triples:
+        assert error(ours, truth) <= 1.3 * error(theirs, truth) + 0.005  # bfloat16 of the bias's gradient
+
+
 def fp8_sites(plan):
     return {d.path for d in plan.decisions.values() if d.candidate != HP}

@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from converted import INT8, JOINED, error, fp8_sites, gradients, plan_for, run
+from converted import INT8, JOINED, assert_as_good, error, fp8_sites, gradients, plan_for, run
 from joint import JointBackend
 from small_models import MODELS, made
 from sweeps import sweep
@@ -46,14 +46,7 @@ def test_joined_is_as_good_as_site_by_site(name):
     assert backend.count(region_gemm) == 3 * sites
     in_fp8 = run(torch.compile(fp8, backend=JointBackend(), fullgraph=True), x)
     assert error(found[0], expected[0]) < 0.5 * error(in_fp8[0], expected[0])
-    exact, one_by_one, together = (gradients(m) for m in (plain, eager, joined))
-    pairs = [(found[0], by_site[0], expected[0]), (found[1][0], by_site[1][0], expected[1][0])]
-    pairs += [(together[n], one_by_one[n], exact[n]) for n in exact]
-    for ours, theirs, truth in pairs:
-        assert ours is not None
-        assert theirs is not None
-        assert truth is not None
-        assert error(ours, truth) <= 1.3 * error(theirs, truth) + 0.005
+    assert_as_good(joined, eager, plain, found, by_site, expected)
 
 
 def test_backward_reads_no_integers():

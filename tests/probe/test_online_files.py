@@ -30,22 +30,21 @@ def test_saved_loaded_and_resumed(tmp_path):
     assert whole.layers["0"].operands["input"].numbers["count"] == 160
 
 
+def run(model, part, **options):
+    with loka.Probe(model, every=2, **options) as probe:
+        for rows in part:
+            model.zero_grad()
+            model(rows).sum().backward()
+    return probe.stats()
+
+
 def test_resuming_equals_one_run():
     """The same eight steps, watched in one go or in two."""
     torch.manual_seed(0)
     x = [torch.randn(30, 13) for _ in range(8)]
     model = odd_mlp()
-
-    def run(probe, part):
-        with probe:
-            for rows in part:
-                model.zero_grad()
-                model(rows).sum().backward()
-        return probe.stats()
-
-    whole = run(loka.Probe(model, every=2), x)
-    half = run(loka.Probe(model, every=2), x[:4])
-    both = run(loka.Probe(model, every=2, resume=half), x[4:])
+    whole, half = run(model, x), run(model, x[:4])
+    both = run(model, x[4:], resume=half)
     for path, layer in whole.layers.items():
         for operand, distribution in layer.operands.items():
             for name, tensor in distribution.tensors.items():
@@ -147,16 +146,8 @@ def test_an_interrupted_run_and_its_rest_learn_the_same_bits(tmp_path):
     """The randomness of a sampled step is a function of the seed and its number."""
     x = [torch.randn(60, 13) for _ in range(8)]
     model = odd_mlp()
-
-    def run(probe, part):
-        with probe:
-            for rows in part:
-                model.zero_grad()
-                model(rows).sum().backward()
-        return probe.stats()
-
-    options = {"every": 2, "rows": 20, "depth_rows": 10, "rank": 8, "effect_samples": 60, "effect_step": 16}
-    whole = run(loka.Probe(model, **options), x)
-    run(loka.Probe(model, **options, save_to=tmp_path), x[:3])
-    both = run(loka.Probe(model, **options, resume=loka.Stats.load(tmp_path)), x[3:])
+    options = {"rows": 20, "depth_rows": 10, "rank": 8, "effect_samples": 60, "effect_step": 16}
+    whole = run(model, x, **options)
+    run(model, x[:3], **options, save_to=tmp_path)
+    both = run(model, x[3:], **options, resume=loka.Stats.load(tmp_path))
     assert both.digest() == whole.digest()

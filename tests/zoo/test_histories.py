@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 from sweeps import sweep
+from test_zoo import assert_every_parameter_is_trained
 from torch import nn
 from torch.nn import functional
 
@@ -93,16 +94,7 @@ def test_whether_the_order_of_events_matters(name):
 @pytest.mark.parametrize("history", [ITEM, OWN], ids=["item", "own"])
 @pytest.mark.parametrize("name", READERS)
 def test_every_parameter_is_trained(name, history):
-    model = made(name, history)
-    inputs = rows(64, dtype=torch.float32)
-    label = torch.randint(2, (64,)).float()
-    functional.binary_cross_entropy_with_logits(model(*inputs), label).backward()
-    for path, parameter in model.named_parameters():
-        assert parameter.grad is not None, path
-        grad = parameter.grad.to_dense()
-        assert torch.isfinite(grad).all(), path
-        assert grad.abs().max() > 0, path
-    assert model.front.embeddings.table.weight.grad.is_sparse
+    assert_every_parameter_is_trained(made(name, history), rows(64, dtype=torch.float32))
 
 
 @pytest.mark.parametrize("slots", [0, 3])

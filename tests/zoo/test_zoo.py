@@ -59,19 +59,21 @@ def test_every_preset_ends_in_one_logit_with_bias(name, size):
     assert all(p.is_meta for p in itertools.chain(model.parameters(), model.buffers()))
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_small_models_train_every_parameter(name):
-    torch.manual_seed(0)
-    model = build(name, dense_features=5, vocab_sizes=VOCAB)
-    dense, sparse = rows(64, dtype=torch.float32)
+def assert_every_parameter_is_trained(model, inputs):
     label = torch.randint(2, (64,)).float()
-    nn.functional.binary_cross_entropy_with_logits(model(dense, sparse), label).backward()
+    nn.functional.binary_cross_entropy_with_logits(model(*inputs), label).backward()
     for path, parameter in model.named_parameters():
         assert parameter.grad is not None, path
         grad = parameter.grad.to_dense()
         assert torch.isfinite(grad).all(), path
         assert grad.abs().max() > 0, path
     assert model.front.embeddings.table.weight.grad.is_sparse
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_small_models_train_every_parameter(name):
+    torch.manual_seed(0)
+    assert_every_parameter_is_trained(build(name, dense_features=5, vocab_sizes=VOCAB), rows(64, dtype=torch.float32))
 
 
 @pytest.mark.parametrize("name", MODELS)
