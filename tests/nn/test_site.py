@@ -9,11 +9,11 @@ from models import odd_mlp
 from sites import convert_layer, convert_layers
 from torch import nn
 
-from loka.core.exceptions import NonFinite
+from loka.core.exceptions import NonFinite, NotConverted
 from loka.core.numerics.reference import dequantize, quantize
 from loka.core.recipe import RECIPES, Gemm
 from loka.kernels.gemm.run import kernel_runs, reset_kernel_runs, run_gemm
-from loka.nn import check_finite, health_of, reset_health, site_ops
+from loka.nn import check_finite, health_of, reset_health, site_gemms, site_ops
 from loka.nn.site_ops import layer_pass, site_backward, site_forward
 
 CPU_CANDIDATES = [
@@ -132,6 +132,22 @@ def test_compiles_without_a_graph_break_and_gives_the_same(backend):
 
 
 BLOCK = "emulated:blockwise_e4m3"
+
+
+@pytest.mark.parametrize("direct", [True, False])
+@pytest.mark.parametrize("grad_input", ["hp", ROW])
+def test_a_gradient_penalty_is_right_or_refused(grad_input, direct, monkeypatch):
+    """Not without its terms, as casts and what forward keeps have no graph. The penalty differentiates dx alone."""
+    monkeypatch.setattr(site_gemms, "_direct", lambda *_: direct)  # else by the ops
+    linear, x = nn.Linear(24, 8, bias=False), torch.randn(5, 24, requires_grad=True)
+    convert_layer(linear, (ROW, grad_input, ROW))
+    penalty = torch.autograd.grad(linear(x).sum(), x, create_graph=True)[0].square().sum()
+    if direct and grad_input == "hp":
+        penalty.backward()
+        torch.testing.assert_close(linear.weight.grad, 10 * linear.weight.sum(dim=0).expand(8, 24))
+    else:
+        with pytest.raises(NotConverted, match=r"it: .* no derivative[\s\S]*loka\.revert"):
+            penalty.backward()
 
 
 @pytest.mark.parametrize("names", [(ROW, BLOCK, ROW), (ROW, "hp", BLOCK), ("hp", ROW, ROW)])

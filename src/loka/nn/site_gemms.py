@@ -74,7 +74,8 @@ class SiteGemms(torch.autograd.Function):
         saved = ctx.saved_tensors
         _, grad_input, grad_weight = ctx.candidates
         want_x, want_weight = ctx.needs_input_grad[:2]
-        if _direct(grad_output):
+        direct = _direct(grad_output)
+        if direct:
             names, want = (grad_input, grad_weight), (want_x, want_weight)
             x, x_scale, weight, scale = saved
             dx, dw = backward_parts(
@@ -93,7 +94,25 @@ class SiteGemms(torch.autograd.Function):
                 ctx.features,
                 ctx.weight_dtype,
             )
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():  # create_graph=True
+            # An op, an FP8 cast and what forward kept have no graph of their own.
+            dx = dx if direct and grad_input == HP else _Once.apply(dx.detach().requires_grad_(), ctx.site)
+            dw = dw if direct and grad_weight == HP else _Once.apply(dw.detach().requires_grad_(), ctx.site)
         return dx if want_x else None, dw if want_weight else None, None, None, None, None, None, None
+
+
+class _Once(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, grad: torch.Tensor, site: str) -> torch.Tensor:
+        ctx.site = site
+        return grad.view_as(grad)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> None:
+        raise NotConverted(
+            f"{ctx.site}: a gradient by an FP8 GEMM has no derivative, as a gradient penalty or a Hessian takes it",
+            way_out="plan with grad_input and grad_weight in hp, or loka.revert(model)",
+        )
 
 
 def multiply(

@@ -161,7 +161,7 @@ def _site(
     keep_weight: bool,
     join: bool,
     hot: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+) -> Parts:
     """x [T, in] @ weight [out, in]^T through candidate `output`, and what backward wants of its operands.
 
     Returns y [T, out] in the dtype of x; x^T quantized for `grad_weight` and its scale, if
@@ -188,9 +188,8 @@ def _site_fake(
     grad_weight: str,
     keep_input: bool,
     keep_weight: bool,
-    join: bool,
-    hot: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    *_: Any,
+) -> Parts:
     layer = _layer(x, weight)
     shares = output != HP
     kept_x = layer.second_side(Gemm.GRAD_WEIGHT, grad_weight) if shares and keep_input else None
@@ -264,21 +263,8 @@ def _site_backward(
     return backward_parts(dy, x, x_scale, weight, weight_scale, health.data, names, want, features, weight_dtype)
 
 
-def _site_backward_fake(
-    dy: torch.Tensor,
-    x: torch.Tensor,
-    x_scale: torch.Tensor,
-    weight: torch.Tensor,
-    weight_scale: torch.Tensor,
-    health: torch.Tensor,
-    site: str,
-    grad_input: str,
-    grad_weight: str,
-    want_input: bool,
-    want_weight: bool,
-    features: int,
-    weight_dtype: torch.dtype,
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _site_backward_fake(dy: torch.Tensor, *others: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    want_input, want_weight, features, weight_dtype = others[-4:]
     dx = dy.new_empty(dy.shape[0], features) if want_input else dy.new_empty(0)
     dw = dy.new_empty(dy.shape[1], features, dtype=weight_dtype) if want_weight else dy.new_empty(0, dtype=weight_dtype)
     return dx, dw
