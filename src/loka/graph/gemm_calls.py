@@ -235,8 +235,9 @@ def _einsum(equation: str, a: torch.Tensor, b: torch.Tensor, *, weight_first: bo
     outputs = "".join(c for c in of_w if c not in of_x)
     if not inner or set(rows + outputs) - set(out):
         return None
-    size = dict(zip(of_x, x.shape, strict=True))
-    size.update(zip(of_w, w.shape, strict=True))
+    size = dict(zip(of_w, w.shape, strict=True))
+    if any(size.setdefault(c, side) != side for c, side in zip(of_x, x.shape, strict=True)):
+        return None  # a side of one that torch broadcasts
     count, contracted, height, width = (_product_of(size, part) for part in (stacked, inner, rows, outputs))
     x_form = _permuted(x, of_x, stacked + rows + inner)
     w_form = _permuted(w, of_w, stacked + outputs + inner)
