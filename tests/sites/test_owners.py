@@ -90,3 +90,33 @@ def test_a_site_is_forced_and_kept_by_its_very_name():
     assert runs["w[:16]/output"] == FP8
     assert runs["w/output"] == "hp"
     assert runs["w[:16]/grad_input"] == runs["w[:16]/grad_weight"] == "hp"
+
+
+class Mixture(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.w, self.rows = nn.Parameter(torch.randn(3, 32, 32)), nn.Parameter(torch.randn(2, 32))
+
+    def forward(self, x):
+        gates = (x @ self.rows[0]).unsqueeze(1)
+        return gates * sum(x @ v + F.gelu(x @ v.T) for v in self.w) + sum(x @ v for v in self.w[1:])
+
+
+def test_experts_of_an_iteration_are_sites_in_compiled_graphs():
+    """Dynamo hands no items to a mode: they ran in high precision, and a row beside them raised."""
+    torch.manual_seed(0)
+    model, x = Mixture(), torch.randn(8, 32)
+    with loka.Probe(model, every=1, effect_samples=0) as probe:
+        model(x).sum().backward()
+    loka.convert(model, forced_plan(probe.stats()))
+    torch.testing.assert_close(torch.compile(model, backend="aot_eager", fullgraph=True)(x), model(x))
+    assert [counts["runs"] for site, counts in loka.health_of(model).items() if site.endswith("/output")] == [2] * 9
+
+
+def test_einsum_that_broadcasts_a_side_of_one_is_no_site():
+    """Read as one, its reshape raised in a step that Probe sampled."""
+    model = nn.Linear(1, 1)
+    model.forward = lambda x: torch.einsum("bi,oi->bo", x, model.weight)
+    with loka.Probe(model, every=1) as probe:
+        model(torch.randn(7, 4)).sum().backward()
+    assert not probe.stats().layers
