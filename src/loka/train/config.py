@@ -1,5 +1,6 @@
 """What a training run is told. Two runs with equal values and data give equal weights."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Literal, get_args
@@ -122,7 +123,10 @@ class TrainConfig:
                 raise ValueError(f"{name} is {getattr(self, name)!r}; choose one of {get_args(known)}")
         if self.accumulate > self.batch_size:
             raise ValueError(f"accumulate is {self.accumulate}, more parts than the {self.batch_size} rows of a batch")
-        if self.grad_clip is not None and not self.grad_clip > 0:
+        for name in ("lr", "sparse_lr"):
+            if not 0 <= getattr(self, name) < math.inf:
+                raise ValueError(f"{name} is {getattr(self, name)}; it is a number of 0 or more")
+        if self.grad_clip is not None and not 0 < self.grad_clip < math.inf:
             raise ValueError(f"grad_clip is {self.grad_clip}; use None to leave gradients as they are")
 
     def identity(self, *, ranks: int = 1) -> dict[str, Any]:
