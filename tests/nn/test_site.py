@@ -137,7 +137,7 @@ BLOCK = "emulated:blockwise_e4m3"
 @pytest.mark.parametrize("direct", [True, False])
 @pytest.mark.parametrize("grad_input", ["hp", ROW])
 def test_a_gradient_penalty_is_right_or_refused(grad_input, direct, monkeypatch):
-    """Not without its terms, as casts and what forward keeps have no graph. The penalty differentiates dx alone."""
+    """Casts, and what forward keeps, have no graph: terms were lost."""
     monkeypatch.setattr(site_gemms, "_direct", lambda *_: direct)  # else by the ops
     linear, x = nn.Linear(24, 8, bias=False), torch.randn(5, 24, requires_grad=True)
     convert_layer(linear, (ROW, grad_input, ROW))
@@ -146,7 +146,7 @@ def test_a_gradient_penalty_is_right_or_refused(grad_input, direct, monkeypatch)
         penalty.backward()
         torch.testing.assert_close(linear.weight.grad, 10 * linear.weight.sum(dim=0).expand(8, 24))
     else:
-        with pytest.raises(NotConverted, match=r"it: .* no derivative[\s\S]*loka\.revert"):
+        with pytest.raises(NotConverted, match=r"it: .* no derivative"):
             penalty.backward()
 
 

@@ -68,9 +68,8 @@ def test_depth_histograms_are_kept(tmp_path):
 def test_an_in_place_op_behind_a_layer_hides_nothing():
     """F.linear of [B, n, d] returns a view, whose graph node an in-place op replaces."""
     x, found = torch.randn(6, 8, 13), []
-    for inplace in (False, True):
-        torch.manual_seed(1)
-        model = nn.Sequential(nn.Linear(13, 24), nn.ReLU(inplace), nn.Linear(24, 1), nn.Flatten(0))
+    model = nn.Sequential(nn.Linear(13, 24), nn.ReLU(), nn.Linear(24, 1), nn.Flatten(0))
+    for model[1].inplace in (False, True):
         with loka.Probe(model, every=1) as probe:
             nn.functional.softplus(model(x)).mean().backward()
         found.append(probe.stats())

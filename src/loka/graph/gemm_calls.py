@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -167,20 +168,8 @@ def _weight_times(w: torch.Tensor, x: torch.Tensor, bias: torch.Tensor | None) -
     return None
 
 
-def _append_side(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.unsqueeze(-1)
-
-
-def _drop_last(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.squeeze(-1)
-
-
-def _prepend_side(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.unsqueeze(0)
-
-
-def _drop_first(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.squeeze(0)
+_append_side, _prepend_side = partial(torch.unsqueeze, dim=-1), partial(torch.unsqueeze, dim=0)
+_drop_last, _drop_first = partial(torch.squeeze, dim=-1), partial(torch.squeeze, dim=0)
 
 
 def _added(
@@ -320,12 +309,8 @@ def _all(value: Any, wanted: int) -> bool:
     return all(one == wanted for one in value) if isinstance(value, (tuple, list)) else value == wanted
 
 
-def _channels_last(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.movedim(1, -1)
-
-
-def _channels_second(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.movedim(-1, 1)
+_channels_last = partial(torch.movedim, source=1, destination=-1)
+_channels_second = partial(torch.movedim, source=-1, destination=1)
 
 
 def lies_across(x: torch.Tensor) -> bool:

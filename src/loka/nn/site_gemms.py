@@ -95,9 +95,11 @@ class SiteGemms(torch.autograd.Function):
                 ctx.weight_dtype,
             )
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():  # create_graph=True
-            # An op, an FP8 cast and what forward kept have no graph of their own.
-            dx = dx if direct and grad_input == HP else _Once.apply(dx.detach().requires_grad_(), ctx.site)
-            dw = dw if direct and grad_weight == HP else _Once.apply(dw.detach().requires_grad_(), ctx.site)
+            # Ops, casts and what forward kept have no graph.
+            if grad_input != HP or not direct:
+                dx = _Once.apply(dx.detach().requires_grad_(), ctx.site)
+            if grad_weight != HP or not direct:
+                dw = _Once.apply(dw.detach().requires_grad_(), ctx.site)
         return dx if want_x else None, dw if want_weight else None, None, None, None, None, None, None
 
 
@@ -110,8 +112,8 @@ class _Once(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> None:
         raise NotConverted(
-            f"{ctx.site}: a gradient by an FP8 GEMM has no derivative, as a gradient penalty or a Hessian takes it",
-            way_out="plan with grad_input and grad_weight in hp, or loka.revert(model)",
+            f"{ctx.site}: a gradient by an FP8 GEMM has no derivative, as a gradient penalty takes it",
+            way_out="force its gradients to hp, or loka.revert(model)",
         )
 
 

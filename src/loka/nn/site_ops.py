@@ -178,18 +178,8 @@ def _site(
     return forward_parts(x, weight, health.data, candidates, (keep_input, keep_weight), hot)
 
 
-def _site_fake(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    health: torch.Tensor,
-    site: str,
-    output: str,
-    grad_input: str,
-    grad_weight: str,
-    keep_input: bool,
-    keep_weight: bool,
-    *_: Any,
-) -> Parts:
+def _site_fake(*given: Any) -> Parts:
+    x, weight, _, _, output, grad_input, grad_weight, keep_input, keep_weight, *_ = given
     layer = _layer(x, weight)
     shares = output != HP
     kept_x = layer.second_side(Gemm.GRAD_WEIGHT, grad_weight) if shares and keep_input else None

@@ -109,10 +109,9 @@ class TrainConfig:
                 raise ValueError(f"{name} is {getattr(self, name)}; it has to be at least 1")
         if self.max_rows is not None and self.max_rows < 1:
             raise ValueError(f"max_rows is {self.max_rows}; use None to train on every row")
-        if not 0 <= self.warmup <= 1:
-            raise ValueError(f"warmup is {self.warmup}; it is a fraction of the steps, between 0 and 1")
-        if not 0 <= self.final_rate <= 1:
-            raise ValueError(f"final_rate is {self.final_rate}; it is a fraction of the peak, between 0 and 1")
+        for name, whole in (("warmup", "steps"), ("final_rate", "peak")):
+            if not 0 <= getattr(self, name) <= 1:
+                raise ValueError(f"{name} is {getattr(self, name)}; it is a fraction of the {whole}, between 0 and 1")
         for name in ("decay", "average_share"):
             if not 0 < getattr(self, name) <= 1:
                 raise ValueError(

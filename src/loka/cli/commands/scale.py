@@ -233,13 +233,10 @@ def _on_many(
 
 
 def _numbers(text: str) -> tuple[int, ...]:
-    try:
-        found = tuple(int(part) for part in text.replace(",", " ").split())
-        if min(found) > 0:
-            return found
-        raise ValueError
-    except ValueError:
-        raise LokaError(f"--gpus {text!r} are no numbers", way_out="such as 8,64,256,1024") from None
+    parts = text.replace(",", " ").split()
+    if not parts or not all(part.isdecimal() and int(part) for part in parts):
+        raise LokaError(f"--gpus {text!r} are no numbers", way_out="such as 8,64,256,1024")
+    return tuple(map(int, parts))
 
 
 def _of_rows(model: str, data: Path | None, schema: Path | None) -> Callable[[], _Built]:

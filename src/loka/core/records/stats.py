@@ -129,7 +129,7 @@ class Stats:
         converted model that is called as it is, and quantizes them in each call.
         """
         if not 0 < batch < math.inf:
-            raise LokaError(f"batch is {batch}, a share of the probed rows", way_out="a number above 0, such as 0.25")
+            raise LokaError(f"batch is {batch}; it is a share of the probed rows, above 0")
         layers = {
             path: replace(
                 layer,
