@@ -151,10 +151,11 @@ def test_a_gradient_penalty_is_right_or_refused(grad_input, direct, monkeypatch)
 
 
 @pytest.mark.parametrize("names", [(ROW, BLOCK, ROW), (ROW, "hp", BLOCK), ("hp", ROW, ROW)])
-def test_custom_ops_keep_their_contract(names):
+@pytest.mark.parametrize("rows", [5, 0])
+def test_custom_ops_keep_their_contract(names, rows):
     """Shapes, dtypes and strides that the compiler is told are those that come back."""
     health = torch.zeros(3, 3, dtype=torch.int64)
-    x, weight, dy = torch.randn(5, 7), torch.randn(3, 7), torch.randn(5, 3)
+    x, weight, dy = torch.randn(rows, 7), torch.randn(3, 7), torch.randn(rows, 3)
     # Not test_schema: the ops write their counters unseen, on purpose (nn/site_ops.py).
     checks = {"test_utils": ("test_faketensor",)}
     kept = (names[2] != "hp", names[1] != "hp")

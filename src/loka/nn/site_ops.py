@@ -137,7 +137,7 @@ def forward_parts(
     made = _forward_of(sides, x.device, x.dtype, candidates, keep)
     if made is None:
         y = run_gemm(candidates[0], x, weight, gemm=Gemm.OUTPUT, dtype=x.dtype, hot=hot)
-        return y, *_parts(None, x), *_parts(None, x)
+        return y, *_unmade(x, weight, candidates, keep)
     low_x, kept_x = quantize_pair(x, row=made.x[0], column=made.x[1], health=health)
     assert low_x is not None
     append_residuals(low_x, x, hot)
@@ -180,12 +180,19 @@ def _site(
 
 def _site_fake(*given: Any) -> Parts:
     x, weight, _, _, output, grad_input, grad_weight, keep_input, keep_weight, *_ = given
-    layer = _layer(x, weight)
-    shares = output != HP
-    kept_x = layer.second_side(Gemm.GRAD_WEIGHT, grad_weight) if shares and keep_input else None
-    kept_weight = layer.second_side(Gemm.GRAD_INPUT, grad_input) if shares and keep_weight else None
     y = x.new_empty(x.shape[0], weight.shape[0])
-    return y, *_parts(_unwritten(kept_x, x.device), x), *_parts(_unwritten(kept_weight, x.device), x)
+    return y, *_unmade(x, weight, (output, grad_input, grad_weight), (keep_input, keep_weight))
+
+
+def _unmade(
+    x: torch.Tensor, weight: torch.Tensor, candidates: Candidates, keep: tuple[bool, bool]
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """What is kept, unwritten: of a fake, and of an op without rows, which gives what its fake says."""
+    layer, (output, *names) = _layer(x, weight), candidates
+    wanted = zip(GEMMS[1:], names, reversed(keep), strict=True)
+    sides = [layer.second_side(gemm, name) if kept and output != HP else None for gemm, name, kept in wanted]
+    (of_weight, of_x) = (_parts(_unwritten(side, x.device), x) for side in sides)
+    return *of_x, *of_weight
 
 
 def backward_parts(
