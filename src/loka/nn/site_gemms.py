@@ -75,6 +75,13 @@ class SiteGemms(torch.autograd.Function):
         _, grad_input, grad_weight = ctx.candidates
         want_x, want_weight = ctx.needs_input_grad[:2]
         direct = _direct(grad_output)
+        exact = direct and (not want_x or grad_input == HP) and (not want_weight or grad_weight == HP)
+        if torch.is_grad_enabled() and not exact and not torch.compiler.is_compiling():  # create_graph=True
+            raise NotConverted(
+                f"{ctx.site}: no second derivative, as of a gradient penalty, goes through gradients in FP8",
+                why=["casts, and what forward keeps of the operands, have no graph: its terms would be lost"],
+                way_out="force grad_input and grad_weight to hp, or loka.revert(model)",
+            )
         if direct:
             names, want = (grad_input, grad_weight), (want_x, want_weight)
             x, x_scale, weight, scale = saved
@@ -94,27 +101,7 @@ class SiteGemms(torch.autograd.Function):
                 ctx.features,
                 ctx.weight_dtype,
             )
-        if torch.is_grad_enabled() and not torch.compiler.is_compiling():  # create_graph=True
-            # Ops, casts and what forward kept have no graph.
-            if grad_input != HP or not direct:
-                dx = _Once.apply(dx.detach().requires_grad_(), ctx.site)
-            if grad_weight != HP or not direct:
-                dw = _Once.apply(dw.detach().requires_grad_(), ctx.site)
         return dx if want_x else None, dw if want_weight else None, None, None, None, None, None, None
-
-
-class _Once(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, grad: torch.Tensor, site: str) -> torch.Tensor:
-        ctx.site = site
-        return grad.view_as(grad)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> None:
-        raise NotConverted(
-            f"{ctx.site}: a gradient by an FP8 GEMM has no derivative, as a gradient penalty takes it",
-            way_out="force its gradients to hp, or loka.revert(model)",
-        )
 
 
 def multiply(
