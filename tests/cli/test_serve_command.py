@@ -96,6 +96,7 @@ def test_plans_by_numbers_of_rows(folder):
 
 def test_a_report_for_serving(folder):
     few = ("--candidate", "emulated:rowwise_e4m3", "--errors-only", "--no-cache", "--out", "serving.json")
+    assert "batch is inf" in loka("measure", "stats", "--inference", "inf", cwd=folder, fails=2)
     text = loka("measure", "stats", "--inference", "0.5", *few, cwd=folder)
     assert "weights are quantized once, as loka.serve keeps them" in text
     report = library.Report.load(folder / "serving.json")

@@ -9,11 +9,11 @@ from models import odd_mlp
 from sites import convert_layer, convert_layers
 from torch import nn
 
-from loka.core.exceptions import NonFinite
+from loka.core.exceptions import NonFinite, NotConverted
 from loka.core.numerics.reference import dequantize, quantize
 from loka.core.recipe import RECIPES, Gemm
 from loka.kernels.gemm.run import kernel_runs, reset_kernel_runs, run_gemm
-from loka.nn import check_finite, health_of, reset_health, site_ops
+from loka.nn import check_finite, health_of, reset_health, site_gemms, site_ops
 from loka.nn.site_ops import layer_pass, site_backward, site_forward
 
 CPU_CANDIDATES = [
@@ -134,11 +134,26 @@ def test_compiles_without_a_graph_break_and_gives_the_same(backend):
 BLOCK = "emulated:blockwise_e4m3"
 
 
+@pytest.mark.parametrize("direct", [True, False])
+@pytest.mark.parametrize("gradients", [("hp", "hp"), (ROW, "hp"), ("hp", ROW)])
+def test_a_second_derivative_is_right_or_refused(gradients, direct, monkeypatch):
+    monkeypatch.setattr(site_gemms, "_direct", lambda *_: direct)  # else by the ops
+    linear, x = nn.Linear(24, 8, bias=False), torch.randn(5, 24, requires_grad=True)
+    y = convert_layer(linear, (ROW, *gradients))(x).sum()
+    if direct and gradients == ("hp", "hp"):
+        torch.autograd.grad(y, x, create_graph=True)[0].square().sum().backward()
+        torch.testing.assert_close(linear.weight.grad, 10 * linear.weight.sum(dim=0).expand(8, 24))
+    else:
+        with pytest.raises(NotConverted, match=r"it: no second derivative"):
+            torch.autograd.grad(y, x, create_graph=True)
+
+
 @pytest.mark.parametrize("names", [(ROW, BLOCK, ROW), (ROW, "hp", BLOCK), ("hp", ROW, ROW)])
-def test_custom_ops_keep_their_contract(names):
+@pytest.mark.parametrize("rows", [5, 0])
+def test_custom_ops_keep_their_contract(names, rows):
     """Shapes, dtypes and strides that the compiler is told are those that come back."""
     health = torch.zeros(3, 3, dtype=torch.int64)
-    x, weight, dy = torch.randn(5, 7), torch.randn(3, 7), torch.randn(5, 3)
+    x, weight, dy = torch.randn(rows, 7), torch.randn(3, 7), torch.randn(rows, 3)
     # Not test_schema: the ops write their counters unseen, on purpose (nn/site_ops.py).
     checks = {"test_utils": ("test_faketensor",)}
     kept = (names[2] != "hp", names[1] != "hp")

@@ -65,6 +65,18 @@ def test_depth_histograms_are_kept(tmp_path):
             assert found[operand].sqnr_db == pytest.approx(sqnr_db(low, tensor.detach()), abs=0.01)
 
 
+def test_an_in_place_op_behind_a_layer_hides_nothing():
+    """F.linear of [B, n, d] returns a view, whose graph node an in-place op replaces."""
+    x, found = torch.randn(6, 8, 13), []
+    model = nn.Sequential(nn.Linear(13, 24), nn.ReLU(), nn.Linear(24, 1), nn.Flatten(0))
+    for model[1].inplace in (False, True):
+        with loka.Probe(model, every=1) as probe:
+            nn.functional.softplus(model(x)).mean().backward()
+        found.append(probe.stats())
+    assert found[0].layers["0"].effects
+    assert found[0].digest() == found[1].digest()
+
+
 def test_layers_that_are_not_called_say_so():
     stats = probed(Encoder(), 2)
     assert "encoder.layers.0.linear1" in stats.layers

@@ -104,6 +104,7 @@ def _changed(name, value):
         (_changed("first.bias", None), "first.bias is missing"),
         (_changed("extra", torch.zeros(1)), "extra is not in the model"),
         (_changed("first.weight", torch.zeros(37, 25)), r"first.weight is \[37, 25\], the model has \[37, 24\]"),
+        (_changed("first.weight", torch.zeros(37, 24).char()), "first.weight is .* of integers, the model"),
         (_changed("logit.bias", torch.full((1,), torch.nan)), "logit.bias holds NaN or infinity"),
         (_changed("first.weight", torch.full((37, 24), torch.inf)), "first.weight holds NaN or infinity"),
     ],

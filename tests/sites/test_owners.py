@@ -90,3 +90,24 @@ def test_a_site_is_forced_and_kept_by_its_very_name():
     assert runs["w[:16]/output"] == FP8
     assert runs["w/output"] == "hp"
     assert runs["w[:16]/grad_input"] == runs["w[:16]/grad_weight"] == "hp"
+
+
+class Mixture(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.w, self.rows = nn.Parameter(torch.randn(3, 32, 32)), nn.Parameter(torch.randn(2, 32))
+
+    def forward(self, x):
+        gates = (x @ self.rows[0]).unsqueeze(1)
+        y = gates * sum(x @ v + F.gelu(x @ v.T) for v in self.w) + sum(x @ v for v in self.w[1:])
+        return y + torch.einsum("bi,io->bo", gates, self.rows)  # broadcasts, so is no site
+
+
+def test_experts_of_an_iteration_are_sites_in_compiled_graphs():
+    """Dynamo tells no mode of items: they ran in high precision, a row beside them raised."""
+    model, x = Mixture(), torch.randn(8, 32)
+    with loka.Probe(model, every=1, effect_samples=0) as probe:
+        model(x).sum().backward()
+    loka.convert(model, forced_plan(probe.stats()))
+    torch.testing.assert_close(torch.compile(model, backend="aot_eager", fullgraph=True)(x), model(x))
+    assert [counts["runs"] for site, counts in loka.health_of(model).items() if site.endswith("/output")] == [2] * 9

@@ -202,7 +202,8 @@ def test_evaluate_keeps_order_and_mode():
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"batch_size": 0}, {"precision": "fp16"}, {"warmup": 2.0}, {"max_rows": 0}, {"grad_clip": 0.0}]
+    "wrong",
+    [{"batch_size": 0}, {"precision": "fp16"}, {"warmup": 2.0}, {"max_rows": 0}, {"grad_clip": np.inf}, {"lr": -1}],
 )
 def test_config_refuses(wrong):
     with pytest.raises(ValueError, match=next(iter(wrong))):

@@ -1,7 +1,7 @@
-"""Whether one tensor is the transpose of another, asked while torch.compile traces.
+"""How one tensor is a view of another, asked while torch.compile traces.
 
-Dynamo calls function modes for functions and methods, not for the properties `.T` and `.mT`, and offers
-traced code no way to compare addresses. What runs at trace time can: it compares the fake tensors, and the
+Dynamo calls function modes for functions and methods, not for `.T`, `.mT` and iteration, and offers traced
+code no way to compare addresses. What runs at trace time can: it compares the fake tensors, and the
 answer is a constant of the graph, since a view of a parameter is one in every call.
 """
 
@@ -9,11 +9,13 @@ from typing import Any
 
 import torch
 
-_answers: list[bool] = []  # one question at a time: dynamo holds its lock while it traces
+from loka.graph.views import TRANSPOSED
+
+_answers: list[str] = []  # one question at a time: dynamo holds its lock while it traces
 
 
-def is_transposed(tensor: torch.Tensor, known: torch.Tensor) -> bool:
-    """Whether `tensor` is `known.mT`; only to be called in traced code."""
+def seen_as(tensor: torch.Tensor, known: torch.Tensor) -> str:
+    """What `.mT`, an item or its `.mT` adds to the key of `known`, or ""; only to be called in traced code."""
     from torch._dynamo.comptime import comptime
 
     comptime(_compare)
@@ -22,16 +24,18 @@ def is_transposed(tensor: torch.Tensor, known: torch.Tensor) -> bool:
 
 def _compare(context: Any) -> None:
     tensor, known = (context.get_local(name).as_fake() for name in ("tensor", "known"))
-    wanted = known.mT
-    same_memory = tensor.untyped_storage()._cdata == known.untyped_storage()._cdata
-    _answers.append(same_memory and _geometry(tensor) == _geometry(wanted))
+    views = {TRANSPOSED: known.mT}
+    for place, item in enumerate(known.unbind() if known.dim() > 2 else ()):
+        text = f".unbind(0)[{place}]"
+        views |= {text: item, text + TRANSPOSED: item.mT}
+    _answers.append(next((text for text, view in views.items() if _geometry(view) == _geometry(tensor)), ""))
 
 
 def _geometry(tensor: torch.Tensor) -> tuple[Any, ...]:
-    return tensor.storage_offset(), tensor.shape, tensor.stride()
+    return tensor.untyped_storage()._cdata, tensor.storage_offset(), tensor.shape, tensor.stride()
 
 
-def _answer() -> bool:
+def _answer() -> str:
     return _answers.pop()
 
 

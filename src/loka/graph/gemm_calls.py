@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -167,20 +168,8 @@ def _weight_times(w: torch.Tensor, x: torch.Tensor, bias: torch.Tensor | None) -
     return None
 
 
-def _append_side(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.unsqueeze(-1)
-
-
-def _drop_last(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.squeeze(-1)
-
-
-def _prepend_side(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.unsqueeze(0)
-
-
-def _drop_first(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.squeeze(0)
+_append_side, _prepend_side = partial(torch.unsqueeze, dim=-1), partial(torch.unsqueeze, dim=0)
+_drop_last, _drop_first = partial(torch.squeeze, dim=-1), partial(torch.squeeze, dim=0)
 
 
 def _added(
@@ -235,8 +224,9 @@ def _einsum(equation: str, a: torch.Tensor, b: torch.Tensor, *, weight_first: bo
     outputs = "".join(c for c in of_w if c not in of_x)
     if not inner or set(rows + outputs) - set(out):
         return None
-    size = dict(zip(of_x, x.shape, strict=True))
-    size.update(zip(of_w, w.shape, strict=True))
+    size = dict(zip(of_w, w.shape, strict=True))
+    if any(size.setdefault(c, side) != side for c, side in zip(of_x, x.shape, strict=True)):
+        return None  # a side of one that torch broadcasts
     count, contracted, height, width = (_product_of(size, part) for part in (stacked, inner, rows, outputs))
     x_form = _permuted(x, of_x, stacked + rows + inner)
     w_form = _permuted(w, of_w, stacked + outputs + inner)
@@ -319,12 +309,8 @@ def _all(value: Any, wanted: int) -> bool:
     return all(one == wanted for one in value) if isinstance(value, (tuple, list)) else value == wanted
 
 
-def _channels_last(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.movedim(1, -1)
-
-
-def _channels_second(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.movedim(-1, 1)
+_channels_last = partial(torch.movedim, source=1, destination=-1)
+_channels_second = partial(torch.movedim, source=-1, destination=1)
 
 
 def lies_across(x: torch.Tensor) -> bool:

@@ -56,6 +56,9 @@ class _Sites(ParameterMode):
         """For a checkpointed function, which may read views that were made before it."""
         return _Sites([*self.owner.parameters(), *self.known], self.owner)
 
+    def wants(self, key: str) -> bool:
+        return any(use.startswith(key) for use in self.uses)
+
     def multiply(self, key: str, call: GemmCall, func: Any, args: Any, kwargs: Any) -> Any:
         found = self.uses.get(f"{key}|{call.form}")
         if found is None:

@@ -14,9 +14,9 @@ import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
-from loka.graph.aliases import is_transposed
+from loka.graph.aliases import seen_as
 from loka.graph.gemm_calls import GEMMS, GemmCall, gemm_of
-from loka.graph.views import TRANSPOSED, VIEWS, view_key
+from loka.graph.views import VIEWS, view_key
 
 
 class _Again:
@@ -52,6 +52,10 @@ class ParameterMode(TorchFunctionMode):
         """What `func` returns for a GEMM of the weight `key`; abstract."""
         raise NotImplementedError
 
+    def wants(self, key: str) -> bool:
+        """Whether a GEMM of this view, or of a view of it, is to be found."""
+        return True
+
     def key_of(self, tensor: Any) -> str | None:
         for known, key in self.known:
             if known is tensor:
@@ -73,9 +77,9 @@ class ParameterMode(TorchFunctionMode):
                 return _attention(*args, **kwargs)
         if func is torch.Tensor.unflatten:  # written in Python with super(), which dynamo cannot trace
             return args[0].unflatten(*args[1:], **kwargs)
+        if torch.compiler.is_dynamo_compiling() and (func in GEMMS or func in VIEWS):
+            self._find_unseen(args)
         if func in GEMMS:
-            if torch.compiler.is_dynamo_compiling():
-                self._find_transposed(args)
             call = gemm_of(func, args, kwargs, self.is_weight)
             key = None if call is None else self.key_of(call.source)
             if call is not None and key is not None:
@@ -89,22 +93,19 @@ class ParameterMode(TorchFunctionMode):
                 return self._view(key, func, args, kwargs)
         return func(*args, **kwargs)
 
-    def _find_transposed(self, args: tuple[Any, ...]) -> None:
-        """Notes operands that are `.T` or `.mT` of known tensors, which are properties and call no mode."""
+    def _find_unseen(self, args: tuple[Any, ...]) -> None:
+        """Notes operands that are `.T`, `.mT` or items of known tensors: the last view that a site reads."""
         for operand in args:
             if not isinstance(operand, torch.Tensor) or operand.dim() < 2 or self.is_weight(operand):
                 continue
-            for known, key in list(self.known):
-                if operand.shape == known.mT.shape and is_transposed(operand, known):
-                    self.note(operand, f"{key}{TRANSPOSED}")
-                    break
+            for known, key in reversed(self.known):
+                if known.dim() > 1 and known.dim() - operand.dim() in (0, 1):
+                    added = seen_as(operand, known)
+                    if added and self.wants(key + added):
+                        self.note(operand, key + added)
+                        break
 
     def _view(self, key: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if func is torch.Tensor.__iter__:
-            parts = args[0].unbind(0)
-            for place, part in enumerate(parts):
-                self.note(part, f"{key}[{place}]")
-            return iter(parts)
         out = func(*args, **kwargs)
         added = view_key(func, args, kwargs)
         if added is None:

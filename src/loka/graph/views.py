@@ -20,7 +20,7 @@ _SHAPES |= {_T.unsqueeze, torch.unsqueeze, _T.narrow, torch.narrow, _T.select, t
 _PARTS = {_T.chunk, torch.chunk, _T.split, torch.split, _T.unbind, torch.unbind, _T.tensor_split}
 _PARTS |= {torch.tensor_split, _T.split_with_sizes, torch.split_with_sizes}
 _ITEMS = {_T.__getitem__, operator.getitem}  # the second is what torch.export traces
-VIEWS = frozenset(_TRANSPOSES | _COPIES | _SHAPES | _PARTS | _ITEMS | {_T.__iter__})
+VIEWS = frozenset(_TRANSPOSES | _COPIES | _SHAPES | _PARTS | _ITEMS)
 
 _MARK = "~"  # marks a transpose in a key
 TRANSPOSED = "~.t()~"  # of .t(), .T and .mT
@@ -31,8 +31,6 @@ def view_key(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | 
     if func in _COPIES:
         return ""
     given = args[1:]
-    if func is _T.__iter__:
-        return ""
     if func in _ITEMS:
         index = _index(given[0])
         return None if index is None else f"[{index}]"

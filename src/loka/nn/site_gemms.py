@@ -74,7 +74,15 @@ class SiteGemms(torch.autograd.Function):
         saved = ctx.saved_tensors
         _, grad_input, grad_weight = ctx.candidates
         want_x, want_weight = ctx.needs_input_grad[:2]
-        if _direct(grad_output):
+        direct = _direct(grad_output)
+        exact = direct and (not want_x or grad_input == HP) and (not want_weight or grad_weight == HP)
+        if torch.is_grad_enabled() and not exact and not torch.compiler.is_compiling():  # create_graph=True
+            raise NotConverted(
+                f"{ctx.site}: no second derivative, as of a gradient penalty, goes through gradients in FP8",
+                why=["casts, and what forward keeps of the operands, have no graph: its terms would be lost"],
+                way_out="force grad_input and grad_weight to hp, or loka.revert(model)",
+            )
+        if direct:
             names, want = (grad_input, grad_weight), (want_x, want_weight)
             x, x_scale, weight, scale = saved
             dx, dw = backward_parts(

@@ -169,7 +169,8 @@ class SiteTrace(ParameterMode):
                 with unseen():
                     self._count(site, out)
                 self._observe(site, out)
-        return out
+            # Of a view, an in-place op behind the GEMM makes another graph node, past the hooks on gradients.
+            return torch.ops.aten._unsafe_view(out, out.shape) if out._is_view() and out.requires_grad else out
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None

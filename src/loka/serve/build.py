@@ -57,15 +57,15 @@ def load_precise(
 
     Those named in `dropped` stay on the meta device.
 
-    Raises ServeRefused where keys or shapes differ, or a weight holds NaN or infinity.
+    Raises ServeRefused where keys or shapes differ, integers stand for floats, or a weight holds NaN or infinity.
     """
     wanted = skeleton.state_dict()
     wrong = [f"{key} is missing" for key in wanted if key not in state]
     wrong += [f"{key} is not in the model" for key in state if key not in wanted]
     wrong += [
-        f"{key} is {list(state[key].shape)}, the model has {list(value.shape)}"
+        f"{key} is {_form(state[key])}, the model has {_form(value)}"
         for key, value in wanted.items()
-        if key in state and state[key].shape != value.shape
+        if key in state and _form(state[key]) != _form(value)
     ]
     wrong += [
         f"{key} holds NaN or infinity"
@@ -85,6 +85,10 @@ def load_precise(
     }
     tree.load_state_dict(copies, assign=True)
     return tree.requires_grad_(False)
+
+
+def _form(value: torch.Tensor) -> str:
+    return f"{list(value.shape)}{'' if value.is_floating_point() else ' of integers'}"
 
 
 def _finite(value: torch.Tensor) -> bool:

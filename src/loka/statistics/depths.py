@@ -184,11 +184,6 @@ def operand_errors(layer: LinearStats, gemm: Gemm, recipe: Recipe, *, margin: fl
     return errors
 
 
-def depth_bytes(depths: Mapping[str, torch.Tensor]) -> int:
-    """The memory that tables take; it does not grow with what they have seen."""
-    return sum(table.numel() * table.element_size() for table in depths.values())
-
-
 def depths_of_rows(operands: Mapping[str, torch.Tensor], count: int, generator: torch.Generator) -> dict[str, Depths]:
     """The histograms of operands by name, of `count` rows of each."""
     requests = []

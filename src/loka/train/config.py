@@ -1,5 +1,6 @@
 """What a training run is told. Two runs with equal values and data give equal weights."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Literal, get_args
@@ -108,10 +109,9 @@ class TrainConfig:
                 raise ValueError(f"{name} is {getattr(self, name)}; it has to be at least 1")
         if self.max_rows is not None and self.max_rows < 1:
             raise ValueError(f"max_rows is {self.max_rows}; use None to train on every row")
-        if not 0 <= self.warmup <= 1:
-            raise ValueError(f"warmup is {self.warmup}; it is a fraction of the steps, between 0 and 1")
-        if not 0 <= self.final_rate <= 1:
-            raise ValueError(f"final_rate is {self.final_rate}; it is a fraction of the peak, between 0 and 1")
+        for name, whole in (("warmup", "steps"), ("final_rate", "peak")):
+            if not 0 <= getattr(self, name) <= 1:
+                raise ValueError(f"{name} is {getattr(self, name)}; it is a fraction of the {whole}, between 0 and 1")
         for name in ("decay", "average_share"):
             if not 0 < getattr(self, name) <= 1:
                 raise ValueError(
@@ -122,7 +122,10 @@ class TrainConfig:
                 raise ValueError(f"{name} is {getattr(self, name)!r}; choose one of {get_args(known)}")
         if self.accumulate > self.batch_size:
             raise ValueError(f"accumulate is {self.accumulate}, more parts than the {self.batch_size} rows of a batch")
-        if self.grad_clip is not None and not self.grad_clip > 0:
+        for name in ("lr", "sparse_lr"):
+            if not 0 <= getattr(self, name) < math.inf:
+                raise ValueError(f"{name} is {getattr(self, name)}; it is a number of 0 or more")
+        if self.grad_clip is not None and not 0 < self.grad_clip < math.inf:
             raise ValueError(f"grad_clip is {self.grad_clip}; use None to leave gradients as they are")
 
     def identity(self, *, ranks: int = 1) -> dict[str, Any]:

@@ -17,7 +17,6 @@ from loka.core.numerics.depth import (
     depth_histogram,
     error_sum,
     group_amax,
-    rho_squared,
     signal_sum,
 )
 from loka.core.numerics.depth_tables import NONFINITE, TOP, ZEROS
@@ -198,14 +197,6 @@ def test_rows_of_a_sample_keep_the_amax_of_the_whole():
         merged = DepthHistogram(sum(part.table for part in parts))
         whole = depth_error(depth_histogram(hp, granularity), Format.E4M3)
         assert depth_error(merged, Format.E4M3).relative == pytest.approx(whole.relative, rel=1e-9)
-
-
-def test_rho_is_the_rounding_of_one_element():
-    depth = torch.tensor([0.0, 1.0, 14.8 + 10, -1.0])
-    rho = rho_squared(depth, Format.E4M3)
-    assert rho.tolist() == pytest.approx([0, 0, 1, 0.25])
-    normal = rho_squared(torch.linspace(0.5, 14, 100_001), Format.E4M3).mean().item()
-    assert normal == pytest.approx(7.04e-4, rel=0.02)  # 2^-2m / 12 * 0.541, m = 3 (the study's constant)
 
 
 def test_nothing_waits_for_the_device(device):

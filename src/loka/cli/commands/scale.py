@@ -92,10 +92,10 @@ def scale(
     With --network: does it still pay on many GPUs, under DDP, FSDP2 and HSDP?
     """
     checked(gpu=gpu, batch_size=batch_size, kernels=kernels)  # before anything is built
-    placed = tables_by != "size" or table_group or sync_every
-    if network is None and any((plan, engine, group, unit, table, ids is not None, page, placed)):
+    placed = tables_by != "size" or table_group or sync_every or qcomm != "bf16"
+    if network is None and any((plan, gpus, engine, group, unit, table, ids is not None, page, placed)):
         raise LokaError(
-            "--page, --plan, --engine, --group, --unit and options of tables are of steps on many GPUs",
+            "--page, --plan, --gpus, --engine, --group, --unit and options of tables are of steps on many GPUs",
             way_out="give --network too, such as examples/h200-ib.json",
         )
     ask = _on_one(gpu=gpu, batch_size=batch_size, kernels=kernels)
@@ -233,10 +233,10 @@ def _on_many(
 
 
 def _numbers(text: str) -> tuple[int, ...]:
-    try:
-        return tuple(int(part) for part in text.replace(",", " ").split())
-    except ValueError:
-        raise LokaError(f"--gpus {text!r} are no numbers", way_out="such as 8,64,256,1024") from None
+    parts = text.replace(",", " ").split()
+    if not parts or not all(part.isdecimal() and int(part) for part in parts):
+        raise LokaError(f"--gpus {text!r} are no numbers", way_out="such as 8,64,256,1024")
+    return tuple(map(int, parts))
 
 
 def _of_rows(model: str, data: Path | None, schema: Path | None) -> Callable[[], _Built]:

@@ -240,15 +240,6 @@ def depth_error(histogram: DepthHistogram, format: Format, *, margin: float = 0.
     )
 
 
-def rho_squared(depth: torch.Tensor, format: Format) -> torch.Tensor:
-    """((Q_F(v) - v) / v)^2 of elements at `depth` [*] octaves below the amax, by quantizing them.
-
-    Negative depths saturate. A depth of 0 is exact: the amax maps to FMAX.
-    """
-    v = format.max * torch.exp2(-depth.double())
-    return ((_quantized(v, format) - v) / v).square()
-
-
 def _quantized(v: torch.Tensor, format: Format) -> torch.Tensor:
     """Q_F(v) of v [*] > 0 in units of the scale, float64, by the reference's own cast."""
     flat = v.reshape(1, -1).float()

@@ -9,6 +9,7 @@ A saved `Stats` is a folder: `stats.json`, and one safetensors file that it name
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -16,6 +17,7 @@ from typing import Any
 
 import torch
 
+from loka.core.exceptions import LokaError
 from loka.core.numerics.effect import Effect
 from loka.core.problem import DTYPES
 from loka.core.records.coverage import Coverage
@@ -126,6 +128,8 @@ class Stats:
         `kept_weights`: FP8 weights are quantized once, as `loka.serve.freeze` keeps them; False for a
         converted model that is called as it is, and quantizes them in each call.
         """
+        if not 0 < batch < math.inf:
+            raise LokaError(f"batch is {batch}; it is a share of the probed rows, above 0")
         layers = {
             path: replace(
                 layer,

@@ -11,7 +11,7 @@ column against what the engine itself asked for in the trace; tests hold the sec
 """
 
 from collections.abc import Sequence
-from typing import Literal, get_args
+from typing import Literal
 
 from loka.core.exceptions import LokaError
 from loka.distributed.gradient_codec import codec_named, padded_columns
@@ -20,8 +20,6 @@ from loka.scaling.cluster.engines import TRACED, EngineStep, Gathered, Param, Re
 
 Gather = Literal["bf16", "fp8"]
 Gradients = Literal["bf16", "int8", "e4m3"]
-GATHERS: tuple[Gather, ...] = get_args(Gather)
-GRADIENTS: tuple[Gradients, ...] = get_args(Gradients)
 
 _BF16 = 2
 _COMPRESSED = 16
