@@ -123,6 +123,9 @@ def test_force_bypasses_the_budget_but_not_legality():
         loka.plan(slow, force={"fc/output": "torch:nonsense"})
     with pytest.raises(UnknownName, match="no site matches"):
         loka.plan(slow, force={"other": "hp"})
+    with pytest.raises(UnknownName, match="'fc/output' never counts"):
+        loka.plan(slow, force={"f*": "hp", "fc/output": FAST})
+    assert loka.plan(slow, force={"fc/output": FAST, "*": "hp"}).decisions["fc/output"].candidate == FAST
 
 
 def test_on_miss_can_raise_with_every_candidate():

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from loka.core.exceptions import NonFinite
 from loka.train import quality
-from loka.train.metrics import Placements
+from loka.train.metrics import Placements, divergences
 
 # Few distinct values, so that most examples hold ties across the classes.
 rows = st.lists(st.tuples(st.integers(-3, 3), st.integers(0, 1)), min_size=2, max_size=40)
@@ -69,6 +69,14 @@ def test_extreme_logits_stay_finite_and_exact():
     assert (wrong.logloss, wrong.auc) == (800.0, 0.0)
     # exp(-40) of loss: computing softplus(40) - 40 instead would give 0
     assert quality([40.0, -40.0], [1, 0]).logloss == pytest.approx(math.exp(-40), rel=1e-12)
+
+
+@pytest.mark.parametrize("sign", [1.0, -1.0])
+def test_saturated_logits_have_their_kl(sign):
+    """Of two rare probabilities e^z and e^o it is e^z (z - o) + e^o - e^z, up to a share of e^z; none is 0."""
+    z, step = np.array([10.0, 25.0, 40.0, 300.0]), 0.1
+    found = divergences(sign * z, sign * (z - step))
+    np.testing.assert_allclose(found, np.exp(-z) * (math.expm1(step) - step), rtol=1e-3)
 
 
 def test_one_class_has_no_auc():

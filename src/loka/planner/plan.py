@@ -64,8 +64,8 @@ def plan(
     Raises:
         NoKernelFits: a forced candidate cannot run its site, or a site has no candidate and
             the budget says `on_miss="raise"`.
-        UnknownName: a pattern in `force` or `budget.keep` that matches no site, another target, or a task or
-            segment of the budget that the report does not know.
+        UnknownName: a pattern in `force` or `budget.keep` that matches no site, or none that those before it left
+            in `force`; another target; a task or segment of the budget that the report does not know.
         EffectUnknown: the budget limits a task or segment whose KL/H is not known well enough.
     """
     if target == "package":
@@ -119,12 +119,19 @@ def _fits(name: str, pattern: str) -> bool:
 
 
 def _check_patterns(report: Report, patterns: Mapping[str, tuple[str, ...]]) -> None:
-    names = [name for path in report.model.layers for name in (path, *(site_name(path, g) for g in Gemm))]
+    names = [(path, site_name(path, gemm)) for path in report.model.layers for gemm in Gemm]
     for where, several in patterns.items():
+        left = set(names)
         for pattern in several:
             # All sites of the model: one budget serves a report of a part of them too.
-            if not any(_fits(name, pattern) for name in names):
-                raise UnknownName(f"{where}: no site matches {pattern!r}", way_out=f"one of {', '.join(names)}")
+            fits = {pair for pair in names if any(_fits(name, pattern) for name in pair)}
+            if not fits:
+                known = ", ".join(dict.fromkeys(name for pair in names for name in pair))
+                raise UnknownName(f"{where}: no site matches {pattern!r}", way_out=f"one of {known}")
+            if where == "force" and not fits & left:
+                why = "patterns before it match all its sites"
+                raise UnknownName(f"force: {pattern!r} never counts: {why}", way_out="put it first")
+            left -= fits
 
 
 def _decisions(

@@ -107,6 +107,8 @@ def log_losses(logits: Floats, clicked: npt.NDArray[np.bool_]) -> Floats:
 
 def divergences(z: Floats, other: Floats) -> Floats:
     """KL of each row [N] of predictions with logits `other` from those with `z`, in nats."""
+    rarer = np.where(z > 0, -1.0, 1.0)  # of the rarer class: a probability near one would swallow its distance from it
+    z, other = rarer * z, rarer * other
     p = probabilities(z)
     return np.maximum(p * (z - other) + np.logaddexp(0.0, other) - np.logaddexp(0.0, z), 0.0)
 
