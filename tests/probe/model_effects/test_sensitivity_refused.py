@@ -34,6 +34,20 @@ def test_training_gives_the_same_bits_through_dropout_and_checkpoints(half):
     assert all(torch.equal(a, b) for a, b in zip(plain, watched, strict=True))
 
 
+@pytest.mark.parametrize(("scale", "known"), [(1.0, True), (1e6, False)])
+def test_saturated_steps_promise_nothing(scale, known):
+    """Of samples of which one or none is near the boundary the second order told 1e-6 where quantizing cost 1e-2."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(32, 48), nn.ReLU(), nn.Linear(48, 1))
+    with loka.Probe(model, every=1) as probe:
+        for _ in range(4):
+            z = model(scale * torch.randn(256, 32))
+            functional.binary_cross_entropy_with_logits(z, torch.zeros_like(z)).backward()
+    layer = probe.stats().layers["0"]
+    assert bool(layer.effects) == known
+    assert ("the logits are saturated" in layer.no_effect) == (not known)
+
+
 def test_nothing_else_that_is_learnt_changes():
     torch.manual_seed(0)
     models = [odd_mlp()]

@@ -1,10 +1,13 @@
-"""When fresh rows allow no promise on KL/H at all, whatever a site does."""
+"""When rows allow no promise on KL/H at all, whatever a site does."""
 
 import torch
 
+from loka.core.numerics.effect import NO_PROMISE
 from loka.core.numerics.label_rate import TaskRates
+from loka.probe.model_effects.logits import NoEffect
 
 _LEAST_ROWS = 8.0  # equally sensitive ones that the picked rows have to be worth
+_ALONE = 2.0  # what the samples of one step may be worth where a row or two outweigh all others
 _SATURATED = 1e-3  # of the variance of a label that the predictions leave
 
 
@@ -16,17 +19,11 @@ def no_promise(z: torch.Tensor, rates: TaskRates | None) -> str:
     """
     if rates is not None and rates.unsupported:
         return rates.unsupported
-    z = z.double()
-    p, left = z.sigmoid(), (-z).sigmoid()
-    weight = (p * left).sum(dim=1)
-    rows, total = len(z), weight.sum().item()
-    worth = total**2 / weight.square().sum().item() if total > 0 else 0.0
+    rows, total, worth = _weighed(z)
+    p, left = z.double().sigmoid(), (-z.double()).sigmoid()
     variance = sum(share * (1 - share) for share in rates.shares) if rates is not None else 0.0
     if worth < min(_LEAST_ROWS, rows / 2) or total / rows < _SATURATED * variance:
-        return (
-            f"the logits are saturated: {rows} rows weigh by p (1 - p) as {worth:.1f} do, or nothing, "
-            "and what an error costs there is not of second order"
-        )
+        return _saturated(rows, worth)
     expected = min(p.sum(dim=0).min().item(), left.sum(dim=0).min().item())
     if rates is None and expected < 1:
         return (
@@ -34,3 +31,25 @@ def no_promise(z: torch.Tensor, rates: TaskRates | None) -> str:
             "their rate: pass base_rate= from the labels"
         )
     return ""
+
+
+def refuse_saturated(z: torch.Tensor) -> None:
+    """Raises NoEffect where the samples of a step, with logits `z` [m, T], weigh as next to none do."""
+    rows, _, worth = _weighed(z)
+    if worth < min(_ALONE, rows / 2):
+        raise NoEffect(NO_PROMISE + _saturated(rows, worth))
+
+
+def _weighed(z: torch.Tensor) -> tuple[int, float, float]:
+    """How many rows there are, the sum of p (1 - p) over them, and how many of one weight they are worth."""
+    weight = (z.double().sigmoid() * (-z.double()).sigmoid()).sum(dim=1)
+    of_largest = weight / weight.amax().clamp_min(torch.finfo(weight.dtype).tiny)  # their squares are not all lost
+    squares = of_largest.square().sum().item()
+    return len(z), weight.sum().item(), of_largest.sum().item() ** 2 / squares if squares > 0 else 0.0
+
+
+def _saturated(rows: int, worth: float) -> str:
+    return (
+        f"the logits are saturated: {rows} rows weigh by p (1 - p) as {worth:.1f} do, or nothing, "
+        "and what an error costs there is not of second order"
+    )

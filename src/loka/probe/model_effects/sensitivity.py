@@ -34,6 +34,7 @@ from loka.probe.model_effects.calls import Call, Found, Sink, Step, changes_at, 
 from loka.probe.model_effects.click_loss import ClickLoss
 from loka.probe.model_effects.error_projection import effects_of
 from loka.probe.model_effects.logits import Logits, NoEffect, called_logits, finite, logits_of, refuse
+from loka.probe.model_effects.promise import refuse_saturated
 from loka.probe.model_effects.sample_rows import RowsMix, batch_of
 from loka.probe.model_effects.untouched import batch_norms, buffers_kept
 from loka.probe.trace import unseen
@@ -152,6 +153,8 @@ class Sensitivity:
             refuse(model)
             refuse_freed(calls)
             picks = finite(self._pick(z.shape[0]), z)
+            if self._chosen is None:
+                refuse_saturated(z.detach()[picks.to(z.device)])
             signed, p = self._signed(z, picks)
             grads = self._backward(model, z, picks, edges, signed)
             if self._logits is None and self._sink is None:
