@@ -16,6 +16,7 @@ import torch
 from arms import How
 from cells import Cell
 
+from loka.core import compiling
 from loka.serve import Server, graphs, load, loading
 from loka.serve.load_test import load_test, percentile
 from loka.serve.rows import leaves
@@ -153,7 +154,7 @@ def load_here(cell: Cell, how: How, folder: Path) -> dict[str, float]:
             spent[name] = spent.get(name, 0.0) + time.perf_counter() - began
 
     for owner, name in (
-        (loading, "_check_files"), (loading, "read_tensors"), (loading, "_check_same"), (loading, "check"),
+        (loading, "_read"), (compiling, "_compiled"), (loading, "_check_same"), (loading, "check"),
         (graphs, "record"), (graphs, "_microseconds"), (graphs.Capturer, "_graph"),
     ):  # fmt: skip
         setattr(owner, name, _wrapped(timed, getattr(owner, name)))

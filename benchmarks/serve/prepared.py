@@ -13,7 +13,7 @@ from cells import CELLS, Cell
 from living import request_of
 
 import loka
-from loka.core.compiling import compiled_call
+from loka.core.compiling import compiled_by_rows
 from loka.core.records.report import HP
 from loka.core.timing import first_line
 from loka.serve import Server, freeze
@@ -72,7 +72,7 @@ def warm(model: str, how: How, arguments: Namespace) -> None:
                 return
             plain = cell.model(how.device, tiny=how.tiny).bfloat16().eval().requires_grad_(False)
             with torch.no_grad():
-                compiled_call(plain)(*request_of(cell, how, rows))
+                compiled_by_rows(plain)(*request_of(cell, how, rows))
     except Exception as error:
         print(f"{model}, {name}, {rows}: {first_line(error)}", flush=True)
 

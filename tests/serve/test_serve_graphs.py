@@ -14,6 +14,7 @@ from joint import JointBackend
 from served import POW2, ROW, converted, plan_for, plan_of
 from sweeps import sweep
 from torch import nn
+from torch._dynamo.utils import counters
 
 import loka
 from loka.compiler.gemms import region_gemm
@@ -80,7 +81,8 @@ def backend(monkeypatch):
     """Of what a server compiles; the device is said to have graphs."""
     torch._dynamo.reset()
     made, compile_ = JointBackend(), torch.compile
-    monkeypatch.setattr(torch, "compile", lambda model, **options: compile_(model, backend=made, **options))
+    monkeypatch.setattr(torch, "compile", lambda model, **options: compile_(model, **{"backend": made} | options))
+    monkeypatch.setattr("torch._inductor.compile_fx.compile_fx", made)
     monkeypatch.setattr(graphs, "record", recorded)
     monkeypatch.setattr(graphs, "_has_graphs", lambda device: True)
     monkeypatch.setattr(graphs, "_bind", lambda *trees: (bound.append(trees), bind(*trees)))
@@ -198,8 +200,10 @@ def test_a_folder_keeps_one_scale_for_a_weight_and_loads_with_graphs_or_without(
         "second": True,
         "odd": False,
     }
+    torch._dynamo.reset(), counters.clear()
     loaded = load(tmp_path, wide(seed=3))
     assert loaded.graphs
+    assert counters["stats"]["unique_graphs"] == 1, "of one trace, both buckets"
     assert torch.equal(loaded(inputs(7)).output, server(inputs(7)).output)
     plain = load(tmp_path, wide(seed=3), graphs=False)
     assert not plain.graphs

@@ -1,6 +1,6 @@
 """CUDA graphs of a frozen model, one for each bucket: compiled once, captured anew for each version.
 
-    freeze    template, a tree of its own -> torch.compile -> one program for each bucket
+    freeze    template, a tree of its own -> Dynamo's trace, one for buckets of a plan -> each bucket's program
     version   its tensors into the template, one call, one capture for each bucket
 
 Compiled code takes a tree's tensors as arguments and its objects as constants: another tree would be compiled
@@ -28,7 +28,7 @@ from torch import nn
 from loka.compiler import install
 from loka.compiler.joint_sites import misfit, unjoined
 from loka.compiler.notes import FINITE, SCALES, record_of, uncounted, watched_by
-from loka.core.compiling import compiled_call
+from loka.core.compiling import compiled_by_rows
 from loka.core.error import sqnr_db
 from loka.core.exceptions import LokaError, ServeRefused, WrongResults
 from loka.core.recording import Recording, record, synced
@@ -180,7 +180,10 @@ class Capturer:
         self._run, self._ranges, self._device, self._least_db = run, ranges, device, least_db
         install()  # what joins sites into regions
         self._template = _like(tree)
-        self._programs = {rows: compiled_call(self._template) for rows in buckets}
+        sites = frozen_sites(tree).values()
+        plans = {rows: tuple(rows in site.in_hp for site in sites) for rows in buckets}
+        programs = {plan: compiled_by_rows(self._template) for plan in set(plans.values())}
+        self._programs = {rows: programs[plan] for rows, plan in plans.items()}
         self._times: dict[int, float] = {}  # of replays; new weights take no other
 
     def capture(self, tree: nn.Module) -> Replays:

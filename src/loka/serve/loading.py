@@ -5,12 +5,15 @@ rows is compared with what was saved, since two models may have the same layers 
 """
 
 import copy
+import importlib
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
 from torch import nn
 
+from loka.core.compiling import few_collections
 from loka.core.device import fingerprint
 from loka.core.error import sqnr_db
 from loka.core.exceptions import FileRefused, PlanMismatch, ServeRefused
@@ -36,6 +39,7 @@ _AGAIN = "freeze the model and save it again"
 
 
 @torch.no_grad()
+@few_collections()
 def load(folder: Path | str, model: nn.Module, *, shadow: float = 0.0, graphs: bool | None = None) -> Server:
     """A server from a folder that `Server.save` wrote, on the device of `model`; version 1.
 
@@ -54,14 +58,18 @@ def load(folder: Path | str, model: nn.Module, *, shadow: float = 0.0, graphs: b
     folder = Path(folder)
     record = Folder.load(folder / CARD)
     card = record.card
-    _check_files(folder, record.files)
-    plan = Plan.load(folder / PLAN)
     bare = copy.deepcopy(unwrap(model))
     if site_forwards(bare):
         detach(bare)
     bare.eval().requires_grad_(False)
     device = device_of(bare)
     graphs = wants_graphs(graphs, device, card.scratch)
+    with ThreadPoolExecutor(1) as aside:
+        reading = aside.submit(_read, folder, record.files)
+        if graphs:
+            importlib.import_module("torch._inductor.compile_fx")
+        tensors = reading.result()
+    plan = Plan.load(folder / PLAN)
     differences = fingerprint(device).differences(card.machine)
     if differences:
         raise PlanMismatch(
@@ -70,7 +78,6 @@ def load(folder: Path | str, model: nn.Module, *, shadow: float = 0.0, graphs: b
             way_out="load it there, or measure, plan and freeze on this machine",
         )
     check(bare, plan)
-    tensors = read_tensors(folder / WEIGHTS, sha256=record.files[WEIGHTS], way_out=_AGAIN)
     skeleton = skeleton_of(bare)
     weights, scales = _weights(card, tensors, device, folder)
     state = _below("state/", tensors)
@@ -94,7 +101,7 @@ def _below(prefix: str, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.
     return {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
 
 
-def _check_files(folder: Path, files: Mapping[str, str]) -> None:
+def _read(folder: Path, files: Mapping[str, str]) -> dict[str, torch.Tensor]:
     wrong = [f"{name} is not named in the card" for name in (PLAN, WEIGHTS) if name not in files]
     for name, digest in files.items():
         try:
@@ -106,6 +113,7 @@ def _check_files(folder: Path, files: Mapping[str, str]) -> None:
             wrong.append(f"{name} is not the file that was saved: damaged, or of another folder")
     if wrong:
         raise FileRefused(f"cannot serve {folder}", why=wrong, way_out=_AGAIN)
+    return read_tensors(folder / WEIGHTS, sha256=files[WEIGHTS], way_out=_AGAIN)
 
 
 def _weights(

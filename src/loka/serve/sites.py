@@ -27,8 +27,7 @@ from loka.kernels.quantize.quantizer import quantize_pair
 from loka.kernels.quantize.side import Side
 from loka.nn.fp8_weight import CAST, dequantized
 from loka.nn.site import DTYPES
-from loka.nn.site_gemms import multiply
-from loka.nn.site_ops import GEMMS, Candidates, registered
+from loka.nn.site_ops import GEMMS, Candidates, registered, site_forward
 
 _ROWS = 16  # of the problem by which a weight's padding is asked; it does not depend on the rows
 
@@ -166,11 +165,12 @@ class FrozenSite:
 
     def _traced(self, rows: torch.Tensor) -> torch.Tensor:
         """As ops that a compiler traces: one that a region may join, or one that it sees nothing of."""
-        low, (n, k) = self.weight.low, self.weight.sides
-        if self.weight.joined is None:
+        low, joined = self.weight.low, self.weight.joined
+        if joined is None:
+            n, k = self.weight.sides
             return frozen_gemm(rows, low.data, low.scale, self.input_scale, self.candidate, n, k, self.name)
-        weight = dequantized(low.data, *self.weight.joined)
-        return multiply(rows, weight, self.health, self.name, (self.candidate, HP, HP), join=True)
+        weight = dequantized(low.data, *joined)
+        return site_forward(rows, weight, self.health, self.name, self.candidate, HP, HP, False, False, True)[0]
 
 
 def _frozen_gemm(
