@@ -112,3 +112,13 @@ def test_numbers_of_rows_come_from_the_cache():
             call = compiled_by_rows(model)
             assert all(torch.allclose(call(x[:n]), model(x[:n]), atol=1e-5) for n in (4, 7))  # 32 terms of 0.1
             assert counters["aot_autograd"]["autograd_cache_hit"] == hits
+
+
+def test_before_torch_2_13_each_number_of_rows_is_traced(monkeypatch):
+    asked = []
+    monkeypatch.setattr(torch, "__version__", TorchVersion("2.11.0+cu130"))
+    monkeypatch.setattr(torch, "compile", lambda call, **how: asked.append(how) or call)
+    model, x = nn.Linear(4, 2), torch.randn(3, 4)
+    assert torch.equal(compiled_by_rows(model)(x), model(x))
+    assert asked == [{"dynamic": False, "backend": "inductor"}]
+    assert not hasattr(x, "_dynamo_weak_dynamic_indices")

@@ -41,12 +41,14 @@ def compile_in_place(module: Module, frame: CodeType | None = None) -> Module:
 def compiled_by_rows(module: nn.Module) -> Callable[..., Any]:
     """What calls the module, given tensors [B, ...], compiled for each B out of one trace, in which B is open.
 
-    Warm caches spare no trace. Dynamo traces again where guards do not hold.
+    Warm caches spare no trace. Dynamo traces again where guards do not hold, and for each B before torch 2.13, where
+    one trace was not tried.
     """
-    program = torch.compile(_own_call(module, None), dynamic=False, backend=_by_sizes)
+    once = torch.__version__ >= "2.13"
+    program = torch.compile(_own_call(module, None), dynamic=False, backend=_by_sizes if once else "inductor")
 
     def call(*args: torch.Tensor, **named: torch.Tensor) -> Any:
-        for tensor in (*args, *named.values()):
+        for tensor in (*args, *named.values()) if once else ():
             torch._dynamo.maybe_mark_dynamic(tensor, 0)
         return program(*args, **named)
 
