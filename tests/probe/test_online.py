@@ -242,6 +242,17 @@ def test_batches_without_a_finite_row_give_no_sites():
     assert "no finite row" in report.skipped["0/output"]
 
 
+@pytest.mark.parametrize(("input", "gradient", "told"), [(0.0, 1.0, 3), (1.0, 0.0, 2), (1.0, 1.0, 0)])
+def test_operands_of_zeros_say_nothing_of_others(input, gradient, told):
+    """Quantized without an error, they looked like the safest of all."""
+    model = nn.Sequential(nn.Linear(32, 48))
+    with loka.Probe(model, every=1) as probe:
+        (gradient * model(input * torch.randn(64, 32).requires_grad_())).square().sum().backward()
+    report = loka.measure(probe.stats(), device="cpu", errors_only=True)
+    assert len(report.sites) == 3 - told
+    assert sum("that was probed was zero" in reason for reason in report.skipped.values()) == told
+
+
 def test_as_many_steps_as_the_overhead_allows():
     """Here a sampled step costs tens of plain ones: the two on trust, and then none for long."""
     torch.manual_seed(0)

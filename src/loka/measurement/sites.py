@@ -12,9 +12,14 @@ def gemms_of(path: str, layer: LinearStats) -> tuple[list[Gemm], dict[str, str]]
     if empty:
         reason = f"no finite row of {' or '.join(empty)} was seen, so there is nothing to draw from"
         return [], {site_name(path, gemm): reason for gemm in Gemm}
+    if _zero(layer, "input"):
+        reason = "every input that was probed was zero, which says nothing of others"
+        return [], {site_name(path, gemm): reason for gemm in Gemm}
     gemms, skipped = [Gemm.OUTPUT], {}
-    if "grad_output" not in layer.operands:
+    if "grad_output" not in layer.operands or _zero(layer, "grad_output"):
         reason = "no gradient reached this layer while it was probed (or it is in a reentrant checkpoint)"
+        if "grad_output" in layer.operands:
+            reason = "every gradient that was probed was zero, which says nothing of others"
         return gemms, {site_name(path, g): reason for g in (Gemm.GRAD_INPUT, Gemm.GRAD_WEIGHT)}
     if layer.needs_input_grad:
         gemms.append(Gemm.GRAD_INPUT)
@@ -25,6 +30,10 @@ def gemms_of(path: str, layer: LinearStats) -> tuple[list[Gemm], dict[str, str]]
     else:
         skipped[site_name(path, Gemm.GRAD_WEIGHT)] = "its weight is frozen, so it never runs"
     return gemms, skipped
+
+
+def _zero(layer: LinearStats, operand: str) -> bool:
+    return layer.operands[operand].numbers["zero_fraction"] == 1.0
 
 
 def problem_of(path: str, layer: LinearStats, report: Report, gemm: Gemm) -> Problem:
