@@ -4,7 +4,7 @@ import math
 import pytest
 import torch
 from cuda_sync import nothing_synchronizes
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from loka.core.error import sqnr_db
@@ -57,6 +57,7 @@ def measured(hp, cast):
 
 
 @settings(max_examples=60)
+@example("tanh", 1, 1, 34, 0, Granularity.TENSOR, True)
 @given(
     name=st.sampled_from(FAMILIES),
     rows=st.integers(1, 300),
@@ -76,7 +77,9 @@ def test_the_histogram_gives_the_measured_error(name, rows, columns, seed, expon
         if actual > 100:  # all of it is representable, or zero
             assert predicted > 90
         else:
-            assert predicted == pytest.approx(actual, abs=EXACT_DB)
+            # Of one value near a power of two the error is as small as its own rounding in float32, 2^-24 or two.
+            rounding = 20 / math.log(10) * 2**-23 * 10 ** (actual / 20)
+            assert predicted == pytest.approx(actual, abs=EXACT_DB + rounding)
 
 
 @pytest.mark.parametrize("format", FP8)
