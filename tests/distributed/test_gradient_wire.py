@@ -14,7 +14,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from towers import LR, loss_of, rows, tower
 
-from loka.core.exceptions import LokaError, UnknownName
+from loka.core.exceptions import LokaError, PlanMismatch, UnknownName
 from loka.distributed import GradientWire, send_gradients
 from loka.distributed.gradient_codec import CODECS, codec_named
 
@@ -131,6 +131,7 @@ def on_rank(rank, folder):
         found[f"{engine} accumulated"] = accumulated(engine, rank)
         found[f"{engine} clipped"] = clipped(engine, rank)
         found[f"{engine} scaled"] = scaled(engine, rank)
+        found[f"{engine} other codecs"] = other_codecs(engine, rank)
     found["unused"] = unused()
     return found
 
@@ -193,6 +194,12 @@ def unused():
     return str(raised.value)
 
 
+def other_codecs(engine, rank):
+    with pytest.raises(PlanMismatch) as raised:
+        wrapped(engine, GradientWire(scatter="int8" if rank == 1 else "e4m3"))
+    return str(raised.value)
+
+
 @pytest.fixture(scope="module")
 def three(tmp_path_factory):
     return on_ranks(on_rank, 3, tmp_path_factory.mktemp("wire"))
@@ -242,3 +249,9 @@ def test_an_overflow_on_one_rank_is_seen_by_all(three):
 def test_a_parameter_without_gradient_is_refused(three):
     for found in three:
         assert "some parameters have no gradient" in found["unused"]
+
+
+@pytest.mark.parametrize("engine", ["ddp", "fsdp2"])
+def test_ranks_with_other_codecs_are_named_on_all(three, engine):
+    for found in three:
+        assert "rank 0: e4m3, bf16\n  rank 1: int8, bf16\n  rank 2: e4m3" in found[f"{engine} other codecs"]

@@ -17,7 +17,8 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from loka.core.exceptions import LokaError
+from loka.core.exceptions import LokaError, PlanMismatch
+from loka.core.exchange import gather, global_rank
 from loka.distributed.dense_sharding import sparse_tables
 from loka.distributed.gradient_codec import Codec, codec_named, gathered, padded_columns, scattered_sum
 from loka.nn.fsdp_units import Sharded, sharded_parameters, units_of
@@ -58,16 +59,25 @@ class Sending:
 def send_gradients(model: nn.Module, wire: GradientWire) -> None:
     """Has the ranks of `model` send their gradients by `wire`, and add them in float32.
 
-    Call it on every rank after wrapping and before the first backward. `no_sync`, accumulation, clipping and
-    GradScaler work as before: what DDP and FSDP2 would reduce comes through the codec, and nothing else.
+    A collective: call it on every rank after wrapping and before the first backward. `no_sync`, accumulation,
+    clipping and GradScaler work as before: what DDP and FSDP2 would reduce comes through the codec, and nothing else.
 
     Args:
         model: in DistributedDataParallel, or with units of `fully_shard` in it.
 
     Raises:
         LokaError: the model is neither, DDP has a hook already, or tables in it have sparse gradients.
+        PlanMismatch: ranks would send by other codecs; on all ranks.
     """
     hook_gradients(model, Sending(wire))
+    group = model.process_group if isinstance(model, DistributedDataParallel) else sharded_parameters(model)[0].group
+    found = [text.decode() for text in gather(f"{wire.scatter}, {wire.gather}".encode(), group)]
+    if len(set(found)) > 1:  # bytes of one codec are numbers to another
+        raise PlanMismatch(
+            "the ranks would send gradients by other codecs",
+            why=[f"rank {global_rank(group, rank)}: {named}" for rank, named in enumerate(found)],
+            way_out="the same GradientWire on all ranks",
+        )
 
 
 def hook_gradients(model: nn.Module, sending: Sending) -> None:

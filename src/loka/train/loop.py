@@ -272,6 +272,8 @@ def train(
             callback.stop(run, failed)
             run.close()
     seconds = time.perf_counter() - started
+    _, reasons = together(lambda: reason or "")  # compilers may err on one rank alone
+    others = [f"rank {rank}: {why}" for rank, why in enumerate(reasons) if why]
     return TrainResult(
         steps=run.step,
         rows=run.running.rows,
@@ -281,7 +283,7 @@ def train(
         resumed_from=found.step if found else None,
         skipped_checkpoints=found.skipped if found else (),
         plan=run.plan,
-        step_reason=reason,
+        step_reason=reason or "; ".join(others) or None,
         unsaved=tuple(unsaved),
         average=run.average,
         final_rate=rate_factor(length.steps - 1, length.steps, config),

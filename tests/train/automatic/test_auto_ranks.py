@@ -5,6 +5,7 @@ import json
 import shutil
 import warnings
 from dataclasses import dataclass, replace
+from unittest import mock
 
 import fp8_run
 import pytest
@@ -114,6 +115,8 @@ def failures(rank, folder):
         train(tower(), RandomRows(16, seed=rank), config=CONFIG)
         apart = [str(one.message) for one in warned]
         train(tower(), RandomRows(16), config=CONFIG)
+    with mock.patch.object(runs.Run, "step_reason", "it errs" if rank == 1 else None):
+        found["why"] = train(tower(), RandomRows(16), config=CONFIG).step_reason
     return {**found, "apart": apart, "as one": [str(one.message) for one in warned[len(apart) :]]}
 
 
@@ -132,6 +135,10 @@ def test_two_ranks_turn_to_fp8_as_one(ranks):
     assert first["alike"] == second["alike"]
     assert first["ne"] != second["ne"], "their rows differ"
     assert first["alike"]["phases"] == [("probe", 0), ("measure", PROBED), ("fp8", PROBED), ("end", STEPS)]
+
+
+def test_all_say_why_a_step_of_one_is_not_as_asked(ranks):
+    assert [rank["failures"]["why"] for rank in ranks] == ["rank 1: it errs", "it errs"]
 
 
 def test_they_go_on_from_the_newest_step(ranks):

@@ -1,5 +1,6 @@
 """However a step runs, it trains alike; what cannot run as asked says why and runs on."""
 
+import copy
 import importlib
 from dataclasses import replace
 
@@ -10,6 +11,7 @@ from torch import nn
 
 from loka.data import SyntheticClicks
 from loka.train import TrainConfig, train
+from loka.train.steps.agreement import disagreement
 from loka.train.steps.forward import matrix_precision
 from loka.zoo import HistoryTable, build
 
@@ -132,6 +134,40 @@ def test_what_a_compiler_gets_wrong_runs_eagerly_to_the_same_bits(wrong, told, m
     found, result = weights_after(replace(CONFIG, step="compile"))
     assert torch.equal(found, exact) == told
     assert ("away from those of its code as written" in (result.step_reason or "")) == told
+
+
+class Counting(nn.Module):
+    """Its logits are of the number of forwards, and it writes to its input."""
+
+    def __init__(self):
+        super().__init__()
+        self.top = nn.Linear(4, 1)
+        self.register_buffer("forwards", torch.zeros(()))
+
+    def forward(self, dense, sparse):
+        self.forwards += 1
+        return self.top(dense.mul_(0.5))[:, 0] * self.forwards
+
+
+def test_the_first_batch_is_compared_from_the_same_state(monkeypatch):
+    for name in ("compiled", "uncompiled"):
+        monkeypatch.setattr(module, name, lambda model: model)
+    rows = SyntheticClicks(rows=64, seed=0, dense_features=4)
+    torch.manual_seed(0)
+    model = Counting()
+    exact, _ = weights_after(CONFIG, copy.deepcopy(model), rows=rows)
+    found, result = weights_after(replace(CONFIG, step="compile"), model, rows=rows)
+    assert result.step_reason is None
+    assert torch.equal(found, exact)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "told"), [((1, -1), "200%"), ((0, 1), "100%"), ((1, float("nan")), "nan%"), ((1, 1), "")]
+)
+def test_no_task_hides_what_is_wrong_in_another(wrong, told):
+    written, times = torch.randn(64, 2) * torch.tensor([10, 0.1]), iter([torch.ones(2), torch.tensor(wrong)])
+    found = disagreement(nn.Identity(), lambda: written * next(times))
+    assert found is None if not told else f"are {told} away" in found
 
 
 @pytest.mark.usefixtures("quick_compiler")

@@ -18,7 +18,8 @@ _NOTHING = 1e-3  # rms of a difference of logits that changes no log loss in its
 
 
 def disagreement(model: nn.Module, forward: Callable[[], torch.Tensor]) -> str | None:
-    """Why `model`, compiled, is not to be trusted, or None. `forward` gives its logits, with gradients on.
+    """Why `model`, compiled, is not to be trusted, or None. `forward` gives its logits [B] or [B, tasks], with
+    gradients on, from the same inputs and buffers each time. Each task counts by itself: a large one hides none.
 
     None too where logits as written are not finite, forward draws random numbers, which a compiler draws otherwise,
     or memory ends: nothing can be compared then.
@@ -32,11 +33,16 @@ def disagreement(model: nn.Module, forward: Callable[[], torch.Tensor]) -> str |
         compiled = forward().detach()
     except torch.OutOfMemoryError:
         return None
-    size, apart = written.norm().item(), (compiled - written).norm().item()
-    allowed = max((_OFF_IN_FP8 if sites_of(model) else _OFF) * size, _NOTHING * written.numel() ** 0.5)
-    if apart <= allowed:  # NaN is not
+    size, apart = (logits.reshape(len(logits), -1).norm(dim=0) for logits in (written, compiled - written))
+    allowed = (size * (_OFF_IN_FP8 if sites_of(model) else _OFF)).clamp_min(_NOTHING * len(written) ** 0.5)
+    task = int((apart / allowed).argmax())  # where any is NaN, that one
+    if apart[task] <= allowed[task]:  # NaN is not
         return None
-    return f"compiled, its logits are {apart / max(size, 1e-30):.0%} away from those of its code as written"
+    return f"compiled, its logits are {_share(apart[task], size[task])} away from those of its code as written"
+
+
+def _share(apart: torch.Tensor, size: torch.Tensor) -> str:
+    return f"{apart / size:.0%}" if size > 0 else f"{apart:.2g} (norm, and those are all 0)"
 
 
 def _random_state() -> list[torch.Tensor]:

@@ -12,7 +12,6 @@ Adam, which does not see a size that stays, would else move the weights by a few
 
 import contextlib
 import copy
-import functools
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Literal, NamedTuple
 
@@ -109,7 +108,7 @@ class Step:
             return self._inside(batch)
         before = _Before(self._model)
         try:
-            self._why_not_compiled = self._disagreement(batch)
+            self._why_not_compiled = self._disagreement(batch, before)
             before.put_back()
             if self._why_not_compiled is None:
                 found = self._inside(batch)
@@ -175,14 +174,19 @@ class Step:
             self._optimizers["sparse"].step()
         return Predicted(losses, logits)
 
-    def _disagreement(self, batch: Batch) -> str | None:
+    def _disagreement(self, batch: Batch, before: "_Before") -> str | None:
         """Of the blocks compiled with those as written; None where forward exchanges with other ranks too, each of
         which may run out of memory by itself."""
         model = unwrap(self._model)
         if is_sharded(self._model) or sharded_modules(self._model):
             return None
         part = rows_of(batch, 0, -(-len(batch) // self._config.accumulate))
-        forward = functools.partial(predict, model, arguments(part), self._config.precision, tasks=tasks_in(batch))
+
+        def forward() -> torch.Tensor:
+            before.put_back()  # buffers that count forwards; and copies, for models that write to their inputs
+            copies = tuple(tensor.clone() for tensor in arguments(part))
+            return predict(model, copies, self._config.precision, tasks=tasks_in(batch))
+
         return disagreement(model, forward)
 
     def _outside(self, batch: Batch) -> Predicted:
