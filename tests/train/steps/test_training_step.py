@@ -170,6 +170,14 @@ def test_no_task_hides_what_is_wrong_in_another(wrong, told):
     assert found is None if not told else f"are {told} away" in found
 
 
+@pytest.mark.parametrize(("wrong", "told"), [(-1.0, True), (1.05, False)])
+def test_a_level_far_from_zero_hides_no_wrong_rows(wrong, told):
+    """As of rare positives: of the norm a flipped sign is 10 %."""
+    rows, times = 0.3 * torch.randn(64), iter([1.0, wrong])
+    found = disagreement(nn.Identity(), lambda: rows * next(times) - 6)
+    assert (found is not None) == told
+
+
 @pytest.mark.usefixtures("quick_compiler")
 def test_a_graph_needs_a_gpu():
     if torch.cuda.is_available():
