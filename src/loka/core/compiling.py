@@ -15,6 +15,7 @@ from __future__ import annotations
 import gc
 import itertools
 import os
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import CodeType, FunctionType
@@ -27,6 +28,7 @@ Module = TypeVar("Module", bound=nn.Module)
 
 
 _numbers = itertools.count()
+_collector = threading.RLock()
 
 
 def compile_in_place(module: Module, frame: CodeType | None = None) -> Module:
@@ -85,13 +87,15 @@ def _compiled(module: torch.fx.GraphModule, inputs: Sequence[torch.Tensor]) -> A
 
 @contextmanager
 def few_collections() -> Iterator[None]:
-    """Inside, Python's collector leaves old objects alone: it took 0.7 s of a load."""
-    before = gc.get_threshold()
-    gc.set_threshold(*before[:2], 1000)
-    try:
-        yield
-    finally:
-        gc.set_threshold(*before)
+    """Inside, Python's collector leaves old objects alone: it took 0.7 s of a load. One thread at a time, as
+    thresholds are the process's."""
+    with _collector:
+        before = gc.get_threshold()
+        gc.set_threshold(*before[:2], 1000)
+        try:
+            yield
+        finally:
+            gc.set_threshold(*before)
 
 
 def keep_reductions_apart() -> None:

@@ -16,10 +16,13 @@ def gemms_of(path: str, layer: LinearStats) -> tuple[list[Gemm], dict[str, str]]
         reason = "every input that was probed was zero, which says nothing of others"
         return [], {site_name(path, gemm): reason for gemm in Gemm}
     gemms, skipped = [Gemm.OUTPUT], {}
-    if "grad_output" not in layer.operands or _zero(layer, "grad_output"):
-        reason = "no gradient reached this layer while it was probed (or it is in a reentrant checkpoint)"
-        if "grad_output" in layer.operands:
-            reason = "every gradient that was probed was zero, which says nothing of others"
+    unreached = "grad_output" not in layer.operands
+    if unreached or _zero(layer, "grad_output"):
+        reason = (
+            "no gradient reached this layer while it was probed (or it is in a reentrant checkpoint)"
+            if unreached
+            else "every gradient that was probed was zero, which says nothing of others"
+        )
         return gemms, {site_name(path, g): reason for g in (Gemm.GRAD_INPUT, Gemm.GRAD_WEIGHT)}
     if layer.needs_input_grad:
         gemms.append(Gemm.GRAD_INPUT)

@@ -178,8 +178,19 @@ def _site(
     return forward_parts(x, weight, health.data, candidates, (keep_input, keep_weight), hot)
 
 
-def _site_fake(*given: Any) -> Parts:
-    x, weight, _, _, output, grad_input, grad_weight, keep_input, keep_weight, *_ = given
+def _site_fake(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    health: torch.Tensor,
+    site: str,
+    output: str,
+    grad_input: str,
+    grad_weight: str,
+    keep_input: bool,
+    keep_weight: bool,
+    join: bool,
+    hot: torch.Tensor | None = None,
+) -> Parts:
     y = x.new_empty(x.shape[0], weight.shape[0])
     return y, *_unmade(x, weight, (output, grad_input, grad_weight), (keep_input, keep_weight))
 
@@ -188,11 +199,11 @@ def _unmade(
     x: torch.Tensor, weight: torch.Tensor, candidates: Candidates, keep: tuple[bool, bool]
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """What is kept, unwritten: of a fake, and of an op without rows, which gives what its fake says."""
-    layer, (output, *names) = _layer(x, weight), candidates
-    wanted = zip(GEMMS[1:], names, reversed(keep), strict=True)
-    sides = [layer.second_side(gemm, name) if kept and output != HP else None for gemm, name, kept in wanted]
-    (of_weight, of_x) = (_parts(_unwritten(side, x.device), x) for side in sides)
-    return *of_x, *of_weight
+    layer, (output, grad_input, grad_weight) = _layer(x, weight), candidates
+    keep_input, keep_weight = (kept and output != HP for kept in keep)
+    kept_x = layer.second_side(Gemm.GRAD_WEIGHT, grad_weight) if keep_input else None
+    kept_weight = layer.second_side(Gemm.GRAD_INPUT, grad_input) if keep_weight else None
+    return *_parts(_unwritten(kept_x, x.device), x), *_parts(_unwritten(kept_weight, x.device), x)
 
 
 def backward_parts(
@@ -260,8 +271,21 @@ def _site_backward(
     return backward_parts(dy, x, x_scale, weight, weight_scale, health.data, names, want, features, weight_dtype)
 
 
-def _site_backward_fake(dy: torch.Tensor, *others: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    want_input, want_weight, features, weight_dtype = others[-4:]
+def _site_backward_fake(
+    dy: torch.Tensor,
+    x: torch.Tensor,
+    x_scale: torch.Tensor,
+    weight: torch.Tensor,
+    weight_scale: torch.Tensor,
+    health: torch.Tensor,
+    site: str,
+    grad_input: str,
+    grad_weight: str,
+    want_input: bool,
+    want_weight: bool,
+    features: int,
+    weight_dtype: torch.dtype,
+) -> tuple[torch.Tensor, torch.Tensor]:
     dx = dy.new_empty(dy.shape[0], features) if want_input else dy.new_empty(0)
     dw = dy.new_empty(dy.shape[1], features, dtype=weight_dtype) if want_weight else dy.new_empty(0, dtype=weight_dtype)
     return dx, dw
