@@ -17,6 +17,7 @@ from torch import nn
 
 import loka
 from loka.compiler.joint_sites import ARMS as REGIONS
+from loka.core.compiling import order_read_backs
 from loka.core.recipe import Gemm
 from loka.core.records.report import REGION, REGION_INT8
 from loka.measurement.settings import COARSE, Settings
@@ -40,8 +41,6 @@ CANDIDATES = ("torch_fast:tensorwise_e4m3", "torch_fast:rowwise_e4m3", "torch:ro
 ON_CPU = ("torch:tensorwise_e4m3", "emulated:rowwise_e4m3")
 
 Call = Callable[..., torch.Tensor]
-
-_FUSES = torch._inductor.config.triton.mix_order_reduction  # as torch ships it, or as the environment says
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,7 +86,7 @@ def missing(name: str) -> str | None:
 def build(name: str, cell: Cell, how: How, plan: loka.Plan | None) -> Arm:
     """Raises whatever the arm's library raises."""
     model = _prepared(cell, how)
-    torch._inductor.config.triton.mix_order_reduction = _FUSES  # LoKA's arm before may have switched it off
+    order_read_backs()  # in bf16's arms too, whose outputs are wrong otherwise
     call: Call
     if name == BLOCK:
         call = compiled(model)

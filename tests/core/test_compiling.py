@@ -4,11 +4,9 @@ import pytest
 import torch
 from torch import nn
 from torch._dynamo.utils import counters
-from torch._inductor import config
 from torch._inductor.utils import fresh_cache
 from torch.torch_version import TorchVersion
 
-from loka.compiler import install
 from loka.core.compiling import compile_in_place, compiled_by_rows, new_frame, run_as_written
 from loka.nn.block_norm import BlockNorm
 
@@ -61,21 +59,6 @@ def test_alike_modules_share_a_frame_that_they_are_given(graphs):
         plain = model(x)
         assert torch.equal(compile_in_place(model, frame)(x), plain), "with its own weights"
     assert len(graphs) == 1
-
-
-@pytest.mark.parametrize("entry", [compile_in_place, lambda module: install()])
-@pytest.mark.parametrize(
-    ("version", "asked", "fused"),
-    [("2.11.0+cu130", None, False), ("2.12.1", None, False), ("2.13.0", None, True), ("2.11.0", "1", True)],
-)
-def test_reductions_are_fused_only_where_torch_asks_whether_it_may(entry, version, asked, fused, monkeypatch):
-    monkeypatch.setattr(torch, "__version__", TorchVersion(version))
-    monkeypatch.delenv("TORCHINDUCTOR_MIX_ORDER_REDUCTION", raising=False)
-    if asked:
-        monkeypatch.setenv("TORCHINDUCTOR_MIX_ORDER_REDUCTION", asked)
-    with config.patch({"triton.mix_order_reduction": True, "joint_custom_pre_pass": None}):
-        entry(nn.Identity())
-        assert config.triton.mix_order_reduction is fused
 
 
 class Branching(nn.Module):

@@ -12,9 +12,9 @@ same: blocks that repeat compile once.
 
 from __future__ import annotations
 
+import functools
 import gc
 import itertools
-import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -98,16 +98,50 @@ def few_collections() -> Iterator[None]:
             gc.set_threshold(*before)
 
 
-def keep_reductions_apart() -> None:
-    """Before torch 2.13, Inductor is to fuse no reductions of two directions (`triton.mix_order_reduction`).
+def order_read_backs() -> None:
+    """From here on Inductor's Triton kernels wait, all threads of a block, before they read back what they stored.
 
-    It does so where one reads what the other adds up: a model's outputs in bf16 were 42 % off, without a word
-    (torch 2.11 on an H200, docs/log.md); torch 2.13 asks. TORCHINDUCTOR_MIX_ORDER_REDUCTION, where set, decides.
+    A reduction's loop may read what a loop before it stored, in another layout, so that a thread reads what
+    another has yet to write: outputs differ from run to run, without a word (Kunlun in bf16 by 40 to 60 %, on an
+    H200; docs/log.md). torch 2.13 and before do not wait; pytorch#190519 adds the barrier. Caches are told
+    by their tag, as kernels of before lie in them.
     """
-    from torch._inductor import config  # here, so that `import loka` loads no compiler
+    try:
+        from torch._inductor.codegen.triton import TritonKernel  # here, so that `import loka` loads no compiler
+    except ImportError:  # without Triton
+        return
+    kernels: Any = TritonKernel
+    if not hasattr(kernels.load, _WAITS):
+        kernels.load = _behind_barriers(kernels.load)
+    config = torch.compiler.config
+    if _WAITS not in config.cache_key_tag:
+        config.cache_key_tag += _WAITS
 
-    if torch.__version__ < "2.13" and "TORCHINDUCTOR_MIX_ORDER_REDUCTION" not in os.environ:
-        config.triton.mix_order_reduction = False
+
+_WAITS = "loka_read_backs_wait"
+
+
+def _behind_barriers(load: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(load)
+    def found(kernel: Any, name: str, index: Any) -> Any:
+        """What a kernel stored and still knows is not loaded: what comes here is read back."""
+        if name not in kernel.store_buffer_names and name not in kernel.cse.invalidated_stores:
+            return load(kernel, name, index)
+        place = kernel.get_load_buffer
+
+        def behind_a_barrier(indexing: Any) -> Any:
+            lines = place(indexing)
+            lines.writeline("tl.debug_barrier()")
+            return lines
+
+        kernel.get_load_buffer = behind_a_barrier
+        try:
+            return load(kernel, name, index)
+        finally:
+            del kernel.get_load_buffer
+
+    setattr(found, _WAITS, True)
+    return found
 
 
 def new_frame() -> CodeType:
@@ -123,7 +157,7 @@ def run_as_written(module: Module) -> Module:
 
 def _own_call(module: nn.Module, frame: CodeType | None) -> FunctionType:
     call = _call_of(module)
-    keep_reductions_apart()
+    order_read_backs()
     return FunctionType(frame or new_frame(), call.__globals__, closure=call.__closure__)
 
 

@@ -1,0 +1,81 @@
+"""Kernels of Inductor that read back what they stored, as it writes them for a GPU, without one."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from loka.compiler import install
+from loka.core.compiling import compile_in_place, order_read_backs
+
+pytest.importorskip("triton", reason="needs triton")
+
+SCRIPT = """
+import torch
+import triton
+from torch._inductor import config
+from torch._inductor.graph import GraphLowering
+from triton.backends.compiler import GPUTarget
+
+class Hopper:  # a driver that compiles, and has nothing to run on
+    def get_current_target(self): return GPUTarget("cuda", 90, 32)
+    def get_current_device(self): return 0
+    def get_current_stream(self, device=None): return 0
+
+triton.runtime.driver.set_active(Hopper())
+config.cpu_backend, config.force_disable_caches = "triton", True
+
+class Told(Exception):
+    pass
+
+def told(graph):
+    print(graph.codegen()[0].value)
+    raise Told
+
+GraphLowering.compile_to_module = told
+
+class Model(torch.nn.Module):
+    def forward(self, x, weight):
+        y = x.relu()
+        product = y @ weight  # for which y is stored
+        return product, y - y.mean(-1, keepdim=True)  # a loop adds y up, and the next reads it back
+
+def compiled(model):
+    try:
+        model(torch.randn(64, 5000), torch.randn(5000, 8))
+    except torch._inductor.exc.InductorError as error:
+        assert "Told" in str(error), error
+
+compiled(torch.compile(Model()))
+print("HERE")
+from loka.core.compiling import compile_in_place
+compiled(compile_in_place(Model()))
+"""
+
+
+def test_a_kernel_waits_before_it_reads_back():
+    environment = {**os.environ, "TRITON_INTERPRET": "0"}
+    done = subprocess.run([sys.executable, "-c", SCRIPT], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    for text, barriers in zip(done.stdout.split("HERE\n"), (0, 1), strict=True):
+        lines = text.splitlines()
+        stored, read = (
+            next(at for at, line in enumerate(lines) if f"tl.{what}(out_ptr0" in line) for what in ("store", "load")
+        )
+        assert stored < read, "torch stores y, and a later loop reads it"
+        assert sum("tl.debug_barrier()" in line for line in lines[stored:read]) == barriers
+        assert text.count("tl.debug_barrier()") == barriers, "nowhere else"
+
+
+@pytest.mark.parametrize("entry", [install, lambda: compile_in_place(torch.nn.ReLU())])
+def test_caches_are_told_once(entry):
+    config = torch.compiler.config
+    with config.patch(cache_key_tag="theirs"):
+        entry()
+        tag = config.cache_key_tag
+        assert tag.startswith("theirs")
+        assert tag != "theirs"
+        order_read_backs()
+        assert config.cache_key_tag == tag
