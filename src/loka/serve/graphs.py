@@ -94,10 +94,13 @@ class Replays:
         if looking and count and graph.looking is not None:
             recording, output, shown = graph.looking
         with self._lock, synced(self._stream):
-            last = self._form.check_rows(tensors[0].device) if count == 0 else tensors
-            for buffer, column, row in zip(graph.inputs, tensors, last, strict=True):
-                buffer[:count].copy_(column, non_blocking=True)
-                if count < rows:
+            if count == rows:
+                for buffer, column in zip(graph.inputs, tensors, strict=True):
+                    buffer.copy_(column, non_blocking=True)
+            else:
+                last = self._form.check_rows(tensors[0].device) if count == 0 else tensors
+                for buffer, column, row in zip(graph.inputs, tensors, last, strict=True):
+                    buffer[:count].copy_(column, non_blocking=True)
                     buffer[count:].copy_(row[-1:].expand_as(buffer[count:]))
             recording.replay()
             if shown is not None:

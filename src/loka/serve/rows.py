@@ -7,6 +7,7 @@ of a kind that the model knows; an empty request is padded with the form's own r
 
 from __future__ import annotations
 
+import functools
 import hashlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -55,29 +56,44 @@ class Form:
 
         Raises ServeRefused where it has another form, or tensors of unequal numbers of rows.
         """
-        named = _named(request)
-        tensors = [named[column.name] for column in self.columns if column.name in named]
-        if _kind(request) != self.kind or len(tensors) < len(named) or not self._fits(tensors):
+        tensors = self._ordered(request)
+        if tensors is None or not self._fits(tensors):
             raise ServeRefused(
                 "this request is not of the form that was frozen",
                 why=[f"given  {form_of(request)}", f"served {self}"],
                 way_out="cast or reshape it, or freeze again with calibration rows of this form",
             )
-        return [tensor.to(device, non_blocking=True) for tensor in tensors]
+        return [tensor if tensor.device == device else tensor.to(device, non_blocking=True) for tensor in tensors]
+
+    def _ordered(self, request: Request) -> Sequence[torch.Tensor] | None:
+        """None where the request is of another kind, or names others than the columns."""
+        if _kind(request) != self.kind:
+            return None
+        if self.kind == "tensor":
+            return [request]  # type: ignore[list-item]
+        if self.kind == "positional":
+            return request if isinstance(request, (tuple, list)) else list(request)  # type: ignore[arg-type]
+        named: Mapping[str, torch.Tensor] = request  # type: ignore[assignment]
+        tensors = [named[column.name] for column in self.columns if column.name in named]
+        return tensors if len(tensors) == len(named) else None
+
+    @functools.cached_property
+    def _expected(self) -> tuple[tuple[torch.dtype, tuple[int, ...]], ...]:
+        return tuple((getattr(torch, column.dtype), column.sides) for column in self.columns)
 
     def _fits(self, tensors: Sequence[torch.Tensor]) -> bool:
         """Without a Form of the request, which takes longer than to queue a small answer."""
         if len(tensors) != len(self.columns):
             return False
-        rows = tensors[0].shape[:1]
-        return all(
-            isinstance(tensor, torch.Tensor)
-            and not tensor.is_nested
-            and tensor.dtype is getattr(torch, column.dtype)
-            and tensor.shape == (*rows, *column.sides)
-            and tensor.dim() > 0
-            for column, tensor in zip(self.columns, tensors, strict=True)
-        )
+        rows: tuple[int, ...] | None = None
+        for (dtype, sides), tensor in zip(self._expected, tensors, strict=True):
+            if not isinstance(tensor, torch.Tensor) or tensor.is_nested or tensor.dtype is not dtype:
+                return False
+            shape = tensor.shape
+            rows = shape[:1] if rows is None else rows
+            if not rows or shape != (*rows, *sides):
+                return False
+        return True
 
     def call(self, module: nn.Module, tensors: Sequence[torch.Tensor]) -> Any:
         if self.kind == "named":
@@ -126,6 +142,8 @@ def form_of(request: Request) -> Form:
 def _kind(request: Request) -> Kind:
     if isinstance(request, torch.Tensor):
         return "tensor"
+    if isinstance(request, (tuple, list)):  # before Mapping, which takes longer to ask
+        return "positional"
     return "named" if isinstance(request, Mapping) else "positional"
 
 

@@ -10,6 +10,7 @@ import itertools
 import math
 import tempfile
 import threading
+from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -183,12 +184,16 @@ class Server:
     def _answer(
         self, by: nn.Module | Replays, tensors: Sequence[torch.Tensor], *, looking: bool = False
     ) -> tuple[Any, tuple[int, ...]]:
-        count, largest = tensors[0].shape[0], self.card.buckets[-1]
+        buckets, count = self.card.buckets, tensors[0].shape[0]
+        largest = buckets[-1]
+        if isinstance(by, Replays) and count <= largest:  # what requests wait for before the GPU begins
+            bucket = buckets[bisect_left(buckets, count)]
+            return by(tensors, bucket, looking=looking), (bucket,)
         parts, sizes = [], []
         for first in range(0, max(count, 1), largest):
             part = [t[first : first + largest] for t in tensors] if count > largest else tensors
             rows = part[0].shape[0]
-            sizes.append(next(bucket for bucket in self.card.buckets if bucket >= rows))
+            sizes.append(buckets[bisect_left(buckets, rows)])
             if isinstance(by, Replays):
                 parts.append(by(part, sizes[-1], looking=looking and not first))
                 continue
