@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import itertools
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -55,9 +56,14 @@ class Seen(NamedTuple):
     what: int
 
 
+def _likeness(seen: Seen) -> tuple[int, int, int]:
+    return seen.looked_at, seen.rows, seen.what
+
+
 @dataclass(frozen=True)
 class Shown:
-    """What a recorded call hands out besides: a number for each row, of the sites one after the other."""
+    """What a recorded call hands out besides: a number for each row, of the sites one after the other, those
+    that are alike side by side, so that they are read at once."""
 
     values: torch.Tensor
     sites: tuple[Seen, ...]
@@ -153,17 +159,16 @@ class _Waiting:
     def by_rows(self) -> Iterator[tuple[list[str], torch.Tensor]]:
         """Sites of which as many rows were looked at, and maxima, without rows that only pad: the last of a
         site's, where these lie by rows of the batch; else some copies of the last row are among them."""
-        parts = self.values.split([seen.looked_at for seen in self.sites])
         count, whole = self.filled
-        found: dict[int, list[tuple[Seen, torch.Tensor]]] = {}
-        for seen, part in zip(self.sites, parts, strict=True):
-            kept = -(-(count * seen.rows // whole) // apart(seen.rows))
-            if kept >= _LEAST_ROWS or kept == len(part) or seen.rows <= whole:
-                found.setdefault(kept, []).append((seen, part[:kept]))
-        for sites in found.values():
-            numbers = torch.stack([part for _, part in sites])
-            scaled = torch.tensor([seen.what == SCALES for seen, _ in sites]).unsqueeze(1)
-            yield [seen.name for seen, _ in sites], torch.where(scaled, look_of_scales(numbers), numbers)
+        begin = 0
+        for (looked_at, rows, what), alike in itertools.groupby(self.sites, key=_likeness):
+            names = [seen.name for seen in alike]
+            end = begin + len(names) * looked_at
+            numbers = self.values[begin:end].view(len(names), looked_at)
+            begin = end
+            kept = -(-(count * rows // whole) // apart(rows))
+            if kept >= _LEAST_ROWS or kept == looked_at or rows <= whole:
+                yield names, look_of_scales(numbers[:, :kept]) if what == SCALES else numbers[:, :kept]
 
 
 class Capturer:
@@ -295,7 +300,12 @@ class Capturer:
 
         with watched_by(shown_by), observed_by(lambda name, rows: take([(name, look(rows), len(rows), 0)])):
             output = call()
-        return output, torch.cat(found) if found else torch.empty(0)
+        if not found:
+            return output, torch.empty(0)
+        parts = torch.cat(found).split([seen.looked_at for seen in sites])
+        order = sorted(range(len(sites)), key=lambda at: _likeness(sites[at]))
+        sites[:] = [sites[at] for at in order]
+        return output, torch.cat([parts[at] for at in order])
 
 
 def _microseconds(recording: Recording, device: torch.device) -> float:

@@ -1,6 +1,7 @@
 """The alarm names the site that moved, soon, and keeps quiet on healthy traffic."""
 
 import math
+import statistics
 
 import numpy as np
 import pytest
@@ -164,6 +165,15 @@ def test_an_alarm_is_raised_once_and_nan_at_its_first_site(caplog):
     assert "first" in caplog.text
     server._current.monitor.reset()
     assert server.alarms() == ()
+
+
+@given(st.lists(st.integers(-4, 4), min_size=WINDOW, max_size=4 * WINDOW), st.sampled_from([2.0, 2.5, 3.0]))
+def test_a_shift_is_raised_when_the_median_is_beyond_the_limit(octaves, limit):
+    monitor = Monitor({"site": Range(median=0.5, limit=limit, ceiling=None)})
+    for at, octave in enumerate(octaves, 1):
+        monitor.note("site", Look(octaves=float(octave), rows=1, saturated=0, nonfinite=0))
+        beyond = (abs(statistics.median(octaves[end - WINDOW : end]) - 0.5) > limit for end in range(WINDOW, at + 1))
+        assert any(beyond) == bool(monitor.alarms())
 
 
 def test_few_saturated_rows_are_no_alarm():

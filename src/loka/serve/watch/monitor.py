@@ -25,6 +25,7 @@ import threading
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -82,8 +83,7 @@ class Alarm:
         return f"{self.site}: {self.text}"
 
 
-@dataclass(frozen=True, kw_only=True)
-class Look:
+class Look(NamedTuple):
     """What one batch shows at one site. `octaves` is None where no row holds anything but zeros."""
 
     octaves: float | None
@@ -96,15 +96,19 @@ def looks_of(row_amax: torch.Tensor, ceilings: Sequence[float | None]) -> list[L
     """Of sites at once, as a server's thread has to do it between requests: what `look` gave of each,
     [sites, rows], on the host, and the largest |x| that its static scale holds."""
     finite = row_amax.isfinite()
-    positive = finite & (row_amax > 0)
-    ordered = octaves_of(row_amax).masked_fill(~positive, torch.inf).sort(dim=1).values
-    counts = positive.sum(dim=1)
-    middle = ordered.gather(1, ((counts - 1).clamp_min(0) // 2).unsqueeze(1)).squeeze(1)  # the lower of two
-    most = torch.tensor([math.inf if ceiling is None else ceiling for ceiling in ceilings]).unsqueeze(1)
-    found = counts, middle, (finite & (row_amax > most)).sum(dim=1), (~finite).sum(dim=1)
+    known = row_amax.where(finite & (row_amax > 0), torch.nan)
+    middle = known.nanmedian(dim=1).values  # the lower of two; octaves rise as maxima do
+    octaves = octaves_of(middle.nan_to_num(1.0))
+    if any(ceiling is not None for ceiling in ceilings):
+        most = torch.tensor([math.inf if ceiling is None else ceiling for ceiling in ceilings]).unsqueeze(1)
+        saturated = (finite & (row_amax > most)).sum(dim=1).tolist()
+    else:
+        saturated = [0] * len(ceilings)
+    seen, found = (~middle.isnan()).tolist(), (octaves.tolist(), saturated, (~finite).sum(dim=1).tolist())
+    rows = row_amax.shape[1]
     return [
-        Look(octaves=octaves if count else None, rows=row_amax.shape[1], saturated=over, nonfinite=nonfinite)
-        for count, octaves, over, nonfinite in zip(*(each.tolist() for each in found), strict=True)
+        Look(octave if some else None, rows, over, nonfinite)
+        for some, octave, over, nonfinite in zip(seen, *found, strict=True)
     ]
 
 
@@ -139,6 +143,7 @@ class _Window:
     def __init__(self) -> None:
         self.looks = 0
         self.octaves: deque[float] = deque(maxlen=WINDOW)
+        self.beyond: deque[bool] = deque(maxlen=WINDOW)  # whether an octave is off by more than the limit
         self.saturated: deque[tuple[int, int]] = deque(maxlen=WINDOW)
 
 
@@ -174,6 +179,7 @@ class Monitor:
             window.looks += 1
             if look.octaves is not None:
                 window.octaves.append(look.octaves)
+                window.beyond.append(abs(look.octaves - known.median) > known.limit)
             if look.nonfinite and not any(kind == "nonfinite" for _, kind in self._raised):
                 # The sites behind it see it too; the first one is what to look for.
                 self._raise(name, "nonfinite", f"{look.nonfinite} of {look.rows} rows hold NaN or infinity")
@@ -183,7 +189,7 @@ class Monitor:
                 if over >= max(SATURATED_ROWS, SATURATED_SHARE * rows):
                     text = f"{over} of {rows} rows are beyond {known.ceiling:.3g}, which the scale holds"
                     self._raise(name, "saturation", text)
-            if len(window.octaves) == WINDOW:
+            if len(window.octaves) == WINDOW and 2 * sum(window.beyond) >= WINDOW:  # else the median is within
                 moved = statistics.median(window.octaves) - known.median
                 if abs(moved) > known.limit:
                     # The window still holds batches of before; the last ones tell how far it went.
