@@ -40,7 +40,8 @@ def measured(monkeypatch):
         monkeypatch.setattr(region_ahead, "_COMMAND", command)
         if regions:
             monkeypatch.setattr(layer_times, "time_region", time_region)
-        with config.patch(compile_threads=2, fx_graph_cache=True, epilogue_fusion=False):  # as nobody else has it
+        settings = {"compile_threads": 2, "fx_graph_cache": True, "epilogue_fusion": False}  # as nobody else has it
+        with config.patch({**settings, "aot_inductor.metadata": {"AOTI_DEVICE_KEY": "cpu"}}):
             return loka.measure(probe.stats(), device="cpu", candidates=["emulated:rowwise_e4m3"], **options)
 
     return measure

@@ -107,12 +107,19 @@ def _compiler() -> list[Any]:
     """What Inductor's keys hold besides the code: settings of this process."""
     from torch._inductor import config
 
-    plain = bool | int | float | str | None
     return [
-        {name: value for name, value in config.save_config_portable().items() if isinstance(value, plain)},
+        {name: value for name, value in config.save_config_portable().items() if _in_json(value)},
         [torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()],
         torch.backends.cuda.matmul.fp32_precision,
     ]
+
+
+def _in_json(value: Any) -> bool:
+    """Whether it comes out of JSON as it went in: numbers, names, dicts (torch's packaging leaves one behind)."""
+    try:
+        return bool(json.loads(json.dumps(value)) == value)
+    except (TypeError, ValueError):
+        return False
 
 
 def work() -> None:
