@@ -6,25 +6,17 @@ import sys
 
 import pytest
 import torch
+from hopper import DRIVER
 
 from loka.compiler import install
 from loka.core.compiling import compile_in_place, order_read_backs
 
 pytest.importorskip("triton", reason="needs triton")
 
-SCRIPT = """
-import torch
-import triton
+SCRIPT = f"""{DRIVER}
 from torch._inductor import config
 from torch._inductor.graph import GraphLowering
-from triton.backends.compiler import GPUTarget
 
-class Hopper:  # a driver that compiles, and has nothing to run on
-    def get_current_target(self): return GPUTarget("cuda", 90, 32)
-    def get_current_device(self): return 0
-    def get_current_stream(self, device=None): return 0
-
-triton.runtime.driver.set_active(Hopper())
 config.cpu_backend, config.force_disable_caches = "triton", True
 
 class Told(Exception):

@@ -9,20 +9,13 @@ from pathlib import Path
 import pytest
 import torch
 from edge_programs import CASES
+from hopper import DRIVER
 
 pytest.importorskip("triton", reason="needs triton")
 
-SCRIPT = """
+SCRIPT = f"""{DRIVER}
 import json, sys
-import torch, triton
-from triton.backends.compiler import GPUTarget
 
-class Hopper:  # a driver that compiles, and has nothing to run on
-    def get_current_target(self): return GPUTarget("cuda", 90, 32)
-    def get_current_device(self): return 0
-    def get_current_stream(self, device=None): return 0
-
-triton.runtime.driver.set_active(Hopper())
 sys.path.insert(0, sys.argv[1])
 from edge_programs import CASES
 from loka.kernels.edge.op import lying
