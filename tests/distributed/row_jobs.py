@@ -153,7 +153,11 @@ def refused(rank, folder):
     tried("values", lambda: row_sync(nn.Embedding(8, 4)))
     tried("shapes", lambda: row_sync(nn.Embedding(8 + rank, 4)))
     torch.manual_seed(0)
-    sync = row_sync(nn.Embedding(8, 4), every=2 + rank)
+    table = nn.Embedding(8, 4)
+    tried("settings", lambda: row_sync(table, codec="int8" if rank else "e4m3"))
+    tried("one cannot", lambda: row_sync(nn.Linear(2, 2) if rank else table))
+    sync = row_sync(table)
+    sync._every = 2 + rank
     tried("steps", lambda: [sync.step() for _ in range(2 + rank)])
     return found
 

@@ -195,8 +195,15 @@ def unused():
 
 
 def other_codecs(engine, rank):
+    model = wrapped(engine, None)
     with pytest.raises(PlanMismatch) as raised:
-        wrapped(engine, GradientWire(scatter="int8" if rank == 1 else "e4m3"))
+        send_gradients(model, GradientWire(scatter="int8" if rank == 1 else "e4m3"))
+    with pytest.raises(PlanMismatch, match="rank 1: the model is neither"):
+        send_gradients(nn.Linear(2, 2) if rank == 1 else model, GradientWire())
+    send_gradients(model, GradientWire())
+    if engine == "ddp":
+        with pytest.raises(LokaError, match="has a communication hook\n  _reduce_bucket"):
+            send_gradients(model, GradientWire())
     return str(raised.value)
 
 

@@ -134,6 +134,8 @@ def test_what_does_not_fit_is_refused(tmp_path):
         assert "torch.float64" in found["float64"]
         assert "replica 1: weight (8, 4)" in found["values"]
         assert "replica 1: weight (9, 4)" in found["shapes"]
+        assert "codec='e4m3', optimizer=NoneType\n  rank 1: every=16" in found["settings"]
+        assert "optimizer=NoneType\n  rank 1: the model has no table" in found["one cannot"]
         assert "rows changed that nothing had looked up" in found["all rows"]
         assert "one.weight (200, 24) torch.float32, bits" in found["all rows"]
         assert "replica 0: step 2" in found["steps"]

@@ -100,7 +100,7 @@ def header_changed(draw, data):
     record[field] = draw.choice([value for value in values if not _same(value, record[field])])
     if draw.random() < 0.2:
         del record[field]
-    return json.dumps(record).encode()
+    return json.dumps(record).encode() + b"\n"
 
 
 BYTES: tuple[Callable[[random.Random, bytes], bytes], ...] = (

@@ -45,6 +45,7 @@ BROKEN = (
     ({"us": {"plan": [1, -2]}}, "0 or more"),
     ({"us": {"plan": [1]}}, "for each length"),
     ({"of": [3, 11, 12, 10] * 2}, "50 % of the lengths are outside of 0 to 10"),
+    ({"us": {"plan": [0, 1e308]}}, "at most 1e+308 us"),
     ({"of": [1] * 7}, "at least 8 are needed"),
 )
 

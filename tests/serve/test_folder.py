@@ -81,10 +81,10 @@ def test_the_shadow_needs_the_weights_in_high_precision(tmp_path):
     assert load(tmp_path / "with", tower(1)).current.precise is None
 
 
-def _cut(name):
+def _cut(name, last=False):
     def change(folder):
         data = (folder / name).read_bytes()
-        (folder / name).write_bytes(data[: len(data) // 2])
+        (folder / name).write_bytes(data[: -1 if last else len(data) // 2])
 
     return change
 
@@ -125,6 +125,7 @@ def _points_out(folder):
         (_gone("plan.json"), "plan.json cannot be read"),
         (_gone("weights.safetensors"), "weights.safetensors cannot be read"),
         (_cut("card.json"), "not complete JSON"),
+        (_cut("card.json", last=True), "lacks its last newline"),
         (_cut("plan.json"), "plan.json is not the file that was saved"),
         (_cut("weights.safetensors"), "weights.safetensors is not the file"),
         (_flip, "weights.safetensors is not the file"),

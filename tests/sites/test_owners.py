@@ -96,10 +96,12 @@ class Mixture(nn.Module):
     def __init__(self):
         super().__init__()
         self.w, self.rows = nn.Parameter(torch.randn(3, 32, 32)), nn.Parameter(torch.randn(2, 32))
+        self.deep = nn.Parameter(torch.randn(2, 2, 32, 32))
 
     def forward(self, x):
         gates = (x @ self.rows[0]).unsqueeze(1)
         y = gates * sum(x @ v + F.gelu(x @ v.T) for v in self.w) + sum(x @ v for v in self.w[1:])
+        y += sum(x @ v for w in self.deep for v in w)
         return y + torch.einsum("bi,io->bo", gates, self.rows)  # broadcasts, so is no site
 
 
@@ -110,4 +112,4 @@ def test_experts_of_an_iteration_are_sites_in_compiled_graphs():
         model(x).sum().backward()
     loka.convert(model, forced_plan(probe.stats()))
     torch.testing.assert_close(torch.compile(model, backend="aot_eager", fullgraph=True)(x), model(x))
-    assert [counts["runs"] for site, counts in loka.health_of(model).items() if site.endswith("/output")] == [2] * 9
+    assert [counts["runs"] for site, counts in loka.health_of(model).items() if site.endswith("/output")] == [2] * 13

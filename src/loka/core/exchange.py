@@ -9,7 +9,7 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 
-from loka.core.exceptions import LokaError
+from loka.core.exceptions import LokaError, PlanMismatch
 
 
 def ranks_of(group: dist.ProcessGroup | None = None) -> int:
@@ -39,6 +39,17 @@ def gather(data: bytes, group: dist.ProcessGroup | None) -> list[bytes]:
     parts = [torch.empty_like(mine) for _ in range(world)]
     dist.all_gather(parts, mine, group=group)
     return [part.cpu().numpy().tobytes()[:size] for part, size in zip(parts, sizes, strict=True)]
+
+
+def same_on_all(mine: str | LokaError, group: dist.ProcessGroup | None, *, what: str, way_out: str) -> None:
+    """Before ranks act on what each has, its error included. Raises PlanMismatch on all where they differ, and
+    `mine` where all have that error."""
+    found = gather(str(mine).encode(), group) if ranks_of(group) > 1 else []
+    if len(set(found)) > 1:
+        why = [f"rank {global_rank(group, rank)}: {text.decode()}" for rank, text in enumerate(found)]
+        raise PlanMismatch(what, why=why, way_out=way_out)
+    if isinstance(mine, LokaError):
+        raise mine
 
 
 def broadcast(data: bytes, group: dist.ProcessGroup | None) -> bytes:

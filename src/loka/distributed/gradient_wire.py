@@ -17,8 +17,8 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from loka.core.exceptions import LokaError, PlanMismatch
-from loka.core.exchange import gather, global_rank
+from loka.core.exceptions import LokaError
+from loka.core.exchange import same_on_all
 from loka.distributed.dense_sharding import sparse_tables
 from loka.distributed.gradient_codec import Codec, codec_named, gathered, padded_columns, scattered_sum
 from loka.nn.fsdp_units import Sharded, sharded_parameters, units_of
@@ -67,36 +67,43 @@ def send_gradients(model: nn.Module, wire: GradientWire) -> None:
 
     Raises:
         LokaError: the model is neither, DDP has a hook already, or tables in it have sparse gradients.
-        PlanMismatch: ranks would send by other codecs; on all ranks.
+        PlanMismatch: ranks would send by other codecs, or one cannot; none is hooked.
     """
+    mine: str | LokaError = f"{wire.scatter}, {wire.gather}"
+    group = None
+    try:
+        group = _group_to_hook(model)
+    except LokaError as error:
+        mine = error
+    what = "the ranks would send gradients by other codecs"  # whose bytes are numbers to any
+    same_on_all(mine, group, what=what, way_out="the same GradientWire on all ranks")
     hook_gradients(model, Sending(wire))
-    group = model.process_group if isinstance(model, DistributedDataParallel) else sharded_parameters(model)[0].group
-    found = [text.decode() for text in gather(f"{wire.scatter}, {wire.gather}".encode(), group)]
-    if len(set(found)) > 1:  # bytes of one codec are numbers to another
-        raise PlanMismatch(
-            "the ranks would send gradients by other codecs",
-            why=[f"rank {global_rank(group, rank)}: {named}" for rank, named in enumerate(found)],
-            way_out="the same GradientWire on all ranks",
-        )
 
 
-def hook_gradients(model: nn.Module, sending: Sending) -> None:
-    """As `send_gradients`, by what `sending` says in each backward."""
-    if isinstance(model, DistributedDataParallel):
-        if sparse_tables(model):
-            raise _sparse("tables of the model")
-        names = {id(weight): name for name, weight in named_parameters(model)}
-        try:
-            model.register_comm_hook((sending, model.process_group, names), _reduce_bucket)
-        except RuntimeError as error:
-            raise LokaError("this model has a communication hook", why=[str(error).splitlines()[0]]) from error
-        return
-    units = units_of(model)
-    if not units:
+def _group_to_hook(model: nn.Module) -> dist.ProcessGroup:
+    """Whose ranks send. Raises LokaError where `model` takes no hooks."""
+    if not isinstance(model, DistributedDataParallel):
+        if held := sharded_parameters(model):
+            return held[0].group
         raise LokaError(
             "the model is neither in DistributedDataParallel nor sharded by FSDP2",
             way_out="wrap it first, or call fully_shard",
         )
+    if sparse_tables(model):
+        raise _sparse("tables of the model")
+    if hook := model._get_ddp_logging_data().get("comm_hook"):
+        raise LokaError("this model has a communication hook", why=[hook], way_out="wrap the module anew")
+    return model.process_group
+
+
+def hook_gradients(model: nn.Module, sending: Sending) -> None:
+    """As `send_gradients`, by what `sending` says in each backward."""
+    group = _group_to_hook(model)
+    if isinstance(model, DistributedDataParallel):
+        names = {id(weight): name for name, weight in named_parameters(model)}
+        model.register_comm_hook((sending, group, names), _reduce_bucket)
+        return
+    units = units_of(model)
     by_unit: dict[str, list[Sharded]] = {}
     for one in sharded_parameters(model):
         by_unit.setdefault(one.unit, []).append(one)

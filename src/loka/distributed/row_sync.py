@@ -23,7 +23,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from loka.core.exceptions import LokaError
-from loka.core.exchange import ranks_of
+from loka.core.exchange import ranks_of, same_on_all
 from loka.distributed.changed_rows import Sent, Table, agree, places
 from loka.distributed.gradient_codec import Codec, all_gather, codec_named
 from loka.distributed.lookups import Lookup, differences, lookups_of
@@ -267,31 +267,35 @@ def row_sync(
 
     Raises:
         LokaError: no table was found; one cannot be synchronized; replicas differ in their tables.
+        PlanMismatch: replicas differ in their settings, or one cannot.
         UnknownName: `codec`.
     """
-    codec_named(codec)
-    if every < 1 or exact_every < 1 or not 0 <= staleness < every:
-        raise LokaError(
-            f"every={every}, exact_every={exact_every} and staleness={staleness} do not fit together",
-            why=["an exchange has to end before the next one begins"],
-            way_out="every >= 1, exact_every >= 1, 0 <= staleness < every",
-        )
-    lookups = lookups_of(model, optimizer)
-    if not lookups:
-        raise LokaError(
-            "the model has no table to synchronize",
-            why=["neither nn.Embedding, nn.EmbeddingBag nor table-batched embeddings that are trained"],
-            way_out="pass the model whose tables are replicated",
-        )
-    devices = {one.tensors()[0].device for one in lookups}
-    if len(devices) > 1 or not dist.is_initialized():
-        raise LokaError(
-            "tables cannot be exchanged",
-            why=["there is no process group"]
-            if not dist.is_initialized()
-            else [f"they lie on {', '.join(sorted(map(str, devices)))}"],
-            way_out="torchrun, and init_process_group; a model on one device a replica",
-        )
+    mine: str | LokaError = f"{every=}, {exact_every=}, {staleness=}, {codec=}, optimizer={type(optimizer).__name__}"
+    try:
+        codec_named(codec)
+        if every < 1 or exact_every < 1 or not 0 <= staleness < every:
+            raise LokaError(
+                f"{every=}, {exact_every=} and {staleness=} do not fit together",
+                why=["an exchange has to end before the next one begins"],
+                way_out="every >= 1, exact_every >= 1, 0 <= staleness < every",
+            )
+        lookups = lookups_of(model, optimizer)
+        if not lookups:
+            raise LokaError(
+                "the model has no table to synchronize",
+                why=["neither nn.Embedding, nn.EmbeddingBag nor table-batched embeddings that are trained"],
+                way_out="pass the model whose tables are replicated",
+            )
+        devices = {one.tensors()[0].device for one in lookups}
+        if len(devices) > 1 or not dist.is_initialized():
+            raise LokaError(
+                "tables cannot be exchanged",
+                why=[f"they lie on {', '.join(sorted(map(str, devices)))}" if len(devices) > 1 else "no process group"],
+                way_out="torchrun, and init_process_group; a model on one device a replica",
+            )
+    except LokaError as error:
+        mine = error
+    same_on_all(mine, group, what="replicas have different settings", way_out="the same arguments on every replica")
     differing = differences(lookups, group)
     if differing:
         raise LokaError(

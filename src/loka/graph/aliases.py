@@ -15,7 +15,7 @@ _answers: list[str] = []  # one question at a time: dynamo holds its lock while 
 
 
 def seen_as(tensor: torch.Tensor, known: torch.Tensor) -> str:
-    """What `.mT`, an item or its `.mT` adds to the key of `known`, or ""; only to be called in traced code."""
+    """What items, of items too, and `.mT` add to the key of `known`, or ""; only to be called in traced code."""
     from torch._dynamo.comptime import comptime
 
     comptime(_compare)
@@ -24,11 +24,17 @@ def seen_as(tensor: torch.Tensor, known: torch.Tensor) -> str:
 
 def _compare(context: Any) -> None:
     tensor, known = (context.get_local(name).as_fake() for name in ("tensor", "known"))
-    views = {TRANSPOSED: known.mT}
-    for place, item in enumerate(known.unbind() if known.dim() > 2 else ()):
-        text = f".unbind(0)[{place}]"
-        views |= {text: item, text + TRANSPOSED: item.mT}
-    _answers.append(next((text for text, view in views.items() if _geometry(view) == _geometry(tensor)), ""))
+    _answers.append(_added(tensor, known))
+
+
+def _added(tensor: Any, known: Any, so_far: str = "") -> str:
+    if _geometry(tensor) == _geometry(known.mT):
+        return so_far + TRANSPOSED
+    place = (tensor.storage_offset() - known.storage_offset()) // max(known.stride(0), 1)
+    if known.dim() < 3 or not 0 <= place < len(known):
+        return ""
+    item, so_far = known[place], f"{so_far}.unbind(0)[{place}]"
+    return so_far if _geometry(tensor) == _geometry(item) else _added(tensor, item, so_far)
 
 
 def _geometry(tensor: torch.Tensor) -> tuple[Any, ...]:

@@ -99,7 +99,7 @@ class ParameterMode(TorchFunctionMode):
             if not isinstance(operand, torch.Tensor) or operand.dim() < 2 or self.is_weight(operand):
                 continue
             for known, key in reversed(self.known):
-                if known.dim() > 1 and known.dim() - operand.dim() in (0, 1):
+                if known.dim() >= operand.dim():
                     added = seen_as(operand, known)
                     if added and self.wants(key + added):
                         self.note(operand, key + added)

@@ -12,6 +12,7 @@ from loka.core.error import Estimate, estimate_mean
 from loka.core.exceptions import LokaError
 
 _FEWEST_BATCHES, _MOST_BATCHES = 4, 64
+_LONGEST = 1e15  # microseconds: sums of squares are finite
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,8 +56,9 @@ def waits(times: Sequence[float], *, ranks: int, batch_size: int) -> tuple[Estim
     Raises LokaError for fewer than four such batches, whose spread would tell nothing of other rows.
     """
     rows = ranks * batch_size
-    if min(ranks, batch_size) < 1 or not all(map(math.isfinite, times)):
-        raise ValueError(f"{ranks} ranks of {batch_size} rows, with finite times")
+    if min(ranks, batch_size) < 1 or not all(0 <= us <= _LONGEST for us in times):
+        told = f"{ranks} ranks of {batch_size} rows of at most {max(times):g} us"
+        raise LokaError(told, way_out=f"give ranks and rows, and times of 0 to {_LONGEST:g} us")
     count = min(len(times) // rows, _MOST_BATCHES)
     if count < _FEWEST_BATCHES:
         raise LokaError(

@@ -38,7 +38,7 @@ def record_of(content):
         return record_of(content).replace('"content": 0', f'"content": {text}')
     with contextlib.suppress(ValueError, RecursionError):
         digest = hashlib.sha256(canonical(json.loads(content))).hexdigest()
-    return f'{{"kind": "thing", "version": 1, "sha256": "{digest}", "content": {content}}}'
+    return f'{{"kind": "thing", "version": 1, "sha256": "{digest}", "content": {content}}}\n'
 
 
 @pytest.mark.parametrize(
@@ -176,7 +176,7 @@ def test_memory_is_bounded(tmp_path):
     paths = []
     for name, content in worst.items():
         paths.append(tmp_path / f"{name}.json")
-        paths[-1].write_text(f'{{"kind": "thing", "version": 1, "sha256": "", "content": {content}}}')
+        paths[-1].write_text(f'{{"kind": "thing", "version": 1, "sha256": "", "content": {content}}}\n')
     start = time.monotonic()
     done = subprocess.run([sys.executable, "-c", WORST, *map(str, paths)], capture_output=True, text=True)
     assert int(done.stdout) < 700, done.stderr  # 598 for the keys

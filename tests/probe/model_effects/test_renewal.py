@@ -255,6 +255,11 @@ def test_no_promise(trained, bias, rate, word):
         assert not [n for d in layer.operands.values() for n in d.tensors if n.startswith("effect_")]
 
 
+def test_copies_of_a_row_promise_nothing(trained):
+    copies = renew_effects(*trained, [batches(1)[0][:1].expand(BATCH, -1)], logits=lambda z: z)
+    assert all("rows have the same logits" in layer.no_effect for layer in copies.layers.values())
+
+
 def test_h_is_that_of_the_labels_and_its_error_widens(trained):
     model, stats = trained
     known = renewed(model, stats, base_rate=0.01).layers["out"].effects[RECIPE]

@@ -81,6 +81,8 @@ def test_it_is_the_divergence_over_the_entropy(tasks):
     assert found.measured.low < found.measured.value < found.measured.high
     assert (found.rows, found.sites) == (256, 2)
     assert found.measured.value > 0
+    copies = joint_effect(model, plan_of(model, {"0": ROW}), [-x[:1].expand(64, -1)], forward=forward)
+    assert copies.measured.high == math.inf
 
 
 def test_the_model_is_put_back():

@@ -147,6 +147,7 @@ def read_record(
         raise refuse(f"{error}, and no record does") from error
     try:
         record = parse_json(data, limits)
+        whole = data.endswith(b"\n") or path.suffix in (".gz", ".xz")
         del data
         if not isinstance(record, dict) or not {"kind", "version", "sha256", "content"} <= set(record):
             raise refuse("it lacks the fields kind, version, sha256 and content")
@@ -156,6 +157,8 @@ def read_record(
             raise refuse(f"it has format version {str(found)[:80]}, and this LoKA reads {version}")
         if hashlib.sha256(canonical(record["content"])).hexdigest() != record["sha256"]:
             raise refuse("its checksum differs: it was edited or damaged after LoKA wrote it")
+        if not whole:
+            raise refuse("it lacks its last newline: it was truncated")
     except RecursionError:
         raise refuse("its JSON is nested deeper than any record") from None
     except ValueError as error:

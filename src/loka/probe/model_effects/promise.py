@@ -8,6 +8,7 @@ from loka.probe.model_effects.logits import NoEffect
 
 _LEAST_ROWS = 8.0  # equally sensitive ones that the picked rows have to be worth
 _ALONE = 2.0  # what the samples of one step may be worth where a row or two outweigh all others
+_ALIKE = 1e-5  # of a logit: kernels may round copies otherwise
 _SATURATED = 1e-3  # of the variance of a label that the predictions leave
 
 
@@ -20,6 +21,8 @@ def no_promise(z: torch.Tensor, rates: TaskRates | None) -> str:
     if rates is not None and rates.unsupported:
         return rates.unsupported
     rows, total, worth = _weighed(z)
+    if copies := _copies(z):
+        return copies
     p, left = z.double().sigmoid(), (-z.double()).sigmoid()
     variance = sum(share * (1 - share) for share in rates.shares) if rates is not None else 0.0
     if worth < min(_LEAST_ROWS, rows / 2) or total / rows < _SATURATED * variance:
@@ -36,8 +39,14 @@ def no_promise(z: torch.Tensor, rates: TaskRates | None) -> str:
 def refuse_saturated(z: torch.Tensor) -> None:
     """Raises NoEffect where the samples of a step, with logits `z` [m, T], weigh as next to none do."""
     rows, _, worth = _weighed(z)
-    if worth < min(_ALONE, rows / 2):
-        raise NoEffect(NO_PROMISE + _saturated(rows, worth))
+    if reason := _copies(z) or (_saturated(rows, worth) if worth < min(_ALONE, rows / 2) else ""):
+        raise NoEffect(NO_PROMISE + reason)
+
+
+def _copies(z: torch.Tensor) -> str:
+    if len(z) < 2 or (z.amax(dim=0) - z.amin(dim=0) > _ALIKE * z.abs().amax(dim=0)).any():
+        return ""
+    return f"all {len(z)} rows have the same logits, as copies of one have, which tell of no other"
 
 
 def _weighed(z: torch.Tensor) -> tuple[int, float, float]:

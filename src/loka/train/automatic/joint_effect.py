@@ -20,7 +20,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from loka.core.error import Estimate, student_t_95
+from loka.core.error import Estimate, estimate_mean
 from loka.core.exceptions import DataRefused, NonFinite, NotConverted, PlanMismatch
 from loka.core.numerics.label_rate import task_rates
 from loka.core.records.parts import WHOLE
@@ -217,8 +217,6 @@ def _entropy(q: float) -> float:
 
 
 def _mean(values: torch.Tensor) -> Estimate:
-    mean, count = float(values.mean()), len(values)
-    if count == 1:
-        return Estimate(mean, 0.0, math.inf)
-    half = student_t_95(count - 1) * float(values.std()) / math.sqrt(count)
-    return Estimate(mean, mean - half, mean + half)
+    found = estimate_mean(values.tolist())
+    alone = len(values) == 1 or 0 < found.value <= values.min().item() * (1 + 1e-9)  # copies of a row are one
+    return Estimate(found.value, 0.0, math.inf) if alone else found
