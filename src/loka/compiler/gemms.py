@@ -10,7 +10,6 @@ the code that reads a product multiplies it by them as well as the GEMM does, to
 
 import operator
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch.fx import Node
@@ -77,8 +76,19 @@ def _region_gemm(
     return run(Quantized(a, scale_a, cast), Quantized(b, b_scale[: b.shape[0]].view(-1, 1), cast))
 
 
-def _region_gemm_fake(a: torch.Tensor, *rest: Any) -> torch.Tensor:
-    *_, rows, columns, dtype = rest
+def _region_gemm_fake(
+    a: torch.Tensor,
+    a_scale: torch.Tensor,
+    b: torch.Tensor,
+    b_scale: torch.Tensor,
+    token: torch.Tensor | None,
+    site: str,
+    gemm: str,
+    kernel: str,
+    rows: int,
+    columns: int,
+    dtype: torch.dtype,
+) -> torch.Tensor:
     return a.new_empty(rows, columns, dtype=dtype)
 
 

@@ -10,7 +10,6 @@ e4m3's smallest numbers alone. Backward reads y as (z8 - 127.5) steps, a byte an
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch.fx import Node
@@ -60,9 +59,17 @@ def _normed_gemm(
 
 
 def _normed_gemm_fake(
-    a: torch.Tensor, a_scale: torch.Tensor, b: torch.Tensor, *rest: Any
+    a: torch.Tensor,
+    a_scale: torch.Tensor,
+    b: torch.Tensor,
+    b_scale: torch.Tensor,
+    site: str,
+    kernel: str,
+    block: int,
+    eps: float,
+    activation: str,
+    keep: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    *_, block, _eps, _activation, keep = rest
     rows, columns = a.shape[0], b.shape[0]
     data = a.new_empty(rows, columns)
     inverse = a.new_empty(rows, columns // block, dtype=torch.float32)

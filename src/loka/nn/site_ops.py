@@ -178,9 +178,21 @@ def _site(
     return forward_parts(x, weight, health.data, candidates, (keep_input, keep_weight), hot)
 
 
-def _site_fake(x: torch.Tensor, weight: torch.Tensor, *rest: Any) -> Parts:
+def _site_fake(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    health: torch.Tensor,
+    site: str,
+    output: str,
+    grad_input: str,
+    grad_weight: str,
+    keep_input: bool,
+    keep_weight: bool,
+    join: bool,
+    hot: torch.Tensor | None = None,
+) -> Parts:
     y = x.new_empty(x.shape[0], weight.shape[0])
-    return y, *_unmade(x, weight, rest[2:5], rest[5:7])
+    return y, *_unmade(x, weight, (output, grad_input, grad_weight), (keep_input, keep_weight))
 
 
 def _unmade(
@@ -259,8 +271,21 @@ def _site_backward(
     return backward_parts(dy, x, x_scale, weight, weight_scale, health.data, names, want, features, weight_dtype)
 
 
-def _site_backward_fake(dy: torch.Tensor, *rest: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    *_, want_input, want_weight, features, weight_dtype = rest
+def _site_backward_fake(
+    dy: torch.Tensor,
+    x: torch.Tensor,
+    x_scale: torch.Tensor,
+    weight: torch.Tensor,
+    weight_scale: torch.Tensor,
+    health: torch.Tensor,
+    site: str,
+    grad_input: str,
+    grad_weight: str,
+    want_input: bool,
+    want_weight: bool,
+    features: int,
+    weight_dtype: torch.dtype,
+) -> tuple[torch.Tensor, torch.Tensor]:
     dx = dy.new_empty(dy.shape[0], features) if want_input else dy.new_empty(0)
     dw = dy.new_empty(dy.shape[1], features, dtype=weight_dtype) if want_weight else dy.new_empty(0, dtype=weight_dtype)
     return dx, dw

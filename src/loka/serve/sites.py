@@ -10,7 +10,6 @@ import threading
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
@@ -209,8 +208,16 @@ def _frozen_gemm_shown(
     return _frozen_gemm(rows, data, scale, input_scale, candidate, n, k)
 
 
-def _frozen_gemm_fake(rows: torch.Tensor, *rest: Any) -> torch.Tensor:
-    *_, n, _k, _name = rest
+def _frozen_gemm_fake(
+    rows: torch.Tensor,
+    data: torch.Tensor,
+    scale: torch.Tensor,
+    input_scale: torch.Tensor | None,
+    candidate: str,
+    n: int,
+    k: int,
+    name: str,
+) -> torch.Tensor:
     return rows.new_empty(rows.shape[0], n)
 
 

@@ -6,8 +6,6 @@ The program is text, so that a compiled graph and its caches hold all that the o
 follow from `rows` and the text alone: `rows` may be a symbol, and a fake asks no tensor for a size.
 """
 
-from typing import Any
-
 import torch
 
 from loka.kernels.edge.outputs import unwritten
@@ -34,8 +32,15 @@ def _edge(
     return run_program_fused(parsed, lying(parsed, leaves, rows), rows, input_scale, gradient_scale, tops)
 
 
-def _edge_fake(leaves: list[torch.Tensor], rows: int, *rest: Any) -> list[torch.Tensor]:
-    return unwritten(program_of(rest[-1]), rows, leaves[0].device)
+def _edge_fake(
+    leaves: list[torch.Tensor],
+    rows: int,
+    input_scale: torch.Tensor | None,
+    gradient_scale: torch.Tensor | None,
+    tops: torch.Tensor | None,
+    program: str,
+) -> list[torch.Tensor]:
+    return unwritten(program_of(program), rows, leaves[0].device)
 
 
 def lying(program: Program, leaves: list[torch.Tensor], rows: int) -> list[torch.Tensor]:
