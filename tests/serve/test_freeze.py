@@ -190,12 +190,26 @@ class Reduces(Tower):
         return super().forward(dense, ids).mean()
 
 
-@pytest.mark.parametrize(("build", "told"), [(MixesRows, "mixes rows"), (Reduces, "an output .. for")])
-def test_models_whose_rows_are_not_answered_by_themselves(build, told):
+class Writes(Tower):
+    def forward(self, dense, ids):
+        return super().forward(dense.abs_(), ids)
+
+
+@pytest.mark.parametrize(
+    ("build", "told", "first"),
+    [
+        (MixesRows, "mixes rows", 40),
+        (MixesRows, "mixes rows", 1),  # in another order the same rows, as padding has them
+        (MixesRows, "mixes rows", 0),
+        (Reduces, "an output .. for", 40),
+        (Writes, "writes to its inputs", 40),
+    ],
+)
+def test_models_whose_rows_are_not_answered_by_themselves(build, told, first):
     torch.manual_seed(0)
     model = build().eval()
     with pytest.raises(ServeRefused, match=told):
-        freeze(model, plan_for(model, BOTH), calibration=calibration())
+        freeze(model, plan_for(model, BOTH), calibration=[rows(first), *calibration()])
 
 
 def _with(value):
