@@ -91,7 +91,7 @@ def test_attention_on_a_cpu_counts():
     model = nn.MultiheadAttention(16, 4, batch_first=True)
     x = torch.randn(6, 9, 16)
     found = trace(model, {"query": x, "key": x, "value": x, "need_weights": False}, batch_size=None)
-    assert found.coverage.uncovered[0].flops == 3 * 2 * (2 * 6 * 9 * 9 * 16)  # two products, and in backward four
+    assert found.coverage.uncovered[0].flops == 3 * 2 * (2 * 6 * 9 * 9 * 16)  # two, and in backward four
 
 
 def test_the_model_is_left_as_it_is():

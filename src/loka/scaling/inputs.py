@@ -65,7 +65,7 @@ def _resized(leaf: Any, given: int, rows: int) -> Any:
 
 
 def repeated(batch: Any, rows: int) -> Any:
-    """`rows` rows of a real batch, from its own in turn; below 0 from the last one back."""
+    """`rows` rows of a real batch, from its own in turn, below 0 from the last."""
     given = rows_of(batch)
 
     def taken(leaf: Any) -> Any:

@@ -2,7 +2,7 @@
 
 The matcher and the account are Probe's (probe/site_trace.py, graph/flops.py), so that what is told of a model
 before training is what Probe finds in it. Where a model's own code looks at values, which fake tensors have
-not, two passes over a few real rows are carried on to the whole batch, where a third, of others, lies on their line.
+not, two passes over a few real rows are carried on to the whole batch.
 """
 
 from __future__ import annotations
@@ -153,8 +153,8 @@ def _gemms(site: SiteCall, output: torch.Tensor, names: SiteNames) -> SiteGemms:
 
 
 def _carried_on(model: nn.Module, batch: Any, rows: int, failed: Exception) -> Traced:
-    """From two passes over few rows, where everything grows with the rows along a line. A third, from the end of the
-    batch, shows products of all rows with all, and lengths that are those of the longest row."""
+    """From two passes over few rows, where everything grows with the rows along a line: not products of all rows with
+    all, nor lengths of the longest row, as a third, from the batch's end, shows."""
     few = _FEW
     first, second, third = (_real(model, batch, taken, abs(taken)) for taken in (few, 2 * few, -4 * few))
     line, check = (_line(few, 2 * few, whole) for whole in (rows, 4 * few))

@@ -58,10 +58,8 @@ def load_precise(
 
     Those named in `dropped` stay on the meta device.
 
-    What the state dict holds that is no tensor (`get_extra_state`) stays as it is where `state` lacks it.
-
-    Raises ServeRefused where keys or shapes differ, integers stand for floats, a weight has no values or holds NaN
-    or infinity in the model's dtype, or what modules share differs.
+    Raises ServeRefused where keys or shapes differ, integers stand for floats, a weight holds NaN or infinity in the
+    model's dtype, or what modules share differs.
     """
     wanted = skeleton.state_dict(keep_vars=True)
     tensors = {key: value for key, value in wanted.items() if isinstance(value, torch.Tensor)}
@@ -72,15 +70,15 @@ def load_precise(
         for key, value in tensors.items()
         if key in state and _form(state[key]) != _form(value)
     ]
-    given = {} if wrong else {key: state[key] for key in tensors if key not in dropped}
-    wrong += [f"{key} is on the meta device and has no values" for key, value in given.items() if value.is_meta]
     copies: dict[str, Any] = {key: state.get(key, value) for key, value in wanted.items()}
     shared: dict[int, str] = {}
-    for key, value in {} if wrong else given.items():
-        copies[key] = value.detach().to(device=device, dtype=wanted[key].dtype, copy=True)
+    for key, value in {} if wrong else tensors.items():
+        if key in dropped:
+            continue
+        copies[key] = state[key].detach().to(device=device, dtype=value.dtype, copy=True)
         if not _finite(copies[key]):
             wrong.append(f"{key} holds NaN or infinity in {dtype_name(copies[key].dtype)}")
-        elif (one := shared.setdefault(id(wanted[key]), key)) != key:
+        elif (one := shared.setdefault(id(value), key)) != key:
             if not torch.equal(copies[one], copies[key]):
                 wrong.append(f"{one} and {key} are one weight in the model, and differ")
             copies[key] = copies[one]
@@ -98,8 +96,8 @@ def load_precise(
 def _form(value: Any) -> str:
     if not isinstance(value, torch.Tensor):
         return f"a {type(value).__name__}"
-    kind = "" if value.is_floating_point() else " of complex numbers" if value.is_complex() else " of integers"
-    return f"{list(value.shape)}{kind}{'' if value.layout is torch.strided else ', sparse'}"
+    sparse = "" if value.layout is torch.strided else ", sparse"
+    return f"{list(value.shape)}{'' if value.is_floating_point() else ' of integers'}{sparse}"
 
 
 def _finite(value: torch.Tensor) -> bool:

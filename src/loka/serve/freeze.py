@@ -9,7 +9,6 @@ serve/sites.py.
 from __future__ import annotations
 
 import copy
-import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -114,8 +113,7 @@ def freeze(
     if digest(rows) != content:
         raise ServeRefused(
             "this model's forward writes to its inputs",
-            why=["a request, and the calibration rows just now, would be changed, and computed with twice"],
-            way_out="let forward write to a copy: `x = x.clone()` first",
+            way_out="let it write to a copy, `x.clone()`; these rows are changed by now",
         )
     # After calibration: what forward makes in its first call alone, no later one writes.
     scratch = written_attributes(precise, lambda: run(precise, rows[0]))
@@ -350,9 +348,10 @@ def _check_independent(tree: nn.Module, run: Runner, form: Form, batches: Sequen
     """Raises ServeRefused where rows of padding change the answers of others. Sizes are the same, so the
     kernels are, and bits must be."""
     whole = [torch.cat(column) for column in zip(*batches, strict=True)]
-    differs = torch.stack([(c != c[:1]).reshape(len(c), math.prod(c.shape[1:])).any(1) for c in whole]).any(0)
-    # Of a batch of one row, or of rows alike, another order shows nothing: the first row, and those unlike it.
-    picked = torch.cat([torch.zeros(1, dtype=torch.long, device=differs.device), differs.nonzero()[:127, 0]])
+    differs = torch.stack([(c != c[:1])[:, None].flatten(1).any(1) for c in whole]).any(0)
+    # The first row, and others unlike it: of rows alike another order shows nothing.
+    differs[0] = True
+    picked = differs.nonzero()[:128, 0]
     batch, count = [column[picked] for column in whole], len(picked)
     answer = run(tree, pad(batch, 2 * count + 1, form))
     other = [column.flip(0) for column in batch]

@@ -51,9 +51,9 @@ def _content(card: Card, version: Version) -> dict[str, torch.Tensor]:
 
 
 def _state(tree: nn.Module) -> dict[str, torch.Tensor]:
-    """Copies: tensors that share memory have no place in the format, nor has what is no tensor."""
-    held = {key: value for key, value in tree.state_dict().items() if isinstance(value, torch.Tensor)}
-    return {f"state/{key}": value.clone() for key, value in held.items() if not value.is_meta}
+    """Copies: tensors that share memory have no place in the format, nor has what is none."""
+    state = tree.state_dict().items()
+    return {f"state/{key}": t.clone() for key, t in state if isinstance(t, torch.Tensor) and not t.is_meta}
 
 
 def check_outputs(card: Card, tree: nn.Module) -> list[torch.Tensor]:
