@@ -96,8 +96,7 @@ def load_precise(
 def _form(value: Any) -> str:
     if not isinstance(value, torch.Tensor):
         return f"a {type(value).__name__}"
-    sparse = "" if value.layout is torch.strided else ", sparse"
-    return f"{list(value.shape)}{'' if value.is_floating_point() else ' of integers'}{sparse}"
+    return f"{list(value.shape)}{'' if value.is_floating_point() else ' of integers'}"
 
 
 def _finite(value: torch.Tensor) -> bool:
