@@ -288,6 +288,7 @@ class KeepsInput(Tower):
 def test_a_forward_that_writes_to_the_model_answers_one_request_at_a_time():
     torch.manual_seed(0)
     model = KeepsInput().eval()
+    model(rows(8)[0].requires_grad_() * 1, rows(8)[1])  # what it keeps has a graph
     server = freeze(model, plan_for(model, BOTH), calibration=calibration())
     assert server.card.scratch == ("seen",)
     assert not freeze(tower(), plan_for(tower(), BOTH), calibration=calibration()).card.scratch

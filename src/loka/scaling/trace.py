@@ -153,8 +153,8 @@ def _gemms(site: SiteCall, output: torch.Tensor, names: SiteNames) -> SiteGemms:
 
 
 def _carried_on(model: nn.Module, batch: Any, rows: int, failed: Exception) -> Traced:
-    """From two passes over few rows, where everything grows with the rows along a line: not products of all rows with
-    all, nor lengths of the longest row, as a third, from the batch's end, shows."""
+    """From two passes over few rows, where everything grows along a line: lengths of the longest row do not, as a
+    third, from the batch's end, shows."""
     few = _FEW
     first, second, third = (_real(model, batch, taken, abs(taken)) for taken in (few, 2 * few, -4 * few))
     line, check = (_line(few, 2 * few, whole) for whole in (rows, 4 * few))

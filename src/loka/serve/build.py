@@ -93,9 +93,7 @@ def load_precise(
     return tree.requires_grad_(False)
 
 
-def _form(value: Any) -> str:
-    if not isinstance(value, torch.Tensor):
-        return f"a {type(value).__name__}"
+def _form(value: torch.Tensor) -> str:
     return f"{list(value.shape)}{'' if value.is_floating_point() else ' of integers'}"
 
 

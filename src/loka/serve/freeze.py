@@ -111,10 +111,7 @@ def freeze(
     run = Runner(form=form, autocast=autocast)
     found = _calibrate(precise, plan, rows, run, sources)
     if digest(rows) != content:
-        raise ServeRefused(
-            "this model's forward writes to its inputs",
-            way_out="let it write to a copy, `x.clone()`; these rows are changed by now",
-        )
+        raise ServeRefused("this model's forward writes to its inputs", way_out="let it write to a copy, `x.clone()`")
     # After calibration: what forward makes in its first call alone, no later one writes.
     scratch = written_attributes(precise, lambda: run(precise, rows[0]))
     graphs = wants_graphs(graphs, device, scratch)
@@ -198,7 +195,8 @@ def _private_copy(model: nn.Module) -> nn.Module:
         )
     if len({p.device for p in parameters}) != 1:
         raise ServeRefused("this model's weights are not on one device", way_out="model.to(device) first")
-    made = copy.deepcopy(unwrap(model))
+    kept = [t for module in model.modules() for t in vars(module).values() if isinstance(t, torch.Tensor) and t.grad_fn]
+    made = copy.deepcopy(unwrap(model), {id(t): t.detach() for t in kept})
     if site_forwards(made):
         detach(made)
     return made.eval().requires_grad_(False)
@@ -349,8 +347,7 @@ def _check_independent(tree: nn.Module, run: Runner, form: Form, batches: Sequen
     kernels are, and bits must be."""
     whole = [torch.cat(column) for column in zip(*batches, strict=True)]
     differs = torch.stack([(c != c[:1])[:, None].flatten(1).any(1) for c in whole]).any(0)
-    # The first row, and others unlike it: of rows alike another order shows nothing.
-    differs[0] = True
+    differs[0] = True  # beside it rows unlike it: of rows alike another order shows nothing
     picked = differs.nonzero()[:128, 0]
     batch, count = [column[picked] for column in whole], len(picked)
     answer = run(tree, pad(batch, 2 * count + 1, form))
