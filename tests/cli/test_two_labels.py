@@ -75,10 +75,10 @@ def test_probe_takes_the_labels_of_each(folder):
 
 
 @pytest.mark.slow
-def test_auto_goes_from_bf16_to_fp8(folder):
+def test_auto_keeps_its_budget_beside_another_limit(folder):
     auto = ("--auto", "--out", "auto", "--probe-every", 2, "--probe-steps", 6, "--min-speedup", 0)
     text = loka("train", "--data", "rows", *auto, *FEW, cwd=folder)
-    assert "sites in FP8" in text
+    assert "stays in bf16: the budget limits KL/H" in text
     assert "buy: held out: ne" in text
     text = loka("train", "--data", "rows", *auto, "--base-rate", 0.2, *FEW, cwd=folder, fails=True)
     assert "leave --base-rate out: the labels of each task are counted" in text

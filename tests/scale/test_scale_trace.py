@@ -73,6 +73,27 @@ def test_code_that_looks_at_values_runs_on_few_rows_and_is_carried_on():
     assert torch.equal(torch.get_rng_state(), state)
 
 
+class LongestOf(LooksAtValues):
+    def forward(self, x):
+        width = int(x[:, 0].max()) if self.training else len(x) + int(x.sum() * 0)
+        return self.layer(x[:, None].expand(-1, width, -1))
+
+
+@pytest.mark.parametrize("longest", [True, False])
+def test_what_grows_by_no_line_of_the_rows_is_refused(longest):
+    x = 1 + torch.arange(640.0).view(40, 16) / 16
+    with pytest.raises(LokaError, match=r"(?s)few rows do not tell of 4096.*give a batch of 4096 rows"):
+        trace(LongestOf().train(longest), x, batch_size=4096)
+    assert trace(LongestOf().train(longest), x, batch_size=40).calls[0].rows == 40 * 40
+
+
+def test_attention_on_a_cpu_counts():
+    model = nn.MultiheadAttention(16, 4, batch_first=True)
+    x = torch.randn(6, 9, 16)
+    found = trace(model, {"query": x, "key": x, "value": x, "need_weights": False}, batch_size=None)
+    assert found.coverage.uncovered[0].flops == 3 * 2 * (2 * 6 * 9 * 9 * 16)  # two, and in backward four
+
+
 def test_the_model_is_left_as_it_is():
     model = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Linear(16, 1))
     before = {name: value.clone() for name, value in model.state_dict().items()}

@@ -190,12 +190,20 @@ class Reduces(Tower):
         return super().forward(dense, ids).mean()
 
 
-@pytest.mark.parametrize(("build", "told"), [(MixesRows, "mixes rows"), (Reduces, "an output .. for")])
-def test_models_whose_rows_are_not_answered_by_themselves(build, told):
+class Writes(Tower):
+    def forward(self, dense, ids):
+        return super().forward(dense.abs_(), ids)
+
+
+@pytest.mark.parametrize("first", [0, 1, 40])
+@pytest.mark.parametrize(
+    ("build", "told"), [(MixesRows, "mixes rows"), (Reduces, "an output .. for"), (Writes, "writes to its inputs")]
+)
+def test_models_whose_rows_are_not_answered_by_themselves(build, told, first):
     torch.manual_seed(0)
     model = build().eval()
     with pytest.raises(ServeRefused, match=told):
-        freeze(model, plan_for(model, BOTH), calibration=calibration())
+        freeze(model, plan_for(model, BOTH), calibration=[rows(first), *calibration()])
 
 
 def _with(value):
@@ -280,6 +288,7 @@ class KeepsInput(Tower):
 def test_a_forward_that_writes_to_the_model_answers_one_request_at_a_time():
     torch.manual_seed(0)
     model = KeepsInput().eval()
+    model(rows(8)[0].requires_grad_() * 1, rows(8)[1])  # what it keeps has a graph
     server = freeze(model, plan_for(model, BOTH), calibration=calibration())
     assert server.card.scratch == ("seen",)
     assert not freeze(tower(), plan_for(tower(), BOTH), calibration=calibration()).card.scratch

@@ -2,6 +2,7 @@
 
 import copy
 import threading
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -9,7 +10,7 @@ from served import ROW, TENSOR, Cross, calibration, converted, cross_plan, plan_
 from torch import nn
 
 from loka.core.exceptions import ServeRefused
-from loka.serve import Answer, freeze
+from loka.serve import Answer, freeze, load
 
 BOTH = {"first": ROW, "second": ROW}
 
@@ -107,6 +108,7 @@ def _changed(name, value):
         (_changed("first.weight", torch.zeros(37, 24).char()), "first.weight is .* of integers, the model"),
         (_changed("logit.bias", torch.full((1,), torch.nan)), "logit.bias holds NaN or infinity"),
         (_changed("first.weight", torch.full((37, 24), torch.inf)), "first.weight holds NaN or infinity"),
+        (_changed("logit.bias", torch.tensor([1e300], dtype=torch.float64)), "logit.bias holds .* infinity in float32"),
     ],
 )
 def test_weights_that_do_not_fit_are_refused_and_what_runs_goes_on(state, told):
@@ -145,6 +147,11 @@ def test_static_scales_stay_those_of_the_calibration_rows():
     assert all(torch.equal(server._scales[name], scale) for name, scale in scales.items())
 
 
+class Pair(NamedTuple):
+    one: torch.Tensor
+    two: torch.Tensor
+
+
 class Moded(nn.Module):
     """Buffers in and out of the state dict, and weights that two modules share."""
 
@@ -156,10 +163,17 @@ class Moded(nn.Module):
         self.register_buffer("offset", torch.randn(24), persistent=False)
 
     def forward(self, x):
-        return self.second(torch.relu(self.norm(self.first(x)))) + self.offset
+        y = self.second(torch.relu(self.norm(self.first(x)))) + self.offset
+        return Pair(y, y.sum(1))
+
+    def get_extra_state(self):
+        return {}
+
+    def set_extra_state(self, state):
+        assert state == {}
 
 
-def test_buffers_and_shared_weights():
+def test_buffers_and_shared_weights(tmp_path):
     torch.manual_seed(0)
     model, other = Moded().eval(), Moded().eval()
     with torch.no_grad():
@@ -169,10 +183,16 @@ def test_buffers_and_shared_weights():
     server = freeze(model, plan, calibration=[x])
     assert server.card.dropped == ()
     with torch.no_grad():
-        assert torch.equal(server(x).output, converted(model, plan)(x))
+        assert torch.equal(server(x).output.one, converted(model, plan)(x).one)
         server.refresh(other.state_dict())
         other.offset.copy_(model.offset)  # in no state dict: it stays
-        assert torch.equal(server(x).output, converted(other, plan)(x))
+        found, expected = server(x).output, converted(other, plan)(x)
+    assert all(map(torch.equal, found, expected))
+    untied = other.state_dict() | {"second.weight": 2 * other.second.weight}
+    with pytest.raises(ServeRefused, match="are one weight"):
+        server.refresh(untied)
+    server.save(tmp_path)
+    assert torch.equal(load(tmp_path, model)(x).output.two, expected.two)
 
 
 def test_the_shadow_check_reports_the_difference():

@@ -50,6 +50,15 @@ _OWN: dict[Any, Callable[[tuple[Any, ...], Any], float]] = {
     aten._cudnn_rnn: lambda args, out: _recurrent_flops(args[0], args[1]),
 }
 
+
+def flop_formulas() -> Mapping[Any, Any]:
+    """torch's, by op, and those of attention on a CPU, which it lacks (2.13)."""
+    from torch.utils.flop_counter import flop_registry as known  # it imports triton: not when loka is imported
+
+    flash, ends = "_scaled_dot_product_flash_attention", ("", "_backward")
+    return {getattr(aten, f"{flash}_for_cpu{end}"): known[getattr(aten, flash + end)] for end in ends} | known
+
+
 # These keep the numbers of what they are given: a copy of a parameter is a parameter still.
 _COPIES = {aten._to_copy, aten.clone, aten.contiguous, aten.copy}
 
@@ -64,9 +73,7 @@ class FlopAccount(TorchDispatchMode):
 
     def __init__(self, parameters: Iterable[torch.Tensor], where: Callable[[], tuple[str, str]]) -> None:
         super().__init__()
-        from torch.utils.flop_counter import flop_registry  # it imports triton: not when loka is imported
-
-        self._registry = flop_registry
+        self._registry = flop_formulas()
         self._where = where
         self._inside = 0
         self._kept = list(parameters)

@@ -65,13 +65,14 @@ def _resized(leaf: Any, given: int, rows: int) -> Any:
 
 
 def repeated(batch: Any, rows: int) -> Any:
-    """`rows` rows of a real batch, from its own in turn."""
+    """`rows` rows of a real batch, from its own in turn, below 0 from the last."""
     given = rows_of(batch)
 
     def taken(leaf: Any) -> Any:
         if given is None or not isinstance(leaf, torch.Tensor) or leaf.dim() == 0 or leaf.shape[0] != given:
             return leaf
-        picked = leaf.detach()[torch.arange(rows, device=leaf.device) % given]
+        steps = torch.arange(rows) if rows > 0 else torch.arange(-1, rows - 1, -1)
+        picked = leaf.detach()[steps.to(leaf.device) % given]
         return picked.requires_grad_(leaf.requires_grad)
 
     return tree_map(taken, batch)

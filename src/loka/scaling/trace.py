@@ -153,12 +153,14 @@ def _gemms(site: SiteCall, output: torch.Tensor, names: SiteNames) -> SiteGemms:
 
 
 def _carried_on(model: nn.Module, batch: Any, rows: int, failed: Exception) -> Traced:
-    """From two passes over few rows: everything in a step grows with its rows, along a line."""
+    """From two passes over few rows, where everything grows along a line: lengths of the longest row do not, as a
+    third, from the batch's end, shows."""
     few = _FEW
-    first, second = _real(model, batch, few, few), _real(model, batch, 2 * few, 2 * few)
-    line = _line(few, 2 * few, rows)
-    same = [call.path for call in first.calls] == [call.path for call in second.calls]
-    if not same or len(first.coverage.uncovered) != len(second.coverage.uncovered):
+    first, second, third = (_real(model, batch, taken, abs(taken)) for taken in (few, 2 * few, -4 * few))
+    line, check = (_line(few, 2 * few, whole) for whole in (rows, 4 * few))
+    sizes = [_sizes(traced) for traced in (first, second, third)]
+    same = len({tuple(size) for size in sizes}) == 1
+    if not same or any(abs(check(a, b) - c) > 1e-6 * c for a, b, c in zip(*(s.values() for s in sizes), strict=True)):
         raise LokaError(
             f"{class_name(model)} does other GEMMs for other rows, so few rows do not tell of {rows}",
             why=[f"without numbers it raises {type(failed).__name__}: {_first_line(failed)}"],
@@ -186,9 +188,15 @@ def _carried_on(model: nn.Module, batch: Any, rows: int, failed: Exception) -> T
     )
 
 
+def _sizes(traced: Traced) -> dict[Any, float]:
+    """Rows of each call, and FLOPs of what is no site."""
+    found = {(place, call.path): float(call.rows) for place, call in enumerate(traced.calls)}
+    return found | {(place, one.op): one.flops for place, one in enumerate(traced.coverage.uncovered)}
+
+
 def _real(model: nn.Module, batch: Any, taken: int | None, rows: int) -> Traced:
-    """On `taken` rows of the batch, None: as it is. Statistics of norms move in a pass and random numbers are
-    drawn; both are put back."""
+    """On `taken` rows of the batch, below 0 from its end, None: as it is. Statistics of norms move in a pass and
+    random numbers are drawn; both are put back."""
     before = {name: buffer.clone() for name, buffer in model.named_buffers()}
     try:
         with torch.random.fork_rng():

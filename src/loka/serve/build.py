@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from loka.core.exceptions import ServeRefused
+from loka.core.problem import dtype_name
 from loka.core.records.plan import Plan
 from loka.core.records.report import HP
 from loka.graph.attach import attach, detach
@@ -57,21 +58,30 @@ def load_precise(
 
     Those named in `dropped` stay on the meta device.
 
-    Raises ServeRefused where keys or shapes differ, integers stand for floats, or a weight holds NaN or infinity.
+    Raises ServeRefused where keys or shapes differ, integers stand for floats, a weight holds NaN or infinity in the
+    model's dtype, or what modules share differs.
     """
-    wanted = skeleton.state_dict()
-    wrong = [f"{key} is missing" for key in wanted if key not in state]
+    wanted = skeleton.state_dict(keep_vars=True)
+    tensors = {key: value for key, value in wanted.items() if isinstance(value, torch.Tensor)}
+    wrong = [f"{key} is missing" for key in tensors if key not in state]
     wrong += [f"{key} is not in the model" for key in state if key not in wanted]
     wrong += [
         f"{key} is {_form(state[key])}, the model has {_form(value)}"
-        for key, value in wanted.items()
+        for key, value in tensors.items()
         if key in state and _form(state[key]) != _form(value)
     ]
-    wrong += [
-        f"{key} holds NaN or infinity"
-        for key, value in state.items()
-        if not wrong and key not in dropped and not _finite(value)
-    ]
+    copies: dict[str, Any] = {key: state.get(key, value) for key, value in wanted.items()}
+    shared: dict[int, str] = {}
+    for key, value in {} if wrong else tensors.items():
+        if key in dropped:
+            continue
+        copies[key] = state[key].detach().to(device=device, dtype=value.dtype, copy=True)
+        if not _finite(copies[key]):
+            wrong.append(f"{key} holds NaN or infinity in {dtype_name(copies[key].dtype)}")
+        elif (one := shared.setdefault(id(value), key)) != key:
+            if not torch.equal(copies[one], copies[key]):
+                wrong.append(f"{one} and {key} are one weight in the model, and differ")
+            copies[key] = copies[one]
     if wrong:
         raise ServeRefused(
             "these weights are not served; what runs now goes on",
@@ -79,10 +89,6 @@ def load_precise(
             way_out="give the whole state dict of the model that was frozen",
         )
     tree = copy.deepcopy(skeleton)
-    copies = {
-        key: value if key in dropped else state[key].detach().to(device=device, dtype=value.dtype, copy=True)
-        for key, value in wanted.items()
-    }
     tree.load_state_dict(copies, assign=True)
     return tree.requires_grad_(False)
 

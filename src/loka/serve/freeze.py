@@ -84,7 +84,7 @@ def freeze(
         PlanMismatch, NoKernelFits, WrongResults: as `loka.convert` does; WrongResults, too, where compiled
             code computes something else.
         ServeRefused: rows that are too few, all alike, not finite or zero at a site; a model that mixes rows,
-            is sharded, or that a kept weight cannot serve; buckets, a share or graphs that cannot be.
+            writes to its inputs, is sharded, or that a kept weight cannot serve; buckets or graphs that cannot be.
     """
     _check_settings(buckets, shadow)
     batches = list(calibration)
@@ -104,11 +104,14 @@ def freeze(
         )
     device = device_of(precise)
     form = form_of(batches[0])
-    rows = [form.read(batch, device) for batch in batches]
+    rows = [batch for batch in (form.read(given, device) for given in batches) if batch[0].shape[0]]
     _check_rows(rows)
+    content = digest(rows)
     skeleton = skeleton_of(precise)
     run = Runner(form=form, autocast=autocast)
     found = _calibrate(precise, plan, rows, run, sources)
+    if digest(rows) != content:
+        raise ServeRefused("this model's forward writes to its inputs", way_out="let it write to a copy, `x.clone()`")
     # After calibration: what forward makes in its first call alone, no later one writes.
     scratch = written_attributes(precise, lambda: run(precise, rows[0]))
     graphs = wants_graphs(graphs, device, scratch)
@@ -132,14 +135,14 @@ def freeze(
     in_hp = buckets_by_site(buckets, chosen)
     tree, dropped, kept = _frozen(precise, plan, weights, scales, in_hp, lambda t: run(t, rows[0]))
     answers = _answer_error([run(tree, batch) for batch in rows], plain)
-    _check_independent(tree, run, form, rows[0])
+    _check_independent(tree, run, form, rows)
     read = {path: found.card(path, fp8[path], sources[path], weights[path], scales) for path in fp8 if path in weights}
     card = Card(
         model=class_name(model),
         machine=fingerprint(device),
         loka=_version(),
         calibration=Calibration(
-            name=name, batches=len(rows), rows=sum(batch[0].shape[0] for batch in rows), sha256=digest(rows)
+            name=name, batches=len(rows), rows=sum(batch[0].shape[0] for batch in rows), sha256=content
         ),
         form=form,
         autocast=None if autocast is None else dtype_name(autocast),
@@ -192,7 +195,8 @@ def _private_copy(model: nn.Module) -> nn.Module:
         )
     if len({p.device for p in parameters}) != 1:
         raise ServeRefused("this model's weights are not on one device", way_out="model.to(device) first")
-    made = copy.deepcopy(unwrap(model))
+    kept = [t for module in model.modules() for t in vars(module).values() if isinstance(t, torch.Tensor) and t.grad_fn]
+    made = copy.deepcopy(unwrap(model), {id(t): t.detach() for t in kept})
     if site_forwards(made):
         detach(made)
     return made.eval().requires_grad_(False)
@@ -338,10 +342,14 @@ def _answer_error(answers: Sequence[Any], plain: Sequence[Any]) -> AnswerError:
     return AnswerError(max_abs=float(apart.max()), mean_abs=float(apart.mean()), rms=float(high.square().mean().sqrt()))
 
 
-def _check_independent(tree: nn.Module, run: Runner, form: Form, batch: Sequence[torch.Tensor]) -> None:
+def _check_independent(tree: nn.Module, run: Runner, form: Form, batches: Sequence[Sequence[torch.Tensor]]) -> None:
     """Raises ServeRefused where rows of padding change the answers of others. Sizes are the same, so the
     kernels are, and bits must be."""
-    count = batch[0].shape[0]
+    whole = [torch.cat(column) for column in zip(*batches, strict=True)]
+    differs = torch.stack([(c != c[:1])[:, None].flatten(1).any(1) for c in whole]).any(0)
+    differs[0] = True  # beside it rows unlike it: of rows alike another order shows nothing
+    picked = differs.nonzero()[:128, 0]
+    batch, count = [column[picked] for column in whole], len(picked)
     answer = run(tree, pad(batch, 2 * count + 1, form))
     other = [column.flip(0) for column in batch]
     beside = [torch.cat([a, b, b[:1]]) for a, b in zip(batch, other, strict=True)]

@@ -175,7 +175,8 @@ def mapped(output: Any, function: Callable[[torch.Tensor], torch.Tensor]) -> Any
     if isinstance(output, Mapping):
         return {key: mapped(value, function) for key, value in output.items()}
     if isinstance(output, (tuple, list)):
-        return type(output)(mapped(value, function) for value in output)
+        parts = [mapped(value, function) for value in output]
+        return type(output)(*parts) if hasattr(output, "_fields") else type(output)(parts)
     raise ServeRefused(
         f"the model returns a {type(output).__name__}",
         way_out="return tensors [B, ...], or tuples, lists and dicts of them",

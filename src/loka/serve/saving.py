@@ -33,8 +33,7 @@ def save_version(folder: Path, card: Card, plan: Plan, version: Version) -> None
     written = [PLAN, WEIGHTS]
     (folder / PRECISE).unlink(missing_ok=True)
     if version.precise is not None:
-        state = version.precise.state_dict()
-        write_tensors(folder / PRECISE, {f"state/{key}": value.clone() for key, value in state.items()})
+        write_tensors(folder / PRECISE, _state(version.precise))
         written.append(PRECISE)
     files = {name: sha256_of_file(folder / name) for name in written}
     Folder(card=card, files=files).save(folder / CARD)
@@ -47,11 +46,14 @@ def _content(card: Card, version: Version) -> dict[str, torch.Tensor]:
         found[f"site/{name}/scale"] = site.weight.low.scale
         if site.input_scale is not None:
             found[f"site/{name}/input_scale"] = site.input_scale
-    state = version.module.state_dict()
-    # Copies: tensors that share memory have no place in the format.
-    found |= {f"state/{key}": value.clone() for key, value in state.items() if not value.is_meta}
     outputs = check_outputs(card, version.module)
-    return found | {f"check/{place}": leaf for place, leaf in enumerate(outputs)}
+    return found | _state(version.module) | {f"check/{place}": leaf for place, leaf in enumerate(outputs)}
+
+
+def _state(tree: nn.Module) -> dict[str, torch.Tensor]:
+    """Copies: tensors that share memory have no place in the format, nor has what is none."""
+    state = tree.state_dict().items()
+    return {f"state/{key}": t.clone() for key, t in state if isinstance(t, torch.Tensor) and not t.is_meta}
 
 
 def check_outputs(card: Card, tree: nn.Module) -> list[torch.Tensor]:

@@ -252,7 +252,7 @@ class Server:
         whole, held = dict(state), self._current.module.state_dict()
         for pattern in keep:
             matching = [key for key in held if fnmatchcase(key, pattern)]
-            gone = [key for key in matching if held[key].is_meta and key not in whole]
+            gone = [key for key in matching if getattr(held[key], "is_meta", False) and key not in whole]
             if not matching or gone:
                 raise ServeRefused(
                     f"keep={pattern!r} cannot be kept",

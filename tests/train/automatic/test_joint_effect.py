@@ -14,6 +14,7 @@ from loka.core.exceptions import DataRefused, NonFinite, NotConverted, PlanMisma
 from loka.core.problem import linear_problem
 from loka.core.recipe import Gemm
 from loka.core.records.plan import Decision, Plan
+from loka.data.batch import Batch
 from loka.kernels.gemm.run import run_gemm
 from loka.nn import sites_of
 from loka.nn.linears import signature
@@ -197,6 +198,17 @@ def test_what_is_no_batch_of_logits_is_refused(take, told):
     with pytest.raises(DataRefused, match=told) as refused:
         joint_effect(model, plan_of(model, {"0": ROW}), [rows(8)], forward=take)
     assert "forward=" in str(refused.value)
+
+
+class OfHistories(nn.Sequential):
+    def forward(self, dense, sparse, sequence, lengths):
+        return super().forward(dense)
+
+
+def test_a_batch_goes_in_as_in_training():
+    model, ids = OfHistories(*build()), torch.zeros(8, 1)
+    batch = Batch(dense=rows(8), sparse=ids, label=ids, sequence=ids, lengths=ids)
+    assert joint_effect(model, plan_of(model, {"0": ROW}), [batch]).rows == 8
 
 
 def test_a_batch_without_rows_is_refused():

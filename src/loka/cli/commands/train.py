@@ -49,7 +49,7 @@ from loka.planner import agree
 from loka.report.progress import ProgressBars
 from loka.train import Callback, Segments, TrainLog
 from loka.train import train as train_model
-from loka.train.automatic.auto import Auto, AutoConfig
+from loka.train.automatic.auto import NE_ALLOWED, Auto, AutoConfig
 from loka.train.checkpointing.checkpoint import given_plan_in, identity_in
 from loka.train.checkpointing.state import plan_in
 from loka.train.labels import by_name, count_labels, shares
@@ -214,7 +214,7 @@ def train(
                     every=steps_between(probe_every, "--probe-every"),
                     most_steps=probe_steps,
                     base_rate=share_of_labels(base_rate, everything) or _known_share(everything, batch_size),
-                    budget=named_budget("default", **given) if given else None,
+                    budget=named_budget("default", **{"ne": NE_ALLOWED} | given) if given else None,
                     candidates=tuple(candidate) if candidate else None,
                     measure_seconds=measure_seconds,
                     cache=None if no_cache else cache or default_folder(),

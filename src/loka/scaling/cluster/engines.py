@@ -24,6 +24,7 @@ from torch.utils._pytree import tree_leaves
 
 from loka.core.exceptions import LokaError
 from loka.distributed.lookups import TABLES
+from loka.graph.flops import flop_formulas
 from loka.nn.fsdp_units import sharded_parameters
 from loka.nn.unwrap import class_name
 from loka.scaling.inputs import arguments, fake_model
@@ -198,10 +199,8 @@ class _Watch(TorchDispatchMode):
     """Notes what kernels do; collectives are noted by those who ask for them."""
 
     def __init__(self, log: _Log) -> None:
-        from torch.utils.flop_counter import flop_registry  # takes Triton along
-
         super().__init__()
-        self.log, self._flops = log, flop_registry
+        self.log, self._flops = log, flop_formulas()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}

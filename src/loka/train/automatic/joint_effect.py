@@ -27,10 +27,12 @@ from loka.core.records.parts import WHOLE
 from loka.core.records.plan import Plan
 from loka.core.records.report import HP
 from loka.core.signature import LinearShape
+from loka.data.batch import Batch
 from loka.graph.attach import attach, detach
 from loka.nn.linears import signature
 from loka.nn.site import site_forwards
 from loka.probe.model_effects.untouched import evaluating
+from loka.train.steps.forward import arguments
 
 ADDITIVE = (0.6, 1.6)
 """Joint effect over predicted sum: beyond it the sum is not to be trusted (docs/budget.md)."""
@@ -100,7 +102,7 @@ def joint_effect(
 
     Args:
         batches: of one device with the model; `data.Batch`, or whatever `forward` takes.
-        forward: (model, batch) -> logits [B] or [B, T]; `model(batch.dense, batch.sparse)` by default.
+        forward: (model, batch) -> logits [B] or [B, T]; as in training by default.
         base_rate: share of positive labels, for the entropy that KL is relative to; by default that of the
             mean prediction. Give it what the effects were given: one share, or one for each task.
         part: the task or segment, by the name that the plan has for it, which `batches` and the logits of
@@ -187,7 +189,7 @@ def _by_batch(model: nn.Module, batch: Any) -> torch.Tensor:
             f"a batch is a {type(batch).__name__}, which has no `dense` and `sparse`",
             way_out="say how the model takes it, such as forward=lambda model, batch: model(batch)",
         )
-    return model(batch.dense, batch.sparse)
+    return model(*arguments(batch)) if isinstance(batch, Batch) else model(batch.dense, batch.sparse)
 
 
 def _logits(output: object) -> torch.Tensor:
