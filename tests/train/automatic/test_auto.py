@@ -12,6 +12,7 @@ import loka
 from loka.core.budget import Budget
 from loka.core.exceptions import CheckpointRefused, UnknownName, WrongResults
 from loka.core.numerics.effect import Effect
+from loka.core.records.parts import Part
 from loka.core.records.plan import Plan
 from loka.core.records.report import HP, Report
 from loka.core.records.stats import Stats
@@ -185,6 +186,23 @@ def test_the_probe_goes_on_while_effects_move_by_orders_of_magnitude(most, ends,
     assert 0 < result.resumed_from <= 8
     assert result.plan.to_json() == straight.plan.to_json()
     assert digest(again.state_dict()) == digest(model.state_dict())
+
+
+@pytest.mark.parametrize(("unknown", "ends"), [("", 12), ("its labels are all alike", 6)])
+def test_the_probe_goes_on_while_a_task_is_not_known_well_enough(unknown, ends, monkeypatch):
+    gathered = module.gather_stats
+
+    def with_a_task(stats):
+        width = 9.0 if stats.steps < 12 else 1.2
+        return replace(gathered(stats), parts={"ctr": Part(task="ctr", rows=128, width=width, unknown=unknown)})
+
+    monkeypatch.setattr(module, "gather_stats", with_a_task)
+    monkeypatch.setattr(module, "relative_width", lambda stats: 1.2)
+    monkeypatch.setattr(Auto, "_narrow", lambda self: True)
+    monkeypatch.setattr(module, "_LOOK_EVERY", 2)
+    _, auto, _, said = run(replace(AUTO, least_steps=6, most_steps=20, every=1))
+    assert auto.timeline.events[1].step == ends
+    assert any("ctr moves too fast for a plan: probing goes on to step 12" in line for line in said) == (not unknown)
 
 
 def test_how_narrow_effects_are():

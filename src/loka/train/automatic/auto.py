@@ -227,8 +227,7 @@ class Auto(Callback):
             return True
         if run.step < max(least, self._least) or run.step % _LOOK_EVERY:
             return False
-        looks = self._sampled > self._looked_at
-        self._looked_at = self._sampled
+        looks, self._looked_at = self._sampled > self._looked_at, self._sampled
         _, narrow = together(lambda: looks and first_rank() and self._narrow())
         return narrow[0] == str(True)
 
@@ -247,15 +246,16 @@ class Auto(Callback):
         run.close()  # compiled code and graphs of bf16 are of no more use
         with gathered_throughout(run.model):
             stats, _ = together(lambda: self._renewed(run, stats), lambda renewed: "")
-        rate = rate_factor(max(run.step - 1, 0), run.steps, run.config)
-        merged = replace(gather_stats(stats), final_rate=rate)  # exchanges by itself
+        merged = gather_stats(stats)  # exchanges by itself
+        merged = replace(merged, final_rate=rate_factor(max(run.step - 1, 0), run.steps, run.config))
+        vague = ", ".join(name for name, p in merged.parts.items() if not p.unknown and p.width > p.allowed)
         width = relative_width(merged)
-        known = f"effects on KL/H known to a factor of {width:.2f}" if width else "no effect on KL/H known"
-        said = f"{stats.sampled_steps} of {stats.steps} steps sampled, {known}"
+        said = f"effects on KL/H known to a factor of {width:.2f}" if width else "no effect on KL/H known"
+        said = f"{stats.sampled_steps} of {stats.steps} steps sampled, {said}"
         self._tell(f"step {run.step}: probed: {said}")
-        if width is not None and width > _RESTLESS and run.step < self._most(run):
+        if (vague or (width or 0.0) > _RESTLESS) and run.step < self._most(run):
             self._least = min(2 * run.step, self._most(run))
-            self._tell(f"the model moves too fast for a plan: probing goes on to step {self._least}")
+            self._tell(f"{vague or 'the model'} moves too fast for a plan: probing goes on to step {self._least}")
             self._watch(run, sampled)
             return
         together(lambda: self._save(merged))
