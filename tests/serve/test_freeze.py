@@ -222,6 +222,7 @@ def _with(value):
         (_with(torch.nan), r"(?s)first: 1 of 160 rows.*second: 1 of 160"),
         (_with(torch.inf), "first: 1 of 160 rows"),
         ([rows(64), rows(64)[0]], "not of the form"),
+        ([rows(64), None], "a request is a NoneType"),
         ([(rows(64)[0], rows(63)[1])], "unequal numbers of rows"),
     ],
 )

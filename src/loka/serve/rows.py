@@ -118,7 +118,7 @@ class Form:
 
 def form_of(request: Request) -> Form:
     """Raises ServeRefused for what is no request at all."""
-    named = _named(request)
+    kind, named = _kind(request), _named(request)
     if not named:
         raise ServeRefused("a request without a tensor", way_out="give the model's inputs, each [B, ...]")
     for name, tensor in named.items():
@@ -136,7 +136,7 @@ def form_of(request: Request) -> Form:
         Column(name=name, dtype=dtype_name(tensor.dtype), sides=tuple(tensor.shape[1:]))
         for name, tensor in named.items()
     )
-    return Form(kind=_kind(request), columns=columns)
+    return Form(kind=kind, columns=columns)
 
 
 def _kind(request: Request) -> Kind:
@@ -144,6 +144,8 @@ def _kind(request: Request) -> Kind:
         return "tensor"
     if isinstance(request, (tuple, list)):  # before Mapping, which takes longer to ask
         return "positional"
+    if not isinstance(request, Iterable):
+        raise ServeRefused(f"a request is a {type(request).__name__}", way_out="tensors by place or by name")
     return "named" if isinstance(request, Mapping) else "positional"
 
 
