@@ -6,7 +6,7 @@ import sys
 
 import pytest
 import torch
-from hopper import DRIVER
+from gpu import DRIVER
 
 from loka.compiler import install
 from loka.core.compiling import compile_in_place, order_read_backs

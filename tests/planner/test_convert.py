@@ -5,7 +5,7 @@ import dataclasses
 
 import pytest
 import torch
-from cuda_sync import nothing_synchronizes
+from gpu import nothing_synchronizes
 from models import Encoder, batches, odd_mlp, train_steps
 from sites import convert_layers
 from torch import nn

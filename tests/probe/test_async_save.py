@@ -147,7 +147,8 @@ def test_the_end_tells_of_a_failure_and_ends_the_thread(tmp_path, stats):
     assert not saver._thread.is_alive()
 
 
-def test_what_a_killed_process_left_is_removed(saver, stats):
+@pytest.mark.parametrize("aside", [True, False])
+def test_what_a_killed_process_left_is_removed(aside, saver, stats):
     saver.folder.mkdir()
     for name in (
         ".stats.json.a1b2.unfinished",
@@ -156,8 +157,11 @@ def test_what_a_killed_process_left_is_removed(saver, stats):
     ):
         (saver.folder / name).write_text("half")
     (saver.folder / "notes.txt").write_text("of the user")
-    saver.offer(lambda: stats, Copied())
-    saver.flush()
+    if aside:
+        saver.offer(lambda: stats, Copied())
+        saver.flush()
+    else:
+        stats.save(saver.folder)
     left = sorted(path.name for path in saver.folder.iterdir())
     assert left[0] == "notes.txt"
     assert left[1] == "stats.json"

@@ -20,7 +20,6 @@ import torch
 from loka.core.exceptions import LokaError, NotWritten
 from loka.core.exchange import ranks_of
 from loka.core.records.stats import Stats
-from loka.core.storage.files import remove_unfinished
 
 T = TypeVar("T")
 
@@ -143,7 +142,6 @@ class Saver:
                     return
                 self._writing = True
             try:
-                remove_unfinished(self.folder)  # nobody else writes here
                 make().save(self.folder)
             except BaseException as error:
                 with self._changed:

@@ -3,7 +3,7 @@ import math
 
 import pytest
 import torch
-from cuda_sync import nothing_synchronizes
+from gpu import nothing_synchronizes
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 

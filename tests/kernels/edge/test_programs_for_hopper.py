@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from edge_programs import CASES
-from hopper import DRIVER
+from gpu import DRIVER
 
 pytest.importorskip("triton", reason="needs triton")
 
