@@ -17,17 +17,21 @@ FEW = ("--batch-size", 64, "--device", "cpu", "--model", "dlrm")
 COLUMNS = {"label": ["click", "buy"], "dense": ["price", "age"], "sparse": ["shop", "city"]}
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    """Half of the rows are clicked, more in every third shop, and some of these bought."""
-    path, draw = tmp_path_factory.mktemp("two"), random.Random(0)
-    lines = []
-    for _ in range(1000):
+def _table(rows):
+    draw, lines = random.Random(0), ["click,buy,price,age,shop,city"]
+    for _ in range(rows):
         shop, city = draw.randrange(9), draw.randrange(5)
         click = draw.random() < 0.3 + 0.4 * (shop % 3 == 0)
         buy = click and draw.random() < 0.2 + 0.5 * (city % 2)
         lines.append(f"{click:d},{buy:d},{draw.random():.3f},{draw.randrange(90)},s{shop},c{city}")
-    (path / "rows.csv").write_text("\n".join(["click,buy,price,age,shop,city", *lines]) + "\n")
+    return "\n".join(lines) + "\n"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Half of the rows are clicked, more in every third shop, and some of these bought."""
+    path = tmp_path_factory.mktemp("two")
+    (path / "rows.csv").write_text(_table(1000))
     (path / "schema.json").write_text(json.dumps(COLUMNS))
     one = {**COLUMNS, "label": "buy"}
     (path / "one.json").write_text(json.dumps(one))
@@ -82,6 +86,14 @@ def test_auto_keeps_its_budget_beside_another_limit(folder):
     assert "buy: held out: ne" in text
     text = loka("train", "--data", "rows", *auto, "--base-rate", 0.2, *FEW, cwd=folder, fails=True)
     assert "leave --base-rate out: the labels of each task are counted" in text
+
+
+@pytest.mark.slow
+def test_auto_goes_to_fp8_where_both_tasks_are_known(folder):
+    (folder / "more.csv").write_text(_table(4000))
+    loka("data", "convert", "more.csv", "--schema", "schema.json", "--out", "more", "--min-count", 1, cwd=folder)
+    auto = ("--auto", "--out", "fp8", "--probe-every", 2, "--probe-steps", 45, "--ne", 0.1, "--min-speedup", 0)
+    assert "sites in FP8" in loka("train", "--data", "more", *auto, *FEW, cwd=folder)
 
 
 def test_probe_of_a_checkpoint_counts_what_it_trained_on(folder):
