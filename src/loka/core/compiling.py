@@ -106,6 +106,8 @@ def order_read_backs() -> None:
     H200; docs/log.md). torch 2.13 and before do not wait; pytorch#190519 adds the barrier. Caches are told
     by their tag, as kernels of before lie in them.
     """
+    from torch.compiler import config
+
     try:
         from torch._inductor.codegen.triton import TritonKernel  # here, so that `import loka` loads no compiler
     except ImportError:  # without Triton
@@ -113,7 +115,6 @@ def order_read_backs() -> None:
     kernels: Any = TritonKernel
     if not hasattr(kernels.load, _WAITS):
         kernels.load = _behind_barriers(kernels.load)
-    config = torch.compiler.config
     if _WAITS not in config.cache_key_tag:
         config.cache_key_tag += _WAITS
 
