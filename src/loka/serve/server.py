@@ -186,9 +186,6 @@ class Server:
     ) -> tuple[Any, tuple[int, ...]]:
         buckets, count = self.card.buckets, tensors[0].shape[0]
         largest = buckets[-1]
-        if isinstance(by, Replays) and count <= largest:  # what requests wait for before the GPU begins
-            bucket = buckets[bisect_left(buckets, count)]
-            return by(tensors, bucket, looking=looking), (bucket,)
         parts, sizes = [], []
         for first in range(0, max(count, 1), largest):
             part = [t[first : first + largest] for t in tensors] if count > largest else tensors
