@@ -76,19 +76,7 @@ def _region_gemm(
     return run(Quantized(a, scale_a, cast), Quantized(b, b_scale[: b.shape[0]].view(-1, 1), cast))
 
 
-def _region_gemm_fake(
-    a: torch.Tensor,
-    a_scale: torch.Tensor,
-    b: torch.Tensor,
-    b_scale: torch.Tensor,
-    token: torch.Tensor | None,
-    site: str,
-    gemm: str,
-    kernel: str,
-    rows: int,
-    columns: int,
-    dtype: torch.dtype,
-) -> torch.Tensor:
+def _region_gemm_fake(a: torch.Tensor, rows: int, columns: int, dtype: torch.dtype) -> torch.Tensor:
     return a.new_empty(rows, columns, dtype=dtype)
 
 

@@ -14,6 +14,7 @@ copies, and what backward needs is kept as FP8 (one byte an element instead of t
 """
 
 import functools
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -181,15 +182,11 @@ def _site(
 def _site_fake(
     x: torch.Tensor,
     weight: torch.Tensor,
-    health: torch.Tensor,
-    site: str,
     output: str,
     grad_input: str,
     grad_weight: str,
     keep_input: bool,
     keep_weight: bool,
-    join: bool,
-    hot: torch.Tensor | None = None,
 ) -> Parts:
     y = x.new_empty(x.shape[0], weight.shape[0])
     return y, *_unmade(x, weight, (output, grad_input, grad_weight), (keep_input, keep_weight))
@@ -272,19 +269,7 @@ def _site_backward(
 
 
 def _site_backward_fake(
-    dy: torch.Tensor,
-    x: torch.Tensor,
-    x_scale: torch.Tensor,
-    weight: torch.Tensor,
-    weight_scale: torch.Tensor,
-    health: torch.Tensor,
-    site: str,
-    grad_input: str,
-    grad_weight: str,
-    want_input: bool,
-    want_weight: bool,
-    features: int,
-    weight_dtype: torch.dtype,
+    dy: torch.Tensor, want_input: bool, want_weight: bool, features: int, weight_dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor]:
     dx = dy.new_empty(dy.shape[0], features) if want_input else dy.new_empty(0)
     dw = dy.new_empty(dy.shape[1], features, dtype=weight_dtype) if want_weight else dy.new_empty(0, dtype=weight_dtype)
@@ -292,11 +277,19 @@ def _site_backward_fake(
 
 
 def registered(name: str, function: Callable[..., Any], fake: Callable[..., Any]) -> Any:
-    """The op `name` without side effects. `torch.library.custom_op` would wrap each call in two more
-    Python functions, for gradients that SiteGemms gives and checks that tests make."""
+    """The op `name` without side effects, whose `fake` takes what it reads of the op's arguments, by their names.
+    `torch.library.custom_op` would wrap each call in two more Python functions, for gradients that SiteGemms gives
+    and checks that tests make."""
+    signature, read = inspect.signature(function), inspect.signature(fake).parameters
+
+    def of_what_is_read(*given: Any, **named: Any) -> Any:
+        bound = signature.bind(*given, **named)
+        bound.apply_defaults()
+        return fake(**{each: bound.arguments[each] for each in read})
+
     torch.library.define(name, torch.library.infer_schema(function, mutates_args=()))
     torch.library.impl(name, ("CPU", "CUDA"), function)
-    torch.library.register_fake(name, fake)
+    torch.library.register_fake(name, of_what_is_read)
     return getattr(torch.ops.loka, name.partition("::")[2]).default
 
 
