@@ -11,6 +11,7 @@ import loka
 from loka.core.numerics.reference import scaled_mm
 from loka.measurement import Settings
 from loka.measurement.errors import draw_errors
+from loka.measurement.times import site_times
 
 QUICK = Settings(max_draws=4)
 
@@ -38,6 +39,13 @@ def noted(calls, function):
         return function(*args, **options)
 
     return call
+
+
+class Copied:
+    """A result that notes its copies."""
+
+    def __init__(self, name, copied):
+        self.clone = lambda: copied.append(name)
 
 
 def races_of_sites(timer):
@@ -215,6 +223,28 @@ def test_time_is_up_while_drawing(twins, monkeypatch, tmp_path):
     whole = timed(twins, out=out)
     assert whole.complete
     assert whole.sites == timed(twins).sites
+
+
+def test_one_of_a_stack_is_timed_with_the_copy_into_it(monkeypatch, tmp_path):
+    """Fails where it is timed as a layer of its own, which shares the cache: Kunlun's plan was slower than bf16."""
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.alone, self.stack = nn.Linear(32, 32, bias=False), nn.Parameter(torch.randn(2, 32, 32) * 0.1)
+
+        def forward(self, x):
+            return torch.bmm(torch.stack([self.alone(x)] * 2), self.stack)
+
+    copied = []
+    install(monkeypatch, FakeTimer())
+    monkeypatch.setattr(site_times, "run_gemm", lambda name, *_, **__: Copied(name, copied))
+    model = Model()
+    with loka.Probe(model, every=1) as probe:
+        model(torch.randn(24, 32, requires_grad=True)).square().mean().backward()
+    report = timed(probe.stats(), candidates=[ROWWISE], cache=tmp_path)
+    assert {site.path for site in report.sites.values()} == {"alone", "stack[0]", "stack[1]"}
+    assert copied == [ROWWISE] * 3, "of its three GEMMs; the second's times are the first's"
 
 
 def test_interrupted_timing_goes_on(twins, monkeypatch, tmp_path):

@@ -1,8 +1,11 @@
 """Parameters that are multiplied by somewhere else than in the forward of the module that owns them."""
 
+from dataclasses import replace
+
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch._dynamo.backends.common import aot_autograd
 
 import loka
 from loka.measurement import Settings
@@ -113,3 +116,50 @@ def test_experts_of_an_iteration_are_sites_in_compiled_graphs():
     loka.convert(model, forced_plan(probe.stats()))
     torch.testing.assert_close(torch.compile(model, backend="aot_eager", fullgraph=True)(x), model(x))
     assert [counts["runs"] for site, counts in loka.health_of(model).items() if site.endswith("/output")] == [2] * 13
+
+
+class Experts(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.w = nn.Parameter(torch.randn(4, 32, 48) * 0.1)
+
+    def forward(self, x):
+        return torch.bmm(x, self.w)
+
+
+def experts():
+    torch.manual_seed(0)
+    model, x = Experts(), torch.randn(4, 64, 32)
+    with loka.Probe(model, every=1, effect_samples=0) as probe:
+        model(x).square().mean().backward()
+    return model, x, probe.stats()
+
+
+def test_gradients_of_stacked_weights_lie_as_the_parameter():
+    """Fails where a stack is taken apart as it is multiplied by: autograd then copies the whole gradient."""
+    model, x, stats = experts()
+    loka.convert(model, forced_plan(stats))
+    for call in (model, torch.compile(model, backend="aot_eager")):
+        (gradient,) = torch.autograd.grad(call(x).square().mean(), model.w)
+        assert gradient.is_contiguous()
+
+
+def test_a_compiled_weight_is_cast_once_for_both_gemms_in_hp():
+    model, x, stats = experts()
+    plan = forced_plan(stats)
+    only = {name: replace(d, candidate=FP8 if name.endswith("weight") else "hp") for name, d in plan.decisions.items()}
+    loka.convert(model, replace(plan, decisions=only))
+    seen = []
+
+    def look(graph, _):
+        seen.extend(graph.graph.nodes)
+        return graph
+
+    backend = aot_autograd(fw_compiler=look, bw_compiler=look)
+    with torch.autocast("cpu", torch.bfloat16):
+        torch.compile(model, backend=backend)(x).float().square().mean().backward()
+    sites = [node for node in seen if "loka.site" in str(node.target)]
+    assert len(sites) == 8
+    weights = [node.args[1 if "backward" not in str(node.target) else 3].meta["val"].dtype for node in sites]
+    assert set(weights) == {torch.bfloat16}
+    assert model.w.grad.dtype == torch.float32

@@ -36,6 +36,11 @@ class LinearShape:
     bias: bool
     use: WeightUse | None = sparse(None)
 
+    @property
+    def stacked(self) -> bool:
+        """Whether one batched GEMM of the model multiplies by it and by others."""
+        return self.use is not None and self.use.expert is not None
+
     def __str__(self) -> str:
         text = f"{self.in_features} -> {self.out_features}{', bias' if self.bias else ''}"
         return text if self.use is None else f"{text}, in {self.use.caller or 'the model'}"

@@ -328,7 +328,8 @@ def _time(work: _Work, path: str) -> None:
     savings = report.quantize_once_savings.get(path)
     if not sites or (savings is not None and not any(site.unfinished for site in sites.values())):
         return
-    timed, savings = time_layer(layer, sites, savings, work.timer)
+    stacked = report.model.layers[path].stacked
+    timed, savings = time_layer(layer, sites, savings, work.timer, stacked=stacked)
     all_savings = report.quantize_once_savings
     if savings is not None:
         all_savings = {**all_savings, path: savings}

@@ -71,7 +71,8 @@ def confirm(
         try:
             if len(sites) == len(Gemm):
                 layer = stats.layers[path]
-                contests.update(_layer(path, layer, sites, site_arms, layer_arms, device, rounds, seed))
+                stacked = report.model.layers[path].stacked
+                contests.update(_layer(path, layer, sites, site_arms, layer_arms, device, rounds, seed, stacked))
             else:
                 contests[path] = Contest(arms={}, failures={HP: "not measured"})
         except torch.OutOfMemoryError:
@@ -92,6 +93,7 @@ def _layer(
     device: torch.device,
     rounds: int,
     seed: int,
+    stacked: bool,
 ) -> dict[str, Contest]:
     """The contests of the three sites and, last, of the layer: its presence says all are there."""
     sets = rotated_operands(layer, device=device, seed=seed)
@@ -100,7 +102,7 @@ def _layer(
         arms = {HP: HP, **{arm: runs[site.name] for arm, runs in site_arms.items()}}
         calls: dict[str, Call] = {}
         for name in arms.values():
-            calls[name] = site_call(name, sets, site.problem, kept_weight=layer.kept_weight)
+            calls[name] = site_call(name, sets, site.problem, kept_weight=layer.kept_weight, stacked=stacked)
         contests[site.name] = _race(arms, calls, device, rounds, seed)
     arms = {HP: HP}
     for arm, runs in layer_arms.items():

@@ -46,6 +46,9 @@ class SiteGemms(torch.autograd.Function):
     ) -> torch.Tensor:
         """`keep`: whether gradients of the weight and of x are wanted, so that x and the weight matter."""
         output, grad_input, grad_weight = candidates
+        ctx.weight_dtype = weight.dtype
+        if output == grad_input == HP and torch.compiler.is_compiling():
+            weight = weight.to(x.dtype)  # in the graph: once for both GEMMs, and fused
         share_x = keep[0] and output != HP and grad_weight != HP
         # FSDP2 frees a gathered weight and gathers it anew for backward, which a copy of it would defeat.
         gathered = isinstance(weight, Fp8Weight) and not torch.compiler.is_compiling()
@@ -66,7 +69,6 @@ class SiteGemms(torch.autograd.Function):
         ctx.site = site
         ctx.candidates = candidates
         ctx.features = x.shape[1]
-        ctx.weight_dtype = weight.dtype
         return y
 
     @staticmethod

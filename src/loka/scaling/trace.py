@@ -148,7 +148,7 @@ def _gemms(site: SiteCall, output: torch.Tensor, names: SiteNames) -> SiteGemms:
         out_features=out_features,
         weight_dtype=dtype_name(site.weight.dtype),
         gemms=tuple(runs),
-        stacked=shape is not None and shape.use is not None and shape.use.expert is not None,
+        stacked=shape is not None and shape.stacked,
     )
 
 

@@ -51,18 +51,19 @@ class Timer:
 
 
 def time_layer(
-    layer: LinearStats, sites: Mapping[Gemm, SiteReport], savings: Savings | None, timer: Timer
+    layer: LinearStats, sites: Mapping[Gemm, SiteReport], savings: Savings | None, timer: Timer, *, stacked: bool
 ) -> tuple[dict[Gemm, SiteReport], Savings | None]:
     """Times the unfinished sites of a layer, and `savings` where it is None; gives back both.
 
     Runs out of memory or of time without raising: `SiteReport.unfinished` says so, and the
-    savings stay None.
+    savings stay None. `stacked`: as of `time_site`.
     """
     operands = functools.cache(
         functools.partial(rotated_operands, layer, device=timer.device, seed=timer.settings.seed)
     )
     timed = {
-        gemm: _time_site(site, layer, operands, timer) if site.unfinished else site for gemm, site in sites.items()
+        gemm: _time_site(site, layer, operands, timer, stacked) if site.unfinished else site
+        for gemm, site in sites.items()
     }
     if savings is None and not timer.late and not any(site.unfinished for site in timed.values()):
         savings = _time_quantize_once(timed, layer, operands, timer)
@@ -95,12 +96,13 @@ def time_in_region(
 
 
 def _time_site(
-    site: SiteReport, layer: LinearStats, operands: Callable[[], list[Operands]], timer: Timer
+    site: SiteReport, layer: LinearStats, operands: Callable[[], list[Operands]], timer: Timer, stacked: bool
 ) -> SiteReport:
     # An earlier attempt, cut short, may have pinned an algorithm: search again.
     measured = {_asked(name, timer): m for name, m in site.measurements.items()}
     names = [name for name, m in measured.items() if not m.unsupported]
     key = {**_key(layer, timer), "problem": encode(site.problem), "candidates": sorted(names)}
+    key |= {"stacked": True} if stacked else {}
     times = timer.cache.get(key, SiteTimes)
     if times is None:
         if timer.late:
@@ -115,6 +117,7 @@ def _time_site(
                 rivals=rivals_of({name: measured[name].errors for name in names}),
                 deadline=timer.deadline,
                 kept_weight=layer.kept_weight,
+                stacked=stacked,
             )
         except torch.OutOfMemoryError:
             return replace(site, unfinished=NO_MEMORY)

@@ -79,6 +79,7 @@ def time_site(
     rivals: Mapping[str, Sequence[str]] | None = None,
     deadline: float | None = None,
     kept_weight: bool = False,
+    stacked: bool = False,
 ) -> SiteTimes:
     """Times "hp" and the candidates `names` for `problem`.
 
@@ -88,6 +89,7 @@ def time_site(
         rivals: see `rivals_of`.
         deadline: of `time.monotonic()`.
         kept_weight: the weight of an `output` GEMM is quantized before.
+        stacked: it is one of a batched GEMM: in hp its result is written where it belongs, by a candidate copied there.
     """
     pinned: dict[str, str] = {}
     failures: dict[str, str] = {}
@@ -106,7 +108,7 @@ def time_site(
             failures[name] = first_line(error)
     entered = {name: pinned.get(name, name) for name in names if name not in failures}
     found = time_interleaved(
-        {actual: site_call(actual, sets, problem, kept_weight=kept_weight) for actual in entered.values()},
+        {name: site_call(name, sets, problem, kept_weight=kept_weight, stacked=stacked) for name in entered.values()},
         baseline=HP,
         device=device,
         rivals=None if rivals is None else _renamed(rivals, entered),
@@ -133,10 +135,13 @@ def _renamed(rivals: Mapping[str, Sequence[str]], entered: Mapping[str, str]) ->
 
 
 def site_call(
-    name: str, sets: Sequence[Operands], problem: Problem, *, kept_weight: bool = False
+    name: str, sets: Sequence[Operands], problem: Problem, *, kept_weight: bool = False, stacked: bool = False
 ) -> Callable[[], torch.Tensor]:
     """One GEMM with the quantization of both its operands, from each set in turn; of its input alone where
-    the weight is kept in FP8."""
+    the weight is kept in FP8. `stacked`: as of `time_site`."""
+    if stacked and name != HP:
+        alone = site_call(name, sets, problem, kept_weight=kept_weight)
+        return lambda: alone().clone()
     health = torch.zeros(3, dtype=torch.int64, device=sets[0]["weight"].device)
     if name == HP and problem.gemm is not Gemm.GRAD_WEIGHT:
         # bf16 gets its weight cast beforehand, as autocast's cache does for it within a step.
