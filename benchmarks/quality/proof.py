@@ -4,7 +4,8 @@
     python benchmarks/quality/proof.py --out /tmp/tiny --device cpu --rows 20000 --held-out 6000 \\
         --batch-size 500 --models dlrm --pairs 2 --workers 1
 
-What is run, how often and by what it is judged was fixed beforehand: PROOF.md. For each model
+What is run, how often and by what it is judged was fixed beforehand
+(`git show 541ddd5:benchmarks/quality/PROOF.md`). For each model
 
     probe    a run in bf16 with a seed of its own; then effects from fresh rows on the trained model
              (train/automatic/as_it_is.py), errors, and three plans: --ne 2e-4, --ne 5e-5, and `mixed`, with

@@ -5,6 +5,7 @@ brings pyarrow for files; the synthetic source and npy files need nothing. `Tabl
 is; `convert` prepares it once for `open_shards`, which reads in parallel, shuffles and scales.
 """
 
+from loka.data.audit import Audit, Share, audit
 from loka.data.batch import Batch, History, Source, at_epoch, history_of, tasks_of
 from loka.data.categories.vocabulary import (
     HashedVocabulary,
@@ -28,6 +29,7 @@ from loka.data.schema import CRITEO, Schema
 
 __all__ = [
     "CRITEO",
+    "Audit",
     "Batch",
     "Dealt",
     "Frequency",
@@ -36,6 +38,7 @@ __all__ = [
     "Manifest",
     "Reader",
     "Schema",
+    "Share",
     "Shuffle",
     "Source",
     "SyntheticClicks",
@@ -43,6 +46,7 @@ __all__ = [
     "Triplet",
     "Vocabulary",
     "at_epoch",
+    "audit",
     "build_vocabulary",
     "convert",
     "hashed_vocabulary",

@@ -1,0 +1,109 @@
+"""Whether a set of rows, such as those that calibrate a server, is like the traffic that aggregates describe.
+
+Aggregates are shares of rows: of a domain, of a missing value, below a quantile. Each is compared by the exact
+binomial test, all of them together at one level (Bonferroni).
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from loka.core.exceptions import LokaError, UnknownName
+from loka.core.table import format_table
+
+
+@dataclass(frozen=True, kw_only=True)
+class Share:
+    """Of the traffic's rows, `share` have `value` in `column` (NaN: none is there), or `at_most` so much."""
+
+    column: str
+    share: float
+    value: float | None = None
+    at_most: float | None = None
+
+    def __post_init__(self) -> None:
+        if (self.value is None) == (self.at_most is None) or not 0 <= self.share <= 1:
+            raise ValueError(f"{self!r}: a share between 0 and 1, of a value or of all values at most so large")
+
+    def __str__(self) -> str:
+        return f"{self.column} = {self.value:g}" if self.value is not None else f"{self.column} <= {self.at_most:g}"
+
+    def hits(self, values: torch.Tensor) -> int:
+        if self.at_most is not None:
+            return int((values <= self.at_most).sum())
+        assert self.value is not None
+        return int((values.isnan() if math.isnan(self.value) else values == self.value).sum())
+
+
+@dataclass(frozen=True, kw_only=True)
+class Audited:
+    """`p`: how often rows of the traffic are so far from its share, or farther, by chance. `lacking`: how many more
+    rows it takes to notice that none of the part is there."""
+
+    of: Share
+    hits: int
+    rows: int
+    p: float
+    lacking: int
+    apart: bool
+
+    @property
+    def told(self) -> str:
+        if self.apart:
+            return "more than in the traffic" if self.hits > self.of.share * self.rows else "less than in the traffic"
+        return f"cannot tell: {self.lacking} more rows needed" if self.lacking else "alike"
+
+
+@dataclass(frozen=True)
+class Audit:
+    parts: tuple[Audited, ...]
+
+    @property
+    def apart(self) -> tuple[Audited, ...]:
+        return tuple(part for part in self.parts if part.apart)
+
+    def __str__(self) -> str:
+        rows = [(str(a.of), f"{a.of.share:.3%}", f"{a.hits / a.rows:.3%}", str(a.rows), a.told) for a in self.parts]
+        return format_table(("part", "traffic", "here", "rows", ""), rows)
+
+
+def audit(columns: Mapping[str, torch.Tensor], traffic: Sequence[Share], *, level: float = 0.05) -> Audit:
+    """Compares `columns`, [rows] each, with shares of the traffic, which are taken as exact.
+
+    Where all rows are drawn from the traffic, one by one, any part is told apart in `level` of all audits at most.
+    Rows of one user are not drawn one by one: give one of each.
+
+    Raises UnknownName for a column that is not given, LokaError for one without rows, ValueError for a level that is
+    not between 0 and 1, or no share.
+    """
+    if not traffic or not 0 < level < 1:
+        raise ValueError(f"level={level}, {len(traffic)} shares: a level between 0 and 1, and one share or more")
+    each = level / len(traffic)
+    return Audit(tuple(_audited(share, columns, each) for share in traffic))
+
+
+def _audited(share: Share, columns: Mapping[str, torch.Tensor], level: float) -> Audited:
+    if share.column not in columns:
+        raise UnknownName(f"no column {share.column!r}", way_out=f"one of {', '.join(columns)}")
+    values = columns[share.column].detach().flatten().cpu()
+    if not len(values):
+        raise LokaError(f"column {share.column!r} has no rows to audit", way_out="give rows")
+    hits, rows = share.hits(values), len(values)
+    p, lacking = _p_value(hits, rows, share.share), 0
+    if 0 < share.share < 1:
+        lacking = max(math.ceil(math.log(level / 2) / math.log1p(-share.share)) - rows, 0)
+    return Audited(of=share, hits=hits, rows=rows, p=p, lacking=lacking, apart=p < level)
+
+
+def _p_value(hits: int, rows: int, share: float) -> float:
+    """Twice the smaller tail of the binomial distribution."""
+    if share in (0, 1):
+        return float(hits == share * rows)
+    below = hits <= share * rows
+    counts = torch.arange(0 if below else hits, (hits if below else rows) + 1, dtype=torch.float64)
+    whole = torch.tensor(float(rows), dtype=torch.float64)
+    ways = torch.lgamma(whole + 1) - torch.lgamma(counts + 1) - torch.lgamma(whole - counts + 1)
+    tail = (ways + counts * math.log(share) + (whole - counts) * math.log1p(-share)).exp().sum()
+    return min(1.0, 2 * float(tail))

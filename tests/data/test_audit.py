@@ -1,0 +1,67 @@
+"""Whether rows are like the traffic: exact tails, false alarms, parts that are absent, and what cannot be told."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from loka.core.exceptions import LokaError, UnknownName
+from loka.data import Share, audit
+
+
+@given(rows=st.integers(1, 40), hits=st.integers(0, 40), percent=st.integers(1, 99))
+def test_the_p_value_is_the_binomials(rows, hits, percent):
+    hits, p = min(hits, rows), percent / 100
+    column = torch.tensor([7.0] * hits + [1.0] * (rows - hits))
+    (found,) = audit({"c": column}, [Share(column="c", value=7, share=p)]).parts
+    chance = [math.comb(rows, k) * p**k * (1 - p) ** (rows - k) for k in range(rows + 1)]
+    tail = sum(chance[: hits + 1]) if hits <= p * rows else sum(chance[hits:])
+    assert found.p == pytest.approx(min(1, 2 * tail), rel=1e-9)
+
+
+def test_false_alarms_and_a_part_that_is_absent():
+    traffic = [Share(column="domain", value=v, share=s) for v, s in enumerate((0.6, 0.3, 0.08, 0.02))]
+    traffic.append(Share(column="size", at_most=math.log(2), share=0.5))
+    draw, alarms = torch.Generator().manual_seed(0), 0
+    for _ in range(400):
+        domain = torch.multinomial(torch.tensor([0.6, 0.3, 0.08, 0.02]), 2000, replacement=True, generator=draw)
+        size = torch.empty(2000).exponential_(generator=draw)
+        alarms += bool(audit({"domain": domain, "size": size}, traffic).apart)
+    assert alarms <= 30  # 5 % of 400 at most are meant: 20, and 2.3 standard deviations
+    domain[domain == 3] = 0
+    found = audit({"domain": domain, "size": size}, traffic)
+    assert "domain = 3" in [str(part.of) for part in found.apart]
+    assert "less than in the traffic" in str(found)
+
+
+def test_too_few_rows_say_so():
+    few = audit({"c": torch.zeros(100)}, [Share(column="c", value=3, share=0.02)]).parts[0]
+    assert (few.apart, few.lacking) == (False, math.ceil(math.log(0.025) / math.log(0.98)) - 100)
+    assert few.told == f"cannot tell: {few.lacking} more rows needed"
+    assert audit({"c": torch.zeros(100 + few.lacking)}, [few.of]).parts[0].apart
+
+
+def test_missing_values_and_parts_that_nobody_has():
+    column = torch.tensor([float("nan")] * 30 + [1.0] * 70)
+    missing, never = Share(column="c", value=math.nan, share=0.3), Share(column="c", value=1, share=0)
+    found = audit({"c": column}, [missing, never])
+    assert [part.told for part in found.parts] == ["alike", "more than in the traffic"]
+
+
+@pytest.mark.parametrize("wrong", [{}, {"value": 1, "at_most": 2}, {"value": 1, "share": 1.5}])
+def test_a_share_is_of_one_part(wrong):
+    with pytest.raises(ValueError, match="a share between 0 and 1"):
+        Share(**{"column": "c", "share": 0.5, **wrong})
+
+
+def test_what_cannot_be_audited_is_refused():
+    share = Share(column="c", value=1, share=0.5)
+    with pytest.raises(UnknownName, match="one of d"):
+        audit({"d": torch.ones(3)}, [share])
+    with pytest.raises(LokaError, match="no rows"):
+        audit({"c": torch.ones(0)}, [share])
+    for wrong in ({"traffic": []}, {"traffic": [share], "level": 0}):
+        with pytest.raises(ValueError, match="level"):
+            audit({"c": torch.ones(3)}, **wrong)
