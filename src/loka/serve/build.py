@@ -66,9 +66,9 @@ def load_precise(
     wrong = [f"{key} is missing" for key in tensors if key not in state]
     wrong += [f"{key} is not in the model" for key in state if key not in wanted]
     wrong += [
-        f"{key} is {_form(state[key])}, the model has {_form(value)}"
+        f"{key} is {_given(state[key])}, the model has {_form(value)}"
         for key, value in tensors.items()
-        if key in state and _form(state[key]) != _form(value)
+        if key in state and _given(state[key]) != _form(value)
     ]
     copies: dict[str, Any] = {key: state.get(key, value) for key, value in wanted.items()}
     shared: dict[int, str] = {}
@@ -91,6 +91,13 @@ def load_precise(
     tree = copy.deepcopy(skeleton)
     tree.load_state_dict(copies, assign=True)
     return tree.requires_grad_(False)
+
+
+def _given(value: object) -> str:
+    """The form of a tensor, or what stands in a state dict for one."""
+    if isinstance(value, torch.Tensor) and value.layout is torch.strided and not value.is_meta:
+        return _form(value)
+    return f"{value.layout} on {value.device}" if isinstance(value, torch.Tensor) else f"a {type(value).__name__}"
 
 
 def _form(value: torch.Tensor) -> str:

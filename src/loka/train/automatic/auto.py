@@ -255,7 +255,7 @@ class Auto(Callback):
         self._tell(f"step {run.step}: probed: {said}")
         if (vague or (width or 0.0) > _RESTLESS) and run.step < self._most(run):
             self._least = min(2 * run.step, self._most(run))
-            self._tell(f"{vague or 'the model'} moves too fast for a plan: probing goes on to step {self._least}")
+            self._tell(f"{vague or 'the model'} not known well enough for a plan: probing to step {self._least}")
             self._watch(run, sampled)
             return
         together(lambda: self._save(merged))
