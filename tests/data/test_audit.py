@@ -39,6 +39,8 @@ def test_false_alarms_and_a_part_that_is_absent():
 def test_too_few_rows_say_so():
     few = audit({"c": torch.zeros(100)}, [Share(column="c", value=3, share=0.02)]).parts[0]
     assert (few.apart, few.lacking) == (False, math.ceil(math.log(0.025) / math.log(0.98)) - 100)
+    tail = audit({"c": torch.zeros(100)}, [Share(column="c", at_most=1, share=0.98)]).parts[0]
+    assert tail.lacking == few.lacking, "nor whether all is there"
     assert few.told == f"cannot tell: {few.lacking} more rows needed"
     assert audit({"c": torch.zeros(100 + few.lacking)}, [few.of]).parts[0].apart
 
@@ -48,6 +50,24 @@ def test_missing_values_and_parts_that_nobody_has():
     missing, never = Share(column="c", value=math.nan, share=0.3), Share(column="c", value=1, share=0)
     found = audit({"c": column}, [missing, never])
     assert [part.told for part in found.parts] == ["alike", "more than in the traffic"]
+
+
+@pytest.mark.parametrize(
+    ("values", "part", "hits"),
+    [
+        (torch.arange(256).byte(), {"at_most": 256}, 256),
+        (torch.full((9,), 44).byte(), {"value": 300}, 0),
+        (torch.tensor([2**24, 2**24 + 1]), {"value": 2**24 + 1}, 1),
+        (torch.arange(1_700_000_000, 1_700_000_100), {"at_most": 1_700_000_049.5}, 50),
+        (torch.arange(9), {"at_most": math.inf}, 9),
+        (torch.arange(9), {"at_most": -1e30}, 0),
+        (torch.arange(9), {"value": 0.5}, 0),
+        (torch.tensor([0.1, math.nan]), {"value": 0.1}, 1),
+        (torch.tensor([0.1, math.nan]), {"at_most": math.nan}, 0),
+    ],
+)
+def test_integers_are_compared_exactly(values, part, hits):
+    assert Share(column="c", share=0.5, **part).hits(values) == hits
 
 
 @pytest.mark.parametrize("wrong", [{}, {"value": 1, "at_most": 2}, {"value": 1, "share": 1.5}])

@@ -98,6 +98,13 @@ def _changed(name, value):
     return state
 
 
+def _freed():
+    """As FSDP leaves what it sharded: to read it ends the process."""
+    weight = torch.zeros(37, 24)
+    weight.untyped_storage().resize_(0)
+    return weight
+
+
 @pytest.mark.parametrize(
     ("state", "told"),
     [
@@ -108,6 +115,8 @@ def _changed(name, value):
         (_changed("first.weight", torch.zeros(37, 24).char()), "first.weight is .* of integers, the model"),
         (_changed("first.weight", torch.zeros(37, 24).numpy()), "first.weight is a ndarray, the model"),
         (_changed("first.weight", torch.zeros(37, 24, device="meta")), "first.weight is torch.strided on meta, the"),
+        (_changed("first.weight", nn.UninitializedParameter()), "first.weight is a UninitializedParameter, the"),
+        (_changed("first.weight", _freed()), "first.weight is freed, the model"),
         (_changed("first.weight", torch.zeros(37, 24).to_sparse()), "first.weight is torch.sparse_coo on cpu, the"),
         (_changed("logit.bias", torch.full((1,), torch.nan)), "logit.bias holds NaN or infinity"),
         (_changed("first.weight", torch.full((37, 24), torch.inf)), "first.weight holds NaN or infinity"),

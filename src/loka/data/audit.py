@@ -31,16 +31,25 @@ class Share:
         return f"{self.column} = {self.value:g}" if self.value is not None else f"{self.column} <= {self.at_most:g}"
 
     def hits(self, values: torch.Tensor) -> int:
-        if self.at_most is not None:
-            return int((values <= self.at_most).sum())
-        assert self.value is not None
-        return int((values.isnan() if math.isnan(self.value) else values == self.value).sum())
+        """Floats are compared as the column has them, integers exactly."""
+        bound = self.at_most if self.value is None else self.value
+        assert bound is not None
+        if math.isnan(bound):
+            return int(values.isnan().sum()) if self.at_most is None else 0
+        if not values.is_floating_point():  # torch would round or wrap what is compared
+            if self.at_most is None and (math.isinf(bound) or bound != int(bound)):
+                return 0
+            least, most = torch.iinfo(torch.int64).min, torch.iinfo(torch.int64).max
+            if not least <= bound < most:
+                return len(values) if self.at_most is not None and bound > 0 else 0
+            values, bound = values.long(), math.floor(bound)
+        return int((values <= bound if self.value is None else values == bound).sum())
 
 
 @dataclass(frozen=True, kw_only=True)
 class Audited:
     """`p`: how often rows of the traffic are so far from its share, or farther, by chance. `lacking`: how many more
-    rows it takes to notice that none of the part is there."""
+    rows it takes to notice that none of the part is there, or nothing else."""
 
     of: Share
     hits: int
@@ -93,16 +102,19 @@ def _audited(share: Share, columns: Mapping[str, torch.Tensor], level: float) ->
     hits, rows = share.hits(values), len(values)
     p, lacking = _p_value(hits, rows, share.share), 0
     if 0 < share.share < 1:
-        lacking = max(math.ceil(math.log(level / 2) / math.log1p(-share.share)) - rows, 0)
+        needed = math.log(level / 2) / math.log1p(-min(share.share, 1 - share.share))
+        lacking = max(math.floor(min(needed, 2.0**62)) + 1 - rows, 0)
     return Audited(of=share, hits=hits, rows=rows, p=p, lacking=lacking, apart=p < level)
 
 
 def _p_value(hits: int, rows: int, share: float) -> float:
-    """Twice the smaller tail of the binomial distribution."""
+    """Twice the smaller tail of the binomial distribution, to 50 standard deviations from `hits`."""
     if share in (0, 1):
         return float(hits == share * rows)
     below = hits <= share * rows
-    counts = torch.arange(0 if below else hits, (hits if below else rows) + 1, dtype=torch.float64)
+    far = math.ceil(50 * math.sqrt(rows * share * (1 - share))) + 1000
+    ends = (max(hits - far, 0), hits) if below else (hits, min(hits + far, rows))
+    counts = torch.arange(ends[0], ends[1] + 1, dtype=torch.float64)
     whole = torch.tensor(float(rows), dtype=torch.float64)
     ways = torch.lgamma(whole + 1) - torch.lgamma(counts + 1) - torch.lgamma(whole - counts + 1)
     tail = (ways + counts * math.log(share) + (whole - counts) * math.log1p(-share)).exp().sum()

@@ -12,6 +12,7 @@ import itertools
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 
@@ -30,7 +31,7 @@ from loka.measurement.times.site_times import site_call
 Arms = Mapping[str, Mapping[str, str]]
 """Arm -> site "path/gemm" -> "hp" or a candidate; "choice" among the arms."""
 
-Call = Callable[[], object]
+Call = Callable[[], Any]
 
 
 def confirm(
@@ -108,8 +109,14 @@ def _layer(
     for arm, runs in layer_arms.items():
         arms[arm] = joined({gemm.value: runs[site.name] for gemm, site in sites.items()})
     calls = {name: layer_call(name, sets) for name in dict.fromkeys(arms.values())}
+    if stacked:
+        calls = {name: call if name == HP else _copied(call) for name, call in calls.items()}
     contests[path] = _race(arms, calls, device, rounds, seed)
     return contests
+
+
+def _copied(call: Callable[[], Sequence[torch.Tensor]]) -> Call:
+    return lambda: [each.clone() for each in call()]
 
 
 def layer_call(names: str, sets: Sequence[Operands]) -> Call:

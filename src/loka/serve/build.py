@@ -65,10 +65,9 @@ def load_precise(
     tensors = {key: value for key, value in wanted.items() if isinstance(value, torch.Tensor)}
     wrong = [f"{key} is missing" for key in tensors if key not in state]
     wrong += [f"{key} is not in the model" for key in state if key not in wanted]
+    given = {key: (_form if key in dropped else _given)(state[key]) for key in tensors if key in state}
     wrong += [
-        f"{key} is {_given(state[key])}, the model has {_form(value)}"
-        for key, value in tensors.items()
-        if key in state and _given(state[key]) != _form(value)
+        f"{key} is {has}, the model has {form}" for key, has in given.items() if has != (form := _form(tensors[key]))
     ]
     copies: dict[str, Any] = {key: state.get(key, value) for key, value in wanted.items()}
     shared: dict[int, str] = {}
@@ -95,9 +94,11 @@ def load_precise(
 
 def _given(value: object) -> str:
     """The form of a tensor, or what stands in a state dict for one."""
-    if isinstance(value, torch.Tensor) and value.layout is torch.strided and not value.is_meta:
-        return _form(value)
-    return f"{value.layout} on {value.device}" if isinstance(value, torch.Tensor) else f"a {type(value).__name__}"
+    if not isinstance(value, torch.Tensor) or type(value) not in (torch.Tensor, nn.Parameter):
+        return f"a {type(value).__name__}"
+    if value.layout is not torch.strided or value.is_meta:
+        return f"{value.layout} on {value.device}"
+    return "freed" if value.numel() and not value.untyped_storage().nbytes() else _form(value)
 
 
 def _form(value: torch.Tensor) -> str:
