@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from loka.core.error import sqnr_db
@@ -47,13 +47,15 @@ KINDS = ("normal", "heavy", "zero-inflated", "giant column", "constant columns",
 
 @settings(max_examples=40, deadline=None)
 @given(kind=st.sampled_from(KINDS), seed=st.integers(0, 10**6), exponent=st.integers(-25, 25))
+@example(kind="normal", seed=574, exponent=0)
 def test_every_error_is_at_most_half_a_step_of_its_row(kind, seed, exponent):
     hp = hard(kind, seed) * 10.0**exponent
     low = quantize(hp, INT8)
     step = hp.abs().amax(dim=1, keepdim=True) / 127
     assert low.data.dtype is torch.int8
     assert int(low.data.min()) >= -127  # symmetric: -128 would overflow what the bound on K counts with
-    assert bool(((dequantize(low) - hp).abs() <= step / 2 * (1 + 1e-5)).all())
+    # Up to 127 steps, of which the step here, the scale, the quotient and the product each round by 2^-24.
+    assert bool(((dequantize(low) - hp).abs() <= step * (0.5 + 4 * 127 * 2.0**-24)).all())
     assert bool((dequantize(low)[hp == 0] == 0).all())
 
 
