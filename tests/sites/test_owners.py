@@ -119,20 +119,24 @@ def test_experts_of_an_iteration_are_sites_in_compiled_graphs():
 
 
 class Experts(nn.Module):
-    def __init__(self):
+    def __init__(self, inputs):
         super().__init__()
-        self.w = nn.Parameter(torch.randn(4, 32, 48) * 0.1)
+        self.w = nn.Parameter(torch.randn(4, inputs, 48) * 0.1)
 
     def forward(self, x):
         return torch.bmm(x, self.w)
 
 
-def experts():
+def experts(inputs=32):
     torch.manual_seed(0)
-    model, x = Experts(), torch.randn(4, 64, 32)
+    model, x = Experts(inputs), torch.randn(4, 64, inputs)
     with loka.Probe(model, every=1, effect_samples=0) as probe:
         model(x).square().mean().backward()
     return model, x, probe.stats()
+
+
+def test_a_stack_of_one_input_is_measured():
+    assert len(forced_plan(experts(1)[2]).decisions) == 8, "output and grad_weight of four; x needs no gradient"
 
 
 def test_gradients_of_stacked_weights_lie_as_the_parameter():

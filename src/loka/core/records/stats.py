@@ -117,7 +117,7 @@ class Stats:
         digest = hashlib.sha256(canonical(content))
         for name in sorted(tensors):
             digest.update(name.encode())
-            digest.update(tensors[name].detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
+            digest.update(tensors[name].detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
         return digest.hexdigest()
 
     def for_inference(self, *, batch: float = 1.0, kept_weights: bool = True) -> Stats:
