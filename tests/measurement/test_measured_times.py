@@ -12,6 +12,7 @@ from loka.core.numerics.reference import scaled_mm
 from loka.measurement import Settings
 from loka.measurement.errors import draw_errors
 from loka.measurement.times import site_times
+from loka.measurement.times.region_times import unfit
 
 QUICK = Settings(max_draws=4)
 
@@ -244,6 +245,8 @@ def test_one_of_a_stack_is_timed_with_the_copy_into_it(monkeypatch, tmp_path):
         model(torch.randn(24, 32, requires_grad=True)).square().mean().backward()
     report = timed(probe.stats(), candidates=[ROWWISE], cache=tmp_path)
     assert {site.path for site in report.sites.values()} == {"alone", "stack[0]", "stack[1]"}
+    why = {path: unfit(layer, report.model.layers[path]) for path, layer in probe.stats().layers.items()}
+    assert [path for path, reason in why.items() if reason] == ["stack[0]", "stack[1]"], "in no region"
     assert copied == [ROWWISE] * 3, "of its three GEMMs; the second's times are the first's"
 
 

@@ -72,7 +72,7 @@ def time_layer(
 
 def cell_key(layer: LinearStats, shape: LinearShape, timer: Timer, arms: Collection[str]) -> dict[str, Any]:
     """Under which the cache keeps a layer's times in regions; equal for layers that take equally long."""
-    return {**_key(layer, timer), **region_key(layer, shape, arms)}
+    return {**_key(layer, timer), **region_key(layer, shape, arms), "stacked": shape.stacked}
 
 
 def time_in_region(

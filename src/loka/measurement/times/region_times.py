@@ -93,6 +93,8 @@ def _adds_up_few_tokens(layer: LinearStats, shape: LinearShape) -> bool:
 
 def unfit(layer: LinearStats, shape: LinearShape) -> str | None:
     """Why a layer is timed in no region, or None."""
+    if shape.stacked:
+        return "it is one of a batched GEMM, of whose time a layer by itself says nothing"
     if _adds_up_few_tokens(layer, shape):
         return "it adds up few tokens: taking its input across for FP8 takes longer than its GEMM"
     return misfit(shape.in_features, shape.out_features)
