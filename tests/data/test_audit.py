@@ -41,7 +41,7 @@ def test_too_few_rows_say_so():
     assert (few.apart, few.lacking) == (False, math.ceil(math.log(0.025) / math.log(0.98)) - 100)
     tail = audit({"c": torch.zeros(100)}, [Share(column="c", at_most=1, share=0.98)]).parts[0]
     assert tail.lacking == few.lacking, "nor whether all is there"
-    assert few.told == f"cannot tell: {few.lacking} more rows needed"
+    assert few.verdict == f"cannot tell: {few.lacking} more rows needed"
     assert audit({"c": torch.zeros(100 + few.lacking)}, [few.of]).parts[0].apart
 
 
@@ -49,7 +49,7 @@ def test_missing_values_and_parts_that_nobody_has():
     column = torch.tensor([float("nan")] * 30 + [1.0] * 70)
     missing, never = Share(column="c", value=math.nan, share=0.3), Share(column="c", value=1, share=0)
     found = audit({"c": column}, [missing, never])
-    assert [part.told for part in found.parts] == ["alike", "more than in the traffic"]
+    assert [part.verdict for part in found.parts] == ["alike", "more than in the traffic"]
 
 
 @pytest.mark.parametrize(

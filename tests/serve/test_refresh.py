@@ -165,7 +165,7 @@ class Pair(NamedTuple):
 
 
 class Moded(nn.Module):
-    """Buffers in and out of the state dict, and weights that two modules share."""
+    """Buffers in and out of the state dict, what is no tensor in it, and weights that two modules share."""
 
     def __init__(self):
         super().__init__()
@@ -179,10 +179,10 @@ class Moded(nn.Module):
         return Pair(y, y.sum(1))
 
     def get_extra_state(self):
-        return {}
+        return {"made": "by hand"}
 
     def set_extra_state(self, state):
-        assert state == {}
+        assert state == {"made": "by hand"}
 
 
 def test_buffers_and_shared_weights(tmp_path):
@@ -201,7 +201,7 @@ def test_buffers_and_shared_weights(tmp_path):
         found, expected = server(x).output, converted(other, plan)(x)
     assert all(map(torch.equal, found, expected))
     untied = other.state_dict() | {"second.weight": 2 * other.second.weight}
-    with pytest.raises(ServeRefused, match="are one weight"):
+    with pytest.raises(ServeRefused, match=r"first.weight and second.weight are one weight in the model, and differ"):
         server.refresh(untied)
     server.save(tmp_path)
     assert torch.equal(load(tmp_path, model)(x).output.two, expected.two)

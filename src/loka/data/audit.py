@@ -59,7 +59,7 @@ class Audited:
     apart: bool
 
     @property
-    def told(self) -> str:
+    def verdict(self) -> str:
         if self.apart:
             return "more than in the traffic" if self.hits > self.of.share * self.rows else "less than in the traffic"
         return f"cannot tell: {self.lacking} more rows needed" if self.lacking else "alike"
@@ -74,7 +74,7 @@ class Audit:
         return tuple(part for part in self.parts if part.apart)
 
     def __str__(self) -> str:
-        rows = [(str(a.of), f"{a.of.share:.3%}", f"{a.hits / a.rows:.3%}", str(a.rows), a.told) for a in self.parts]
+        rows = [(str(a.of), f"{a.of.share:.3%}", f"{a.hits / a.rows:.3%}", str(a.rows), a.verdict) for a in self.parts]
         return format_table(("part", "traffic", "here", "rows", ""), rows)
 
 

@@ -75,9 +75,9 @@ def _stacked(sites: list[tuple[int | None, Site]], x: torch.Tensor, weight: torc
     """x [E, M, K], weight [E, N, K] -> [E, M, N]: a GEMM for each of the stacked weights."""
     by_expert = dict(sites)
     outputs = []
-    turned = weight.stride(1) == 1 < weight.stride(2)
+    transposed = weight.stride(1) == 1 < weight.stride(2)
     # Taken apart as the parameter lies, or autograd would copy the whole gradient to lay it so.
-    weights = [each.t() for each in weight.transpose(1, 2).unbind(0)] if turned else weight.unbind(0)
+    weights = [each.t() for each in weight.mT.unbind(0)] if transposed else weight.unbind(0)
     for expert, (rows, own) in enumerate(zip(x.unbind(0), weights, strict=True)):
         site = by_expert.get(expert)
         outputs.append(rows @ own.t() if site is None else site(rows, own))

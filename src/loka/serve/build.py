@@ -92,9 +92,9 @@ def load_precise(
     return tree.requires_grad_(False)
 
 
-def _given(value: object) -> str:
+def _given(value: Any) -> str:
     """The form of a tensor, or what stands in a state dict for one."""
-    if not isinstance(value, torch.Tensor) or type(value) not in (torch.Tensor, nn.Parameter):
+    if type(value) not in (torch.Tensor, nn.Parameter):
         return f"a {type(value).__name__}"
     if value.layout is not torch.strided or value.is_meta:
         return f"{value.layout} on {value.device}"
@@ -102,7 +102,8 @@ def _given(value: object) -> str:
 
 
 def _form(value: torch.Tensor) -> str:
-    return f"{list(value.shape)}{'' if value.is_floating_point() else ' of integers'}"
+    kind = "" if value.is_floating_point() else " of complex numbers" if value.is_complex() else " of integers"
+    return f"{list(value.shape)}{kind}"
 
 
 def _finite(value: torch.Tensor) -> bool:

@@ -101,8 +101,8 @@ def _time_site(
     # An earlier attempt, cut short, may have pinned an algorithm: search again.
     measured = {_asked(name, timer): m for name, m in site.measurements.items()}
     names = [name for name, m in measured.items() if not m.unsupported]
-    key = {**_key(layer, timer), "problem": encode(site.problem), "candidates": sorted(names)}
-    key |= {"stacked": True} if stacked else {}
+    problem = encode(site.problem)
+    key = {**_key(layer, timer), "problem": problem, "candidates": sorted(names), "stacked": stacked}
     times = timer.cache.get(key, SiteTimes)
     if times is None:
         if timer.late:

@@ -89,8 +89,8 @@ def time_site(
         rivals: see `rivals_of`.
         deadline: of `time.monotonic()`.
         kept_weight: the weight of an `output` GEMM is quantized before.
-        stacked: it is one of a batched GEMM: in hp its result is written where it belongs, by a candidate copied there.
-            That the others go one by one too is not counted.
+        stacked: it is one of a batched GEMM, so that a candidate's result is copied to where hp writes it. That the
+            others go one by one too is not counted.
     """
     pinned: dict[str, str] = {}
     failures: dict[str, str] = {}
