@@ -17,7 +17,7 @@ from torch import nn
 
 import loka
 from loka.compiler.joint_sites import ARMS as REGIONS
-from loka.core.compiling import order_read_backs
+from loka.core.compiling import mend_compilers
 from loka.core.recipe import Gemm
 from loka.core.records.report import REGION, REGION_INT8
 from loka.measurement.settings import COARSE, Settings
@@ -86,7 +86,7 @@ def missing(name: str) -> str | None:
 def build(name: str, cell: Cell, how: How, plan: loka.Plan | None) -> Arm:
     """Raises whatever the arm's library raises."""
     model = _prepared(cell, how)
-    order_read_backs()  # in bf16's arms too, whose outputs are wrong otherwise
+    mend_compilers()  # in bf16's arms too, whose outputs are wrong otherwise
     call: Call
     if name == BLOCK:
         call = compiled(model)

@@ -9,7 +9,7 @@ import torch
 from gpu import DRIVER
 
 from loka.compiler import install
-from loka.core.compiling import compile_in_place, order_read_backs
+from loka.core.compiling import compile_in_place, mend_compilers
 
 pytest.importorskip("triton", reason="needs triton")
 
@@ -69,5 +69,5 @@ def test_caches_are_told_once(entry):
         tag = config.cache_key_tag
         assert tag.startswith("theirs")
         assert tag != "theirs"
-        order_read_backs()
+        mend_compilers()
         assert config.cache_key_tag == tag

@@ -4,7 +4,7 @@ A pass over Inductor's joint graph, in which PyTorch itself has written down who
 backward. See joint_pass.py for what it does, cones.py for what it may.
 """
 
-from loka.core.compiling import order_read_backs
+from loka.core.compiling import mend_compilers
 
 
 def install() -> None:
@@ -13,7 +13,7 @@ def install() -> None:
 
     from loka.compiler.joint_pass import RegionPass  # here, so that `import loka` loads no compiler
 
-    order_read_backs()
+    mend_compilers()
     known = config.joint_custom_pre_pass
     if not isinstance(known, RegionPass):
         config.joint_custom_pre_pass = RegionPass(known)

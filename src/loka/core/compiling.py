@@ -24,6 +24,8 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
+from loka.core.assembler import keep_constants
+
 Module = TypeVar("Module", bound=nn.Module)
 
 
@@ -98,8 +100,14 @@ def few_collections() -> Iterator[None]:
             gc.set_threshold(*before)
 
 
-def order_read_backs() -> None:
-    """From here on Inductor's Triton kernels wait, all threads of a block, before they read back what they stored.
+def mend_compilers() -> None:
+    """From here on what torch and Triton compile wrong without a word is right, or refused."""
+    keep_constants()
+    _order_read_backs()
+
+
+def _order_read_backs() -> None:
+    """Inductor's Triton kernels wait, all threads of a block, before they read back what they stored.
 
     A reduction's loop may read what a loop before it stored, in another layout, so that a thread reads what
     another has yet to write: outputs differ from run to run, without a word (Kunlun in bf16 by 40 to 60 %, on an
@@ -119,7 +127,7 @@ def order_read_backs() -> None:
         config.cache_key_tag += _WAITS
 
 
-_WAITS = "loka_read_backs_wait"
+_WAITS = "loka_read_backs_wait_constants_kept"
 
 
 def _behind_barriers(load: Callable[..., Any]) -> Callable[..., Any]:
@@ -158,7 +166,7 @@ def run_as_written(module: Module) -> Module:
 
 def _own_call(module: nn.Module, frame: CodeType | None) -> FunctionType:
     call = _call_of(module)
-    order_read_backs()
+    mend_compilers()
     return FunctionType(frame or new_frame(), call.__globals__, closure=call.__closure__)
 
 

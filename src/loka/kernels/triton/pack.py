@@ -12,6 +12,10 @@ import torch
 import triton
 import triton.language as tl
 
+from loka.core.assembler import keep_constants
+
+keep_constants()  # before any kernel of ours is compiled
+
 TRITON_TYPES = {torch.float8_e4m3fn: tl.float8e4nv, torch.float8_e5m2: tl.float8e5, torch.int8: tl.int8}
 INTERPRETED = os.environ.get("TRITON_INTERPRET", "0") == "1"  # as triton reads it, at import
 _COMPILED = tl.constexpr(not INTERPRETED)

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from loka.core.compiling import order_read_backs
+from loka.core.compiling import mend_compilers
 from loka.core.exceptions import MissingLibrary, ServeRefused, WrongResults
 from loka.core.numerics.reference import Quantized, quantize, scaled_mm
 from loka.core.recipe import Gemm, Granularity
@@ -150,7 +150,7 @@ def package_version(path: Path, card: Card, plan: Plan, version: Version, *, bat
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=path.parent) as folder:
         made = Path(folder) / "model.pt2"
-        order_read_backs()
+        mend_compilers()
         torch._inductor.aoti_compile_and_package(
             program,
             package_path=str(made),

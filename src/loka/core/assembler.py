@@ -1,0 +1,86 @@
+"""ptxas of CUDA 12.8 to 13.0 drops constants, so that kernels of Triton are wrong without a word.
+
+Of a packed addition, two 16-bit sums of which the program reads one, it adds zero (triton#11581). LLVM packs small
+indices so: a compiled InterFormer attended to events that its rows do not have (docs/log.md). It takes no GPU to see:
+two programs that differ in a constant become the same code.
+"""
+
+import functools
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import torch
+
+from loka.core.exceptions import WrongResults
+
+_TOOLS = {"ptxas": "sm_90", "ptxas_blackwell": "sm_100"}
+_PROGRAM = """.version 8.7
+.target {target}
+.address_size 64
+.visible .entry kernel(.param .u64 out) {{
+ .reg .b16 %h<3>; .reg .b32 %r<5>; .reg .b64 %d<2>;
+ ld.param.u64 %d1, [out];
+ mov.u32 %r1, %tid.x;
+ mov.b32 %r2, {constant};
+ add.s16x2 %r3, %r1, %r2;
+ mov.b32 {{%h1, %h2}}, %r3;
+ st.global.u16 [%d1], %h1;
+ ret;
+}}
+"""
+
+
+@functools.cache
+def keep_constants() -> None:
+    """Where its ptxas drops constants, Triton assembles through ptxas.sh from here on: packed additions are split.
+
+    The environment says so to Inductor's workers, and to processes that this one starts.
+
+    Raises:
+        WrongResults: the script cannot run, or constants are dropped nevertheless.
+    """
+    if torch.cuda.is_available():
+        for tool in _TOOLS:
+            _keep(tool)
+
+
+def _keep(tool: str) -> None:
+    try:
+        from triton import knobs
+        from triton.backends.nvidia import compiler
+    except ImportError:  # without Triton
+        return
+    found, target = getattr(knobs.nvidia, tool).path, _TOOLS[tool]
+    if keeps_constants(found, target):
+        return
+    script = str(Path(__file__).with_name(f"{tool}.sh"))
+    variable = f"TRITON_{tool.upper()}_PATH"
+    os.environ |= {variable: script, f"LOKA_{tool.upper()}": found}
+    if getattr(knobs.nvidia, tool).path != script or not keeps_constants(script, target):
+        raise WrongResults(
+            f"{found} drops constants of packed additions (triton#11581): kernels of Triton are wrong by it",
+            why=[f"{script}, which takes them apart, cannot be run in its place"],
+            way_out=f"set {variable} to a ptxas of CUDA 13.3 or newer",
+        )
+    compiler.get_ptxas_version.cache_clear()  # by which Triton's caches go
+    workers = sys.modules.get("torch._inductor.async_compile")
+    if workers is not None:
+        workers.shutdown_compile_workers()  # they have the environment of before
+
+
+def keeps_constants(ptxas: str, target: str) -> bool:
+    """Whether the code of a sum of which one half is read depends on what is added.
+
+    Args:
+        target: a GPU, as `sm_90`. What this ptxas assembles nothing for counts as kept.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        text, code, found = Path(folder) / "sum.ptx", Path(folder) / "sum.cubin", []
+        for constant in (1, 2):
+            text.write_text(_PROGRAM.format(target=target, constant=constant))
+            done = subprocess.run([ptxas, f"--gpu-name={target}", text, "-o", code], capture_output=True)
+            found.append(code.read_bytes() if done.returncode == 0 else done.stderr + bytes([constant]))
+    return found[0] != found[1]
