@@ -61,6 +61,20 @@ def test_a_shared_module_is_replaced_everywhere():
     assert isinstance(model[3], nn.Hardswish)
 
 
+def test_a_module_with_hooks_stays():
+    class Pooled(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.norm, self.act, self.post_norm = nn.LayerNorm(4), nn.SiLU(), nn.Identity()
+
+    model, seen = Pooled(), []
+    for module in model.children():
+        module.register_forward_hook(lambda *_: seen.append(1))
+    changes = mods.apply(model, [mods.BlockNorm(2), mods.HardSwish(), mods.AttentionNorm()])
+    assert not changes.changed
+    assert [c.what.count("hooks") for c in changes.kept] == [1, 1, 1]
+
+
 def test_own_types_can_be_named():
     model = odd_mlp()
     mods.apply(model, [mods.HardSwish(replace=(nn.SiLU, nn.ReLU))])

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from loka.mods.change import Change
+from loka.mods.change import HOOKED, Change, has_hooks
 from loka.nn.linears import Filter
 
 
@@ -33,7 +33,12 @@ class AttentionNorm:
             if isinstance(module, nn.MultiheadAttention) and filter(module, path):
                 kept.append(Change(mod="AttentionNorm", path=path, what="it has no place for a norm"))
             for place in self.places:
-                if type(getattr(module, place, None)) is nn.Identity and filter(module, path):
+                found = getattr(module, place, None)
+                if type(found) is not nn.Identity or not filter(module, path):
+                    continue
+                if has_hooks(found):
+                    kept.append(Change(mod="AttentionNorm", path=path, what=f"{place}: {HOOKED}"))
+                else:
                     setattr(module, place, UnitRMS())
                     changed.append(Change(mod="AttentionNorm", path=path, what=f"{place} -> UnitRMS"))
         return changed, kept

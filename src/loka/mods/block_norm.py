@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from loka.mods.change import FUSED_PARENT, Change, fused_parents, replace_module
+from loka.mods.change import FUSED_PARENT, HOOKED, Change, fused_parents, has_hooks, replace_module
 from loka.nn.block_norm import BlockNorm as BlockNormModule
 from loka.nn.linears import Filter
 
@@ -25,6 +25,8 @@ class BlockNorm:
             reason = None
             if path in owned:
                 reason = FUSED_PARENT
+            elif has_hooks(module):
+                reason = HOOKED
             elif len(shape) != 1:
                 reason = f"it normalizes {len(shape)} dimensions together: {shape}"
             if reason:

@@ -60,6 +60,12 @@ def fused_parents(model: nn.Module) -> set[str]:
 
 
 FUSED_PARENT = "its parent reads its parameters directly"
+HOOKED = "it has hooks, which a module in its place would lack"
+
+
+def has_hooks(module: nn.Module) -> bool:
+    """Of any kind that torch keeps on a module: forward, backward, state dict."""
+    return any(value for name, value in vars(module).items() if name.endswith("_hooks"))
 
 
 def replace_module(model: nn.Module, path: str, new: nn.Module) -> None:

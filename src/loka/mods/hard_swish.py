@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from loka.mods.change import Change, replace_module
+from loka.mods.change import HOOKED, Change, has_hooks, replace_module
 from loka.nn.linears import Filter
 
 
@@ -18,10 +18,14 @@ class HardSwish:
     replace: tuple[type[nn.Module], ...] = (nn.SiLU,)
 
     def apply(self, model: nn.Module, filter: Filter) -> tuple[list[Change], list[Change]]:
-        changed = []
+        changed, kept = [], []
         for path, module in list(model.named_modules()):
-            if type(module) in self.replace and path and filter(module, path):
+            if type(module) not in self.replace or not path or not filter(module, path):
+                continue
+            if has_hooks(module):
+                kept.append(Change(mod="HardSwish", path=path, what=HOOKED))
+            else:
                 replace_module(model, path, nn.Hardswish())
                 what = f"{type(module).__name__} -> Hardswish"
                 changed.append(Change(mod="HardSwish", path=path, what=what))
-        return changed, []
+        return changed, kept
