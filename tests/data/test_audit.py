@@ -45,6 +45,18 @@ def test_too_few_rows_say_so():
     assert audit({"c": torch.zeros(100 + few.lacking)}, [few.of]).parts[0].apart
 
 
+def test_a_difference_within_what_is_allowed():
+    column = torch.arange(1_000_000) % 1000
+    for part in (Share(column="c", at_most=20, share=0.02), Share(column="c", at_most=950, share=0.98)):
+        (told,), (allowed,) = (audit({"c": column}, [part], within=w).parts for w in (0.0, 0.06))
+        assert (told.apart, allowed.verdict) == (True, "alike")
+        assert audit({"c": column}, [part], within=0.01).parts[0].apart, "further off than that"
+    few = audit({"c": torch.zeros(100)}, [Share(column="c", value=3, share=0.02)], within=0.5).parts[0]
+    assert few.lacking == math.ceil(math.log(0.025) / math.log(0.99)) - 100
+    with pytest.raises(ValueError, match="within=1"):
+        audit({"c": column}, [part], within=1)
+
+
 def test_missing_values_and_parts_that_nobody_has():
     column = torch.tensor([float("nan")] * 30 + [1.0] * 70)
     missing, never = Share(column="c", value=math.nan, share=0.3), Share(column="c", value=1, share=0)

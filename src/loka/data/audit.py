@@ -78,31 +78,37 @@ class Audit:
         return format_table(("part", "traffic", "here", "rows", ""), rows)
 
 
-def audit(columns: Mapping[str, torch.Tensor], traffic: Sequence[Share], *, level: float = 0.05) -> Audit:
-    """Compares `columns`, [rows] each, with shares of the traffic, which are taken as exact.
+def audit(
+    columns: Mapping[str, torch.Tensor], traffic: Sequence[Share], *, level: float = 0.05, within: float = 0.0
+) -> Audit:
+    """Compares `columns`, [rows] each, with shares of the traffic, taken as exact, or as exact to `within` of each.
+
+    Many rows tell any difference, also one that is no harm, or that comes of aggregates of another day: `within=0.1`
+    lets a share of 2 % be 1.8 to 2.2 %.
 
     Where all rows are drawn from the traffic, one by one, any part is told apart in `level` of all audits at most.
     Rows of one user are not drawn one by one: give one of each.
 
-    Raises UnknownName for a column that is not given, LokaError for one without rows, ValueError for a level that is
-    not between 0 and 1, or no share.
+    Raises UnknownName for a column that is not given, LokaError for one without rows, ValueError for a level or
+    `within` that is not between 0 and 1, or no share.
     """
-    if not traffic or not 0 < level < 1:
-        raise ValueError(f"level={level}, {len(traffic)} shares: a level between 0 and 1, and one share or more")
+    if not traffic or not 0 < level < 1 or not 0 <= within < 1:
+        raise ValueError(f"{level=}, {within=}, {len(traffic)} shares: both between 0 and 1, and one share or more")
     each = level / len(traffic)
-    return Audit(tuple(_audited(share, columns, each) for share in traffic))
+    return Audit(tuple(_audited(share, columns, each, within) for share in traffic))
 
 
-def _audited(share: Share, columns: Mapping[str, torch.Tensor], level: float) -> Audited:
+def _audited(share: Share, columns: Mapping[str, torch.Tensor], level: float, within: float) -> Audited:
     if share.column not in columns:
         raise UnknownName(f"no column {share.column!r}", way_out=f"one of {', '.join(columns)}")
     values = columns[share.column].detach().flatten().cpu()
     if not len(values):
         raise LokaError(f"column {share.column!r} has no rows to audit", way_out="give rows")
     hits, rows = share.hits(values), len(values)
-    p, lacking = _p_value(hits, rows, share.share), 0
+    least, most = share.share * (1 - within), min(share.share * (1 + within), 1.0)
+    p, lacking = _p_value(hits, rows, min(max(hits / rows, least), most)), 0
     if 0 < share.share < 1:
-        needed = math.log(level / 2) / math.log1p(-min(share.share, 1 - share.share))
+        needed = math.log(level / 2) / math.log1p(-min(least, 1 - most or 1.0))
         lacking = max(math.floor(min(needed, 2.0**62)) + 1 - rows, 0)
     return Audited(of=share, hits=hits, rows=rows, p=p, lacking=lacking, apart=p < level)
 
