@@ -7,7 +7,7 @@ sigmoid comes out, MLP blocks are one Sequential); the code here is not. Four fi
 import torch
 from torch import nn
 
-from foreign.spec import Foreign, generator, of_probabilities, seeded
+from foreign.spec import generator, of_probabilities, per_row
 
 FIELDS, VOCABULARY, EMBEDDING = 4, 50, 16
 WIDTH = FIELDS * EMBEDDING
@@ -129,25 +129,16 @@ _MULTIPLICATIONS = {
 }
 
 
+def _fuxictr(name, build, multiplications):
+    notes = "A dict of features in, {'y_pred': probabilities} out; `stacked` has BatchNorm."
+    return per_row(f"fuxictr_{name}", build, features, multiplications, loss=of_probabilities, logits=None, notes=notes)
+
+
 def _dcnv2(structure, multiplications):
-    return Foreign(
-        name=f"fuxictr_dcnv2_{structure}",
-        build=seeded(lambda: DCNv2(structure, batch_norm=structure == "stacked")),
-        inputs=features,
-        loss=of_probabilities,
-        parameter_gemm_flops=lambda rows: 2 * rows * multiplications,
-        notes="A dict of features in, {'y_pred': probabilities} out; `stacked` has BatchNorm.",
-    )
+    return _fuxictr(f"dcnv2_{structure}", lambda: DCNv2(structure, batch_norm=structure == "stacked"), multiplications)
 
 
 MODELS = [
     *(_dcnv2(structure, count) for structure, count in _MULTIPLICATIONS.items()),
-    Foreign(
-        name="fuxictr_xdeepfm",
-        build=seeded(XDeepFM),
-        inputs=features,
-        loss=of_probabilities,
-        parameter_gemm_flops=lambda rows: 2 * rows * (EMBEDDING * (32 * 16 + 32 * 128) + 64 + _DNN + 32),
-        notes="A dict of features in, {'y_pred': probabilities} out.",
-    ),
+    _fuxictr("xdeepfm", XDeepFM, EMBEDDING * (32 * 16 + 32 * 128) + 64 + _DNN + 32),
 ]
