@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from loka.nn.block_norm import BlockNorm
+from loka.train import graphed
 
 module = importlib.import_module("loka.train.steps.graphed")
 
@@ -44,6 +45,17 @@ def step_of(model, optimizer):
         return loss
 
     return step
+
+
+def graph_of(model, optimizer, data, warmup=2):
+    return graphed(step_of(model, optimizer), *data[0], model=model, optimizers=optimizer, warmup=warmup)
+
+
+def twins(fake):
+    """Two models of the same weights, an optimizer for each, and what stands in for the first one's capture."""
+    model, twin = small(), small()
+    optimizer, other = sgd(model), sgd(twin)
+    return model, twin, optimizer, other, fake(model, optimizer)
 
 
 def sgd(model, lr=0.1):

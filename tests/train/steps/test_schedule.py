@@ -1,6 +1,5 @@
 """Learning rates over a run: their shapes, inside steps of every kind, and resumed to the bit."""
 
-import importlib
 import itertools
 import json
 import math
@@ -9,6 +8,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from graphed_cases import batches, graph_of, small, step_of
 from hypothesis import given
 from hypothesis import strategies as st
 from small_run import RandomRows, small_model
@@ -16,10 +16,8 @@ from torch import nn
 
 from loka.core.exceptions import CheckpointRefused
 from loka.core.storage.files import sha256_of_file, write_record
-from loka.train import TrainConfig, build_optimizers, graphed, rate_factor, schedulers, train
+from loka.train import TrainConfig, build_optimizers, rate_factor, schedulers, train
 from loka.train.schedule import describe, warmup_steps
-
-graphed_module = importlib.import_module("loka.train.steps.graphed")
 
 CONFIG = TrainConfig(batch_size=64, precision="fp32", checkpoint_every=3, log_every=1)
 ROWS = RandomRows(64 * 20)
@@ -148,10 +146,8 @@ def test_a_killed_run_ends_with_the_same_bits(tmp_path, schedule, stop):
             assert torch.equal(weight, other), name
 
 
-def test_a_captured_step_follows_it_without_a_second_capture(monkeypatch):
+def test_a_captured_step_follows_it_without_a_second_capture(fake):
     """A float rate would be frozen by the capture; the schedule writes to the tensor that the graph reads."""
-    from graphed_cases import Fake, batches, small, step_of  # a stand-in for a capture, on a CPU
-
     config = replace(CONFIG, lr=0.1, schedule="cosine", warmup=0.3)
     data = batches(*[8] * 12)
     models = {}
@@ -160,12 +156,8 @@ def test_a_captured_step_follows_it_without_a_second_capture(monkeypatch):
         rate = torch.tensor(config.lr)
         optimizer = torch.optim.SGD(model.parameters(), lr=rate, momentum=0.9, foreach=False)
         rates = schedulers({"dense": optimizer}, config, len(data))["dense"]
-        step = step_of(model, optimizer)
-        if captured:
-            fake = Fake(model, optimizer)
-            monkeypatch.setattr(graphed_module, "record", fake)
-            monkeypatch.setattr(graphed_module, "_has_graphs", lambda device: True)
-            step = graphed(step, *data[0], model=model, optimizers=optimizer, warmup=2)
+        recorder = fake(model, optimizer)
+        step = graph_of(model, optimizer, data) if captured else step_of(model, optimizer)
         seen = []
         for batch in data:
             seen.append(float(rate))
@@ -175,7 +167,7 @@ def test_a_captured_step_follows_it_without_a_second_capture(monkeypatch):
         assert optimizer.param_groups[0]["lr"] is rate
         assert isinstance(rates.base_lrs[0], float)  # a tensor would be read back from the device at each step
         models[captured] = model
-    assert (fake.captures, step.replays) == (1, 10)
+    assert (recorder.captures, step.replays) == (1, 10)
     for plain, replayed in zip(models[False].parameters(), models[True].parameters(), strict=True):
         assert torch.equal(plain, replayed)
 
