@@ -10,7 +10,6 @@ import torch
 import torch.distributed as dist
 from ranks import on_ranks
 from sweeps import sweep
-from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -41,7 +40,7 @@ class Job:
         if self.order == "convert first":
             loka.convert(model, self.plan)
         dist._DEFAULT_FIRST_BUCKET_BYTES = 4096  # so that graphs are split
-        wrapped: nn.Module = DistributedDataParallel(model, bucket_cap_mb=0.02)
+        wrapped = DistributedDataParallel(model, bucket_cap_mb=0.02)
         if self.order == "wrap first":
             loka.convert(wrapped, self.plan)
         backend = JointBackend()

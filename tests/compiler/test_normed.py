@@ -1,12 +1,9 @@
 """Sites whose code behind them runs in their GEMM's epilogue: which ones, and that results stay right."""
 
-import copy
-from collections.abc import Callable
-
 import pytest
 import torch
 import torch.nn.functional as F
-from converted import error, gradients, plan_for, run
+from converted import converted, error, gradients, plan_for, run
 from joint import JointBackend
 from sweeps import sweep
 from torch import nn
@@ -20,7 +17,7 @@ from loka.kernels.gemm.epilogue import Activation
 from loka.nn import BlockNorm
 
 X = torch.randn(70, 64, generator=torch.Generator().manual_seed(1))
-ACTIVATIONS: dict[Activation, Callable[[], nn.Module]] = {
+ACTIVATIONS = {
     Activation.NONE: nn.Identity,
     Activation.HARD_SWISH: nn.Hardswish,
     Activation.RELU: nn.ReLU,
@@ -41,8 +38,8 @@ def tower(activation=Activation.HARD_SWISH, block=64):
 
 def compiled(model, x=X):
     """The model by sites, and joined."""
-    plan = plan_for(copy.deepcopy(model), x)
-    by_site, joined = (loka.convert(copy.deepcopy(model), plan) for _ in range(2))
+    plan = plan_for(model, x)
+    by_site, joined = (converted(model, plan) for _ in range(2))
     return by_site, joined, JointBackend()
 
 

@@ -5,12 +5,11 @@ before the rows are added, so that it may be off by 2^-9 of the root of the sum 
 """
 
 import copy
-from collections.abc import Callable
 
 import pytest
 import torch
 import torch.nn.functional as F
-from converted import JOINED, QUICK, error, gradients, run
+from converted import JOINED, QUICK, converted, error, gradients, run
 from joint import JointBackend
 from sweeps import sweep
 from torch import nn
@@ -94,7 +93,7 @@ def _compiled(model, plan, **options):
     return torch.compile(loka.convert(model, plan, **options), backend=backend, fullgraph=True), backend
 
 
-CASES: dict[str, tuple[Callable[[], _Base], int]] = {
+CASES = {
     "linear": (_Base, 1),  # both layers over one X in forward, as one
     "bias": (lambda: _Base(bias=True), 1),
     "odd": (lambda: _Base(tokens=27), 1),
@@ -180,7 +179,7 @@ def test_batches_of_any_size_and_rows_that_are_not_finite():
     plan = _planned(copy.deepcopy(plain), _input())
     torch._dynamo.reset()
     backend = JointBackend()
-    model = loka.convert(copy.deepcopy(plain), plan)
+    model = converted(plain, plan)
     step = torch.compile(model, backend=backend, dynamic=True, fullgraph=True)
     for batch in (6, 9, 5):
         x = _input(batch=batch)
@@ -202,7 +201,7 @@ def test_inductor_takes_it():
     x = _input(27)
     plan = _planned(copy.deepcopy(plain), x)
     torch._dynamo.reset()
-    model = loka.convert(copy.deepcopy(plain), plan)
+    model = converted(plain, plan)
     step, _ = _compiled(copy.deepcopy(plain), plan)
     by_op = run(step, x)
     torch._dynamo.reset()
