@@ -1,17 +1,12 @@
 """Bugs of the kind that adapters have, planted in a kernel that is right without them."""
 
-from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
 import torch
 
-from loka.core.numerics.reference import Quantized
 from loka.core.recipe import RECIPES
 from loka.kernels.gemm import registry
-
-Operands = tuple[Quantized, Quantized]
-Bug = Callable[[Quantized, Quantized], Operands]
 
 
 def neighbour(quantized, dim):
@@ -41,7 +36,7 @@ def turned_block(quantized):
     return replace(quantized, data=torch.cat([halves, data[:, whole:]], dim=1).view(quantized.data.dtype))
 
 
-BUGS: dict[str, Bug] = {
+BUGS = {
     "A's scales from the neighbour in K": lambda a, b: (neighbour(a, 1), b),
     "B's scales from the neighbour in K": lambda a, b: (a, neighbour(b, 1)),
     "both scales from the neighbour in K": lambda a, b: (neighbour(a, 1), neighbour(b, 1)),
@@ -76,9 +71,6 @@ def broken(kernel, bug, *, name):
         return kernel.run(*bug(a, b), dtype, algorithm=algorithm)
 
     return replace(kernel, name=name, run=run, emulates=False)
-
-
-Plant = Callable[..., None]
 
 
 @pytest.fixture

@@ -42,8 +42,6 @@ class RandomRows:
 
 
 class SmallModel(nn.Module):
-    largest: torch.Tensor
-
     def __init__(self):
         super().__init__()
         self.table = nn.Embedding(IDS, 8, sparse=True)

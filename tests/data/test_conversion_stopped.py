@@ -61,7 +61,7 @@ def test_a_killed_conversion_goes_on_and_keeps_what_was_finished(tmp_path, path)
     with pytest.raises(DataRefused, match=r"not complete\n  3 of .* pieces"):
         open_shards(folder)
     before = {path.name: path.stat().st_mtime_ns for path in folder.glob("shard-*")}
-    steps: list[tuple[str, int]] = []
+    steps = []
 
     def track(items, description, total):
         steps.append((description, total))

@@ -7,7 +7,6 @@ another order than autograd adds them, so from the second step on losses agree w
 
 import contextlib
 from dataclasses import dataclass
-from typing import Any
 
 import pytest
 import torch
@@ -35,7 +34,7 @@ class Counting(DefaultAllGather):
     """FSDP2's own all-gather, with the bytes that a rank sends."""
 
     def __init__(self):
-        self.sent: list[int] = []
+        self.sent = []
 
     def __call__(self, output_tensor, input_tensor, group, async_op=False):
         self.sent.append(input_tensor.numel() * input_tensor.element_size())
@@ -151,7 +150,7 @@ class Job:
 
     def watched(self, rank):
         """Backward under a mode that sees ops, as counters of FLOPs and selective checkpoints are."""
-        found: dict[str, Any] = {}
+        found = {}
         for name, mode in (("plain", contextlib.nullcontext()), ("watched", FlopCounterMode(display=False))):
             model = self.made()
             fp8_all_gather(model, self.plan)

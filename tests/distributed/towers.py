@@ -21,7 +21,7 @@ def tower(*sides):
     """Linear - ReLU - ... - Linear with weights that are the same in every call."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        layers: list[nn.Module] = []
+        layers = []
         for wide, out in itertools.pairwise(sides):
             layers += [nn.Linear(wide, out), nn.ReLU()]
         return nn.Sequential(*layers[:-1])

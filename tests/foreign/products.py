@@ -4,11 +4,9 @@ Biases and additions are free. Names are those of the schema without its overloa
 """
 
 import math
-from collections.abc import Callable, Iterator
 
 import torch
 
-Product = Iterator[tuple[int, tuple[torch.Tensor, ...]]]
 Tensor = torch.Tensor
 
 
@@ -85,7 +83,7 @@ def _native_attention(out, q, k, v, width, heads, qkv, _, proj, *__):
     yield 4 * width * sum(length**2 for length in lengths), ()
 
 
-PRODUCTS: dict[str, Callable[..., Product]] = {
+PRODUCTS = {
     "mm": _mm,
     "bmm": _mm,
     "_scaled_mm": _mm,

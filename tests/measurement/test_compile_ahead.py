@@ -10,7 +10,7 @@ from models import odd_mlp, train_steps
 
 import loka
 from loka.core.exceptions import UnknownName
-from loka.core.problem import Problem, linear_problem
+from loka.core.problem import linear_problem
 from loka.core.recipe import Gemm
 from loka.core.records.report import HP
 from loka.measurement import Settings
@@ -29,7 +29,7 @@ class Compiler:
     """A `precompile` that keeps what it was given, and says `ticks` times that a problem is done."""
 
     def __init__(self, ticks=None):
-        self.calls: list[tuple[Problem, ...]] = []
+        self.calls = []
         self.ticks = ticks
 
     def __call__(self, problems, on_done):
@@ -42,9 +42,9 @@ class Bars:
     """A `track` that keeps what each bar was asked and how far it came."""
 
     def __init__(self):
-        self.asked: list[tuple[str, int]] = []
-        self.steps: list[int] = []
-        self.ended: list[bool] = []
+        self.asked = []
+        self.steps = []
+        self.ended = []
 
     def __call__(self, items, description, total):
         place = len(self.asked)

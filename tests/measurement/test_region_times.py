@@ -58,7 +58,7 @@ class Spy(FakeTimer):
 
     def __init__(self, true):
         super().__init__(true)
-        self.cells: dict[str, nn.Module] = {}
+        self.cells = {}
 
     def __call__(self, functions, **options):
         for name, step in functions.items():
@@ -266,12 +266,12 @@ class Regions:
     """Stands in for `time_region`: half of hp's time, or what `found` says."""
 
     def __init__(self):
-        self.shapes: list[tuple[int, int]] = []
-        self.found: dict[str, Measurement] | None = {
+        self.shapes = []
+        self.found = {
             HP: Measurement(microseconds=Estimate(100.0, 99.0, 101.0), speedup=Estimate(1.0, 1.0, 1.0)),
             REGION: Measurement(microseconds=Estimate(50.0, 49.0, 51.0), speedup=Estimate(2.0, 1.9, 2.1)),
         }
-        self.deadlines: list[float | None] = []
+        self.deadlines = []
 
     def __call__(self, layer, shape, *, device, settings, deadline=None, arms=()):
         self.shapes.append((shape.in_features, shape.out_features))

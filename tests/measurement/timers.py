@@ -2,7 +2,6 @@
 
 import dataclasses
 import sys
-from collections.abc import Callable
 from contextlib import contextmanager
 
 from loka.core.records.report import REGION, Measurement
@@ -23,10 +22,10 @@ class FakeTimer:
 
     def __init__(self, true=None):
         self.true = dict(true or {})
-        self.races: list[list[str]] = []
-        self.options: list[dict[str, object]] = []
+        self.races = []
+        self.options = []
         self.racing = False
-        self.before: Callable[[list[str]], None] = lambda names: None
+        self.before = lambda names: None
 
     def __call__(self, functions, *, baseline, device, seed=0, **options):
         self.before(list(functions))

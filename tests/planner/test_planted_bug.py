@@ -8,12 +8,11 @@ import re
 import sys
 from dataclasses import replace
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 import torch
 from models import odd_mlp
-from planted import Plant, broken, plant  # noqa: F401  (a fixture)
+from planted import broken, plant  # noqa: F401  (a fixture)
 
 import loka
 from loka.core.exceptions import WrongResults
@@ -113,12 +112,7 @@ def kernel(example, bug):
 
 @pytest.mark.parametrize("scales", list(RECIPE_OF))
 @pytest.mark.parametrize("gemm", list(Gemm))
-def test_the_self_check_convicts_all_of_them(
-    example: ModuleType,
-    scales: str,
-    gemm: Gemm,
-    plant: Plant,  # noqa: F811
-):
+def test_the_self_check_convicts_all_of_them(example, scales, gemm, plant):  # noqa: F811
     name = f"planted:{RECIPE_OF[scales]}"
     for bug in BUGS:
         plant(kernel(example, bug), POW2)

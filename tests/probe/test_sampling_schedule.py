@@ -182,7 +182,7 @@ def test_the_clock_of_a_device():
     clock = clock_of(torch.device("cpu"))
     assert isinstance(clock, WallClock)
     assert isinstance(clock_of(torch.device("cuda", 0)), CudaClock)
-    told: list[tuple[int, float | None]] = []
+    told = []
     clock.mark(0)
     clock.mark(1)
     clock.read(lambda *step: told.append(step))
@@ -195,7 +195,7 @@ def test_the_clock_of_a_device():
 def test_a_gpu_is_timed_without_waiting_for_it():
     """A kernel of about 0.1 s lies between two marks, and the CPU is long past both."""
     clock = clock_of(torch.device("cuda", torch.cuda.current_device()))
-    told: list[tuple[int, float | None]] = []
+    told = []
     torch.cuda.synchronize()
     clock.mark(0)
     torch.cuda._sleep(200_000_000)

@@ -46,8 +46,8 @@ class Reader(HTMLParser):
 
     def __init__(self, text):
         super().__init__()
-        self.open: list[str] = []
-        self.elements: list[tuple[str, dict[str, str | None]]] = []
+        self.open = []
+        self.elements = []
         self.text = ""
         self.feed(text)
         assert not self.open, self.open

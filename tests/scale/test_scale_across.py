@@ -4,7 +4,6 @@ import random
 import sys
 import time
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
@@ -235,7 +234,7 @@ def test_a_table_left_out_takes_no_time():
     with fake_mode():
         models = [nn.Sequential(nn.EmbeddingBag(rows, 2048), tower()) for rows in (10, 10_000_000)]
     ids = torch.zeros(4, 3, dtype=torch.long)
-    asked: Any = {"network": network(), "gpus": (8,), "batch_size": ROWS}
+    asked = {"network": network(), "gpus": (8,), "batch_size": ROWS}
     few, many = (scale_across(model, ids, **asked).rows for model in models)
     assert [row.bf16_parts.other for row in few] == [row.bf16_parts.other for row in many]
 

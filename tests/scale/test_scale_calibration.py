@@ -2,7 +2,6 @@
 
 import random
 from dataclasses import replace
-from typing import Any
 from unittest import mock
 
 import pytest
@@ -69,8 +68,8 @@ def test_every_fitted_time_lies_between_the_ends(seed, name):
     drawn = random.Random(seed)
     given_ = samples(name, noise=lambda: drawn.lognormvariate(0, 0.3))
     found = fitted(name, given_)
-    fast: Any = {n: "high" if "bandwidth" in n else "low" for n in found.quantities}
-    slow: Any = {n: "low" if "bandwidth" in n else "high" for n in found.quantities}
+    fast = {n: "high" if "bandwidth" in n else "low" for n in found.quantities}
+    slow = {n: "low" if "bandwidth" in n else "high" for n in found.quantities}
     for one in given_:
         least, most = (wire_us(Wire(one.op, one.size), one.nodes * one.inner, found, e) for e in (fast, slow))
         assert least <= one.us.low * (1 + 1e-9)
@@ -124,7 +123,7 @@ def job(rank, folder):
         with mock.patch.dict("os.environ", {"LOCAL_WORLD_SIZE": "1"}):
             cards = quick().gpus_per_node
     found = {"text": text, "nodes": (based, cards)}
-    asked: dict[str, dict[str, Any]] = {
+    asked = {
         "apart": {"most_bytes": 1 << (20 + rank)},
         "small": {"most_bytes": 1 << 19},
         "base": {"most_bytes": 1 << 20, "base": network(per_node=1)},

@@ -189,7 +189,7 @@ def test_errors_of_the_function():
     with pytest.raises(UnknownName, match="one of h200"):
         loka.scale(tower(), x, gpu="mi300")
     with pytest.raises(UnknownName, match="all, torch"):
-        loka.scale(tower(), x, kernels="fastest")  # type: ignore[arg-type]
+        loka.scale(tower(), x, kernels="fastest")
     with pytest.raises(LokaError, match="a step of -1 rows"):
         loka.scale(tower(), x, batch_size=-1)
     with pytest.raises(LokaError, match="no sites"):

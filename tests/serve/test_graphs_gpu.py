@@ -2,7 +2,6 @@
 
 import threading
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
 
 import pytest
 import torch
@@ -50,7 +49,7 @@ def test_every_bucket_answers_as_its_program():
         (bucket,) = answer.buckets
         padded = [torch.cat([x, x[-1:].expand(bucket - count, 16)])]
         graphs._plan_for(capturer._template, bucket)
-        program: Any = capturer._programs[bucket]
+        program = capturer._programs[bucket]
         assert torch.equal(answer.output, server._run(program, padded)[:count])
         with answering(bucket):
             eager = server._run(server.current.module, padded)

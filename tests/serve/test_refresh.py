@@ -10,7 +10,7 @@ from served import ROW, TENSOR, Cross, calibration, converted, cross_plan, plan_
 from torch import nn
 
 from loka.core.exceptions import ServeRefused
-from loka.serve import Answer, freeze, load
+from loka.serve import freeze, load
 
 BOTH = {"first": ROW, "second": ROW}
 
@@ -68,7 +68,7 @@ def test_no_answer_mixes_versions_and_none_is_lost(candidate):
         version = server.refresh(state)
         expected[version] = server(request).output
     assert not torch.equal(expected[1], expected[2])
-    answers: list[Answer] = []
+    answers = []
     stop = threading.Event()
 
     def ask():

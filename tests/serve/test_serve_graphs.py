@@ -55,8 +55,8 @@ def inputs(count, seed=0):
 
 
 bind, plan_rows = graphs._bind, graphs._plan_for
-bound: list[tuple[nn.Module, nn.Module]] = []
-planned: list[tuple[nn.Module, int]] = []
+bound = []
+planned = []
 
 
 class Replayed:
@@ -321,7 +321,7 @@ def test_what_forward_makes_once_is_no_hindrance(backend):
     """A model that keeps a constant from its first call on is recorded, and keeps it to itself."""
 
     class Lazy(Wide):
-        mask: torch.Tensor | None = None
+        mask = None
 
         def forward(self, x):
             if self.mask is None:

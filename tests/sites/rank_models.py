@@ -1,7 +1,6 @@
 """A model with sites of every kind, a plan that forces FP8 on it, and training steps with counted sites."""
 
 import functools
-from collections.abc import Callable, Iterable
 
 import torch
 import torch.nn.functional as F
@@ -141,9 +140,6 @@ def sgd(parameters):
 
 def adamw(parameters):
     return torch.optim.AdamW(parameters, 1e-3)
-
-
-Make = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 
 
 def train(model, optimizer, parts):

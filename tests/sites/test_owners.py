@@ -22,7 +22,7 @@ def forced_plan(stats):
 class OwnAttention(nn.MultiheadAttention):
     """Calls torch's function by itself, as models that change what goes around it do."""
 
-    def forward(self, x):  # type: ignore[override]
+    def forward(self, x):
         x = x.transpose(0, 1)
         out, _ = F.multi_head_attention_forward(
             x, x, x, self.embed_dim, self.num_heads, self.in_proj_weight, self.in_proj_bias, None, None,

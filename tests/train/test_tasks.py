@@ -226,7 +226,7 @@ def test_runs_curves_and_the_bank_are_by_task(judged):
 
 def test_a_task_that_is_not_known_well_enough_keeps_auto_in_bf16(tmp_path):
     """32 rows of it cannot tell: no plan, no crash in the middle of a run, and a reason."""
-    said: list[str] = []
+    said = []
     auto = Auto(AutoConfig(every=1, most_steps=1, base_rate=(0.5, 0.2)), folder=tmp_path, say=said.append)
     result = train(fresh(), TwoLabels(64), config=TrainConfig(batch_size=32), callback=auto)
     assert auto.phase == "bf16"

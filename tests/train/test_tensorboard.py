@@ -1,10 +1,7 @@
 """What is written for TensorBoard, with a stand-in for its writer."""
 
-from __future__ import annotations
-
 import sys
 import types
-from typing import ClassVar
 
 import pytest
 from small_run import RandomRows, small_model
@@ -17,11 +14,9 @@ CONFIG = TrainConfig(batch_size=64, precision="fp32", log_every=4)
 
 
 class Writer:
-    made: ClassVar[list[Writer]] = []
-
     def __init__(self, folder, purge_step):
         self.folder, self.purge_step, self.closed = folder, purge_step, False
-        self.scalars: dict[tuple[str, int], float] = {}
+        self.scalars = {}
         self.made.append(self)
 
     def add_scalar(self, name, value, step):

@@ -9,10 +9,8 @@ import json
 import lzma
 import math
 import shutil
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, Phase, given, settings
@@ -42,11 +40,7 @@ STORED = Path(__file__).parent / "stored"
 TIMELINE = Path(__file__).parents[2] / "benchmarks/auto/wukong_2gf.timeline.json"
 CONFIG = TrainConfig(batch_size=64, seed=3, lr=1e-2, average="tail")
 SHIFTED = ArmSpec(name="shifted", apply=lambda model: pytest.fail("it trains"), identity={"shift": 0.25})
-FILES: dict[str, type[Validation] | type[Bank] | type[Comparison]] = {
-    "validation.json": Validation,
-    "bank.json": Bank,
-    "train.json": Comparison,
-}
+FILES = {"validation.json": Validation, "bank.json": Bank, "train.json": Comparison}
 
 
 def stored(name, folder):
@@ -256,7 +250,7 @@ ARMS = st.builds(
     runs=st.dictionaries(TEXTS, COUNTS, max_size=2),
 )
 PAIRS = st.lists(st.builds(Pair, seed=COUNTS, bf16=ARMS, fp8=ARMS, difference=DIFFERENCES), max_size=3)
-RECORDS: dict[type, Callable[[], st.SearchStrategy[Any]]] = {
+RECORDS = {
     Run: lambda: RUNS,
     RowsVerdict: lambda: VERDICTS,
     Annealed: lambda: ANNEALED,

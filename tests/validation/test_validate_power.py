@@ -323,7 +323,7 @@ def test_a_nudged_control_is_an_a_a_arm(found):
 
 def test_arms_draw_the_same_random_numbers(tmp_path):
     """The model has dropout: FP8 must not shift whose activations are dropped, or pairs share nothing."""
-    masks: dict[str, list[torch.Tensor]] = {}
+    masks = {}
 
     def watched(arm):
         def apply(model):

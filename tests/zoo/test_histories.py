@@ -1,7 +1,6 @@
 """Models that read histories: what padding must not do, what events must do, and what tools do with them."""
 
 from collections import Counter
-from typing import Any
 
 import numpy as np
 import pytest
@@ -229,7 +228,7 @@ def test_models_learn_whether_the_item_is_in_the_history(name, steps):
     # Kunlun sets off late: after 300 steps it has NE 1.00, 0.51 and 0.54 with seeds 0 to 2.
     model = made(name, seed=int(name == "kunlun"))
     dense = [p for path, p in model.named_parameters() if "table" not in path]
-    optimizers: list[Any] = [
+    optimizers = [
         torch.optim.Adam(dense, lr=3e-3),
         torch.optim.SparseAdam([model.front.embeddings.table.weight], lr=0.2),
     ]

@@ -25,7 +25,7 @@ class ByResult:
 
     def __init__(self, times):
         self.times = dict(times)
-        self.races: list[list[str]] = []
+        self.races = []
 
     def __call__(self, functions, *, baseline, device, seed=0, **options):
         self.races.append(list(functions))
@@ -34,7 +34,7 @@ class ByResult:
             lambda names, rounds: {name: [known[name]] * rounds for name in names},
             list(functions),
             baseline=baseline,
-            **options,  # type: ignore[arg-type]
+            **options,
         )
 
     def _time(self, name, results):

@@ -5,7 +5,6 @@ import functools
 import sys
 import types
 from collections import Counter
-from typing import Any
 
 import pytest
 import torch
@@ -27,7 +26,7 @@ from loka.nn.linears import find_linears, is_prediction
 from loka.planner import plan
 from loka.probe import Probe
 from loka.train.steps import step_time
-from loka.train.steps.step_time import Arm, StepTime
+from loka.train.steps.step_time import StepTime
 
 ROWWISE = "emulated:rowwise_e4m3"
 TORCHAO = [
@@ -44,11 +43,11 @@ class FakeSteps:
     """Stands in for `time_steps`: builds no arm, and says what it was told to say of each."""
 
     def __init__(self):
-        self.arms: dict[str, Arm] = {}
-        self.baseline: Arm | None = None
+        self.arms = {}
+        self.baseline = None
         self.rows = 0
-        self.options: dict[str, Any] = {}
-        self.failures: dict[str, str] = {}
+        self.options = {}
+        self.failures = {}
 
     def __call__(self, baseline, arms, batch, *, on_result, **options):
         self.baseline, self.arms, self.rows, self.options = baseline, dict(arms), len(batch), options
@@ -264,7 +263,7 @@ def test_without_torchao_its_arms_say_how_to_get_it(data, tmp_path, monkeypatch)
 
 def test_torchao_gets_the_layers_that_its_recipe_runs(data, tmp_path, monkeypatch):
     """With a stand-in that records what it was asked: sides of 16, no prediction, no views for rowwise."""
-    taken: dict[str, list[str]] = {}
+    taken = {}
 
     def convert(model, *, config, module_filter_fn):
         taken[config] = [path for path, module in model.named_modules() if module_filter_fn(module, path)]
@@ -322,7 +321,7 @@ def test_the_same_weights_for_every_arm(data, tmp_path):
 
 
 def test_effects_are_by_the_labels_or_by_the_given_rate(data, tmp_path, monkeypatch):
-    told: list[Any] = []
+    told = []
 
     def probe(model, **options):
         told.append(options["base_rate"])

@@ -6,7 +6,6 @@ import shutil
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 from unittest import mock
 
 import command_line
@@ -55,7 +54,7 @@ def forced(stats):
 
 def logged(folder, *arguments, fails=False):
     """What the command says, and the sum of the losses of this rank's rows after each step."""
-    losses: list[float] = []
+    losses = []
 
     def note(line):
         losses.append(line.reading.lifetime.logloss * line.rows)
@@ -94,7 +93,7 @@ class Job:
         """Gathers in FP8, gradients in torch's own way, as the clock says; on from a checkpoint; and as if
         four ranks had chosen units, and two a codec."""
         fp8, asked = 10.0 + rank, 0
-        sent: list[str] = []
+        sent = []
 
         def timer(ways, device):
             nonlocal asked
@@ -118,7 +117,7 @@ class Job:
                 timed = functools.partial(choose, timer=timer)
                 held.enter_context(mock.patch.object(run, name, timed))
             held.enter_context(mock.patch.object(run, "send_gradients", send))
-            said: dict[str, Any] = {"sent": sent}
+            said = {"sent": sent}
             for name in ("began", "goes on", "elsewhere"):
                 if name != "began":
                     dist.barrier()
@@ -165,7 +164,7 @@ def alone(plan, names):
                 p.data = masters[name]
         return found
 
-    losses: list[float] = []
+    losses = []
     rows = open_data(None, rows=ROWS, seed=0, parts=2).train
     config = TrainConfig(batch_size=2 * BATCH, accumulate=2, precision="fp32", log_every=1)
     with mock.patch.object(steps, "_backward", backward):

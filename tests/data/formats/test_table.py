@@ -165,7 +165,7 @@ def test_rows_without_a_meaning_are_refused(tmp_path, text, says):
 
 def test_parquet_values_without_a_meaning_are_refused(tmp_path):
     path = tmp_path / "t.parquet"
-    cases: list[tuple[dict[str, list[object]], str]] = [
+    cases = [
         ({"y": [0, 3], "d": [1, 2], "c": ["a", "b"]}, "label column y.*\n  found 3"),
         ({"y": [0, None], "d": [1, 2], "c": ["a", "b"]}, "label column y.*\n  found None"),
         ({"y": [0, 1], "d": ["1", "two"], "c": ["a", "b"]}, "column d .*\n.*'two'"),

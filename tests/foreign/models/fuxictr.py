@@ -29,7 +29,7 @@ class MLPBlock(nn.Module):
 
     def __init__(self, fan_in, hidden, *, fan_out=0, batch_norm=False):
         super().__init__()
-        layers: list[nn.Module] = []
+        layers = []
         for a, b in zip((fan_in, *hidden[:-1]), hidden, strict=True):
             layers += [nn.Linear(a, b)]
             layers += [nn.BatchNorm1d(b)] if batch_norm else []

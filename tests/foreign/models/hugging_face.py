@@ -74,7 +74,7 @@ def _policy_gradient(output):
 def checkpointing(build, reentrant):
     def built():
         model = build()
-        model.gradient_checkpointing_enable({"use_reentrant": reentrant})  # type: ignore[operator]
+        model.gradient_checkpointing_enable({"use_reentrant": reentrant})
         return model
 
     return built

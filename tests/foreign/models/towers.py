@@ -36,7 +36,7 @@ class BatchNormTower(nn.Module):
 
     def __init__(self):
         super().__init__()
-        layers: list[nn.Module] = []
+        layers = []
         for fan_in, fan_out in pairwise(WIDTHS):
             layers += [nn.Linear(fan_in, fan_out, bias=False), nn.BatchNorm1d(fan_out), nn.ReLU()]
         self.layers = nn.Sequential(*layers)
@@ -63,7 +63,7 @@ class Scored:
 class DataclassTower(DictTower):
     """It returns a dataclass with `.logits`, which pytree does not know."""
 
-    def forward(self, x):  # type: ignore[override]
+    def forward(self, x):
         return Scored(**super().forward(x))
 
 

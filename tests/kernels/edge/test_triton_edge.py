@@ -25,7 +25,6 @@ pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
 ROWS, FEATURES = [1, 33, 100], [16, 24, 600]
 COMBINED = combinations(list(CASES), ROWS, FEATURES, together=2)
-Given = tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]
 
 
 def check(case, leaves, rows, given, *, exact):

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from planted import BUGS, Plant, broken, neighbour, plant  # noqa: F401  (a fixture)
+from planted import BUGS, broken, neighbour, plant  # noqa: F401  (a fixture)
 
 from loka.core.numerics.reference import Quantized, accumulation_bound, quantize, scaled_mm
 from loka.core.problem import Problem

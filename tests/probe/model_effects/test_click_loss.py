@@ -38,14 +38,14 @@ def report(stats):
     return loka.measure(stats, device="cpu", candidates=["emulated:rowwise_e4m3"], settings=quick)
 
 
-OF_CLICKS: dict[str, Loss] = {
+OF_CLICKS = {
     "mean": bce,
     "scaled sum": lambda z, y: 65536.0 * bce(z, y, reduction="sum"),
     "some rows left out": lambda z, y: bce(z[::3], y[::3]),
     "all of one kind": lambda z, y: bce(z, torch.zeros_like(y)),
     "softplus by hand": lambda z, y: (F.softplus(z) - z * y).mean(),
 }
-OF_NONE: dict[str, Loss] = {
+OF_NONE = {
     "regression": lambda z, y: F.mse_loss(z, 3 * y),
     "policy ratio": lambda z, y: -(torch.linspace(-1, 1, len(z)) * (z - z.detach()).exp()).mean(),
     "any sum": lambda z, y: z.sum(),

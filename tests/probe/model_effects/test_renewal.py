@@ -51,9 +51,6 @@ def batches(count=8, seed=1):
     return list(torch.randn(count, BATCH, 8, generator=generator))
 
 
-Trained = tuple[nn.Module, loka.Stats]
-
-
 @pytest.fixture(scope="module")
 def once_trained():
     """And the state of torch's random numbers behind it."""

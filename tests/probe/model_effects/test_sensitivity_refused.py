@@ -320,9 +320,9 @@ def test_two_probes_do_not_take_each_others_gradients_for_training():
 def test_a_step_keeps_nothing_alive():
     """Neither inputs nor the graph: a circle through autograd's nodes would never be collected."""
     model = model_of((13, 8, 1))
-    seen: list[weakref.ref[torch.Tensor]] = []
+    seen = []
     model[2].register_forward_hook(lambda module, args, output: seen.append(weakref.ref(args[0])))
-    freed: list[int] = []
+    freed = []
 
     class Told(torch.autograd.Function):
         @staticmethod

@@ -103,7 +103,7 @@ def test_of_several_at_once_each_gets_a_number_or_is_refused(tmp_path):
 
     package = tmp_path / "made.pt2"
     package.write_bytes(b"x" * 1000)
-    found: list[str] = []
+    found = []
 
     def publish():
         try:

@@ -6,7 +6,6 @@ fail again.
 """
 
 import random
-from collections.abc import Callable
 
 import pytest
 import torch
@@ -17,8 +16,6 @@ from sweeps import sweep
 from torch import nn
 
 import loka
-
-Change = Callable[[nn.Sequential], nn.Module]
 
 
 def _reading_hook(model):
@@ -45,7 +42,7 @@ def _another_head(model):
     return _set(model, len(model) - 1, head)
 
 
-CHANGES: dict[str, Change] = {
+CHANGES = {
     "first two modules": lambda model: model[:2],
     "without the first": lambda model: model[1:],
     "one inner layer": lambda model: model[2],

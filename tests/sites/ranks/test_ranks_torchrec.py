@@ -5,7 +5,6 @@ half of the rows, so one process that takes the halves in turn does the same sum
 """
 
 from dataclasses import dataclass
-from typing import Any
 
 import pytest
 import torch
@@ -112,7 +111,7 @@ class Job:
     plan: Plan
 
     def __call__(self, rank, folder):
-        found: dict[str, Any] = {f"{order}, {way}": self.trained(rank, order, way) for order in ORDERS for way in WAYS}
+        found = {f"{order}, {way}": self.trained(rank, order, way) for order in ORDERS for way in WAYS}
         for order in ORDERS:
             found[f"{order}, DLRM_DCN"] = self.bare(rank, order)
         wrapped = sharded(build())
@@ -148,7 +147,7 @@ class Job:
         else:
             model = loka.convert(sharded(build()), self.plan)
         optimizer = torch.optim.SGD(dense(model), LR)
-        found: dict[str, Any] = {}
+        found = {}
         if way == "by hand":
             losses = by_hand(model, optimizer, [[half(rank)]] * STEPS)
         else:

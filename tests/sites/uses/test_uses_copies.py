@@ -117,7 +117,7 @@ def test_other_weights(name, how):
     if how == "load_state_dict":
         model.load_state_dict(state)
     elif how == "assign":
-        made: dict[nn.Parameter, nn.Parameter] = {}  # tied parameters stay tied
+        made = {}  # tied parameters stay tied
         for n, parameter in model.named_parameters(remove_duplicate=False):
             if parameter not in made:
                 made[parameter] = nn.Parameter(state[n].clone(), requires_grad=parameter.requires_grad)

@@ -1,8 +1,5 @@
 """Ways to call a model that are refused by name, and those beside them that work."""
 
-from collections.abc import Callable
-from typing import Any
-
 import pytest
 import torch
 from small_towers import batch, pair, tower
@@ -19,7 +16,7 @@ def _grad(model, x):
     return torch.func.grad(loss)(dict(model.named_parameters()))
 
 
-TRANSFORMS: dict[str, Callable[[nn.Module, torch.Tensor], Any]] = {
+TRANSFORMS = {
     "vmap": lambda model, x: torch.func.vmap(model)(torch.stack([x, x])),
     "grad": _grad,
     "jvp": lambda model, x: torch.func.jvp(model, (x,), (x,)),

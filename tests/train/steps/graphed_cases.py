@@ -15,9 +15,6 @@ module = importlib.import_module("loka.train.steps.graphed")
 CPU = torch.device("cpu")
 
 
-Batch = tuple[torch.Tensor, ...]
-
-
 def small(device=CPU, dropout=0.0):
     torch.manual_seed(0)
     layers = [nn.Linear(6, 32, bias=False), BlockNorm(32, 16), nn.Hardswish(), nn.Dropout(dropout)]
@@ -67,7 +64,7 @@ class Fake:
 
     def __init__(self, model, optimizer):
         self.model, self.optimizer = model, optimizer
-        self.error: Exception | None = None
+        self.error = None
         self.captures = 0
 
     def __call__(self, function, device, stream):

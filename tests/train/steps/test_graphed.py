@@ -6,8 +6,6 @@ changes no value, replaying runs with the Python values of the recording and wri
 
 import copy
 import warnings
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -178,7 +176,7 @@ GPU_CLOSE = {"rtol": 1e-5, "atol": 1e-5}
 CUDA = torch.device("cuda", 0)
 
 
-OPTIMIZERS: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
+OPTIMIZERS = {
     "sgd": sgd,
     "adam": adam,
     "adam fused": lambda model: adam(model, fused=True),
@@ -266,7 +264,7 @@ def test_a_step_that_waits_for_the_device_falls_back():
             return loss
 
         torch.manual_seed(5)
-        step: Any = waits
+        step = waits
         if is_graphed:
             step = graphed(waits, *data[0], model=model, optimizers=optimizer, warmup=2)
         warnings.simplefilter("ignore")

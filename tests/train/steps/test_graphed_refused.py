@@ -1,7 +1,5 @@
 """What rules a graph out, is found while it is captured, or is taken back."""
 
-from collections.abc import Callable
-
 import pytest
 import torch
 from graphed_cases import assert_same_training, batches, graph_of, module, plain, sgd, small, step_of, twins
@@ -94,7 +92,7 @@ def test_work_on_the_host_is_found_and_taken_back(fake, make, optim, reason):
         model = make()
         optimizer = optim(model.parameters(), lr=0.1, momentum=0.9)
         fake(model, optimizer)
-        step: Callable[..., torch.Tensor] = step_of(model, optimizer)
+        step = step_of(model, optimizer)
         if is_graphed:
             step = graphed(step, *data[0], model=model, optimizers=optimizer, warmup=2)
         torch.manual_seed(4)
