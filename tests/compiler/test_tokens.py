@@ -119,8 +119,6 @@ def test_nothing_is_copied_and_nothing_changes(case, monkeypatch):
     step, backend = _compiled(before, plan)
     expected, (dx_expected,) = run(step, x)
     assert backend.count(aten.mm.default) >= 5
-    assert dx is not None
-    assert dx_expected is not None
     truth = gradients(_in_float64(plain, x))
     # What was rounded otherwise by a bit of bfloat16 may take another step of e4m3 in the MLP.
     assert error(y, expected) < 0.02
@@ -189,7 +187,6 @@ def test_batches_of_any_size_and_rows_that_are_not_finite():
         assert bad.tolist() == [row == 1 for row in range(batch)]
         assert y.isnan().any(dim=1).tolist() == bad.tolist()
         assert error(y[~bad], expected[~bad]) < 0.15  # e4m3's noise
-        assert dx is not None
         assert dx_expected is not None
         assert dx[~bad].isfinite().all()
     assert not backend.count(aten.mm.default)
@@ -209,6 +206,4 @@ def test_inductor_takes_it():
     assert loka.regions(model).applied
     assert error(found[0], by_op[0]) < 0.02
     for ours, theirs in zip(found[1], by_op[1], strict=True):
-        assert ours is not None
-        assert theirs is not None
         assert error(ours, theirs) < 0.02

@@ -167,8 +167,6 @@ def test_a_history_is_padded_on_the_right_and_decides_labels():
     plain = SyntheticClicks(rows=30_000, **config)
     (batch,) = source.batches(30_000)
     (without,) = plain.batches(30_000)
-    assert batch.sequence is not None
-    assert batch.lengths is not None
     assert without.sequence is None
     assert torch.equal(batch.dense, without.dense)
     assert torch.equal(batch.sparse, without.sparse)

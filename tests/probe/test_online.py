@@ -263,7 +263,6 @@ def test_as_many_steps_as_the_overhead_allows():
         assert probe.overhead is None
         train_steps(watched, 80)
     assert (probe.stats().steps, probe.stats().sampled_steps) == (80, 2)
-    assert probe.overhead is not None
     assert probe.overhead > 0.01
     assert all(torch.equal(a, b) for a, b in zip(plain.parameters(), watched.parameters(), strict=True))
     with pytest.raises(ValueError, match="overhead is 2"):

@@ -57,7 +57,6 @@ def test_times_of_a_known_network_are_told_again(name):
             told, is_so = (wire_us(Wire(op, 1 << 24), 6 if name == "node" else 64, n) for n in (found, true(name)))
             assert told == pytest.approx(is_so, rel=0.1)
     else:
-        assert link is not None
         assert (link.alpha_us.origin, link.bandwidth_gbps.origin) == ("assumed", "measured")
         assert link.alpha_us.high > 2 * link.alpha_us.value
 
@@ -149,7 +148,6 @@ def test_two_ranks_write_what_a_forecast_reads_or_refuse_together(tmp_path):
     assert [rank["nodes"] for rank in told] == [(8, 1), (8, 1)]
     found = Network.load(tmp_path / "net.json")
     how = found.measured
-    assert how is not None
     assert {(one.op, one.ranks) for one in how.collectives} == {(op, 2) for op in OPS}
     assert (how.backend, how.ranks, how.nodes, how.machine.device) == ("gloo", 2, 1, "cpu")
     assert how.sizes == SMALL

@@ -78,7 +78,6 @@ def test_the_function_answers_in_words():
     assert counts["yes"] + counts["perhaps"] == 3
     assert counts["unknown"] == 0
     speedup = found.speedup
-    assert speedup is not None
     assert 1 <= speedup.low < speedup.value < speedup.high
     text = str(found)
     assert "8192x2048x2048" in text
@@ -93,7 +92,6 @@ def test_total_is_that_of_all_layers_at_once():
     found = loka.scale(tower(), torch.randn(4, 512), batch_size=8192)
     left = sum(layer.bf16.value / layer.speedup.low for layer in found.known if layer.speedup)
     low = found.bf16.value / left
-    assert found.speedup is not None
     assert found.speedup.low == pytest.approx(low)
     assert found.bf16.value == pytest.approx(
         sum(s.bf16.value for x in found.layers for s in x.gemms.values() if s.bf16)

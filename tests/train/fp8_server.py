@@ -47,6 +47,5 @@ def run(folder, plan, steps, say):
         on_step=lambda step: say(f"step {step}"),
     )
     end = load_newest(folder)
-    assert end is not None
     said = {"resumed": result.resumed_from, "state": digest(end.state), "reading": repr(result.reading)}
     say(f"end {json.dumps(said)}")

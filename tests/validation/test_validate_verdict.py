@@ -140,7 +140,6 @@ def test_pairs_needed_is_the_smallest_number_that_decides(mean, between):
         t = student_t(pairs - 1, ERROR)
         return math.hypot(t * between / math.sqrt(pairs), 1.96 * 0.0005)
 
-    assert needed is not None
     assert needed >= MIN_PAIRS
     assert half(needed) <= margin
     assert needed == MIN_PAIRS or half(needed - 1) > margin

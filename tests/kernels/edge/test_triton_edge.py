@@ -141,8 +141,6 @@ def test_a_row_that_is_not_finite_is_nan_bytes(device):
 def test_units_and_tops_that_are_not_numbers_show(device):
     case = CASES["only_transposed"](32)
     leaves, (_, gradient_scale, tops) = all_of(case, 70, device)
-    assert gradient_scale is not None
-    assert tops is not None
     gradient_scale[5] = float("nan")
     check(case, leaves, 70, (None, gradient_scale, tops), exact=True)
     tops[0] = float("nan")

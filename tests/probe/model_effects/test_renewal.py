@@ -97,7 +97,6 @@ def test_every_site_has_effects_of_the_model_as_it_is(trained):
             assert layer.effects[RECIPE].count == ROWS
             assert loss.value == pytest.approx(kl.item(), rel=0.3), path
             by_depth = depth_kl(layer, CASTS[RECIPE])
-            assert by_depth is not None
             assert 0.4 < by_depth / layer.effects[RECIPE].kl().value < 2.5  # independent errors, docs/ne.md
 
 
@@ -208,8 +207,6 @@ def test_a_horizon_widens_the_stated_interval(trained):
     still, ahead = renewed(model, stats), renewed(model, stats, horizon=horizon)
     for path in still.layers:
         a, b = (predicted_kl(found.layers[path], RECIPES[RECIPE]) for found in (still, ahead))
-        assert a is not None
-        assert b is not None
         assert b.value == a.value
         assert b.low < a.low
         assert b.high > a.high

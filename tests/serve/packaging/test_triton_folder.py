@@ -29,8 +29,6 @@ def read(text):
 
     path = Path(found.submodule_search_locations[0]) / "grpc" / "model_config_pb2.py"
     spec = importlib.util.spec_from_file_location("model_config_pb2", path)
-    assert spec is not None
-    assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return text_format.Parse(text, module.ModelConfig())

@@ -38,7 +38,6 @@ def test_looks_see_what_the_sites_get(backend, count):
     """Of regions the octaves of their own scales, of a site by itself its rows; nothing of what only pads."""
     server = frozen(wide())
     replays, x = server.current.replays, inputs(count) * torch.logspace(-3, 3, count)[:, None]
-    assert replays is not None
     seen = {}
     plain = replays([x], 16)
     replays.note(lambda *several: seen.update(maxima_of(several)))

@@ -38,7 +38,6 @@ THREE = {f"attention.in_proj_weight.chunk(3)[{part}]" for part in range(3)}
 
 
 def told(stats):
-    assert stats.coverage is not None
     return {
         "names": set(stats.layers),
         "signature": stats.model,

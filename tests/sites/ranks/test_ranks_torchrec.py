@@ -117,7 +117,6 @@ class Job:
         wrapped = sharded(build())
         batch = half(rank)
         stats = probed(wrapped, lambda step: wrapped(batch)[0])
-        assert stats.coverage is not None
         found["probed"] = {
             "model": stats.model,
             "names": set(stats.layers),
@@ -218,7 +217,6 @@ def test_dlrm_dcn_by_itself_with_a_plan_from_within(ranks, alone, plan, order):
 
 
 def test_a_probe_through_the_wrapper_has_the_bare_names(ranks, stats):
-    assert stats.coverage is not None
     assert stats.coverage.seen == 1
     assert {layer.no_effect for layer in stats.layers.values()} == {""}
     for rank in ranks:

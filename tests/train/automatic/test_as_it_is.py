@@ -80,7 +80,6 @@ def test_auto_promises_nothing_on_labels_that_are_all_equal(seen):
 
     auto = Auto(replace(AUTO, budget=None))
     train(tower(0), Clickless(16 * 30), config=CONFIG, callback=auto)
-    assert auto.plan is not None
     assert not auto.plan.output_recipes, "no forward GEMM in FP8 without a promise"
     assert auto.plan.budget.ne == NE_ALLOWED
 
