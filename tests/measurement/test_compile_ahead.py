@@ -1,12 +1,11 @@
 """Compiling ahead: once for each kernel that can, with all problems, and never where nothing is timed."""
 
 import dataclasses
-import sys
-from pathlib import Path
 
 import pytest
 import torch
 from models import odd_mlp, train_steps
+from timers import FakeTimer, install, kernel, registered
 
 import loka
 from loka.core.exceptions import UnknownName
@@ -15,9 +14,6 @@ from loka.core.recipe import Gemm
 from loka.core.records.report import HP
 from loka.measurement import Settings
 from loka.measurement.times.compile_ahead import compile_ahead, untracked
-
-sys.path.insert(0, str(Path(__file__).parent))
-from timers import FakeTimer, install, kernel, registered
 
 PROBLEMS = tuple(
     linear_problem(Gemm.OUTPUT, rows=rows, in_features=32, out_features=48, dtype="bfloat16", target="sm_90")

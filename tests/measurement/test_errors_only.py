@@ -1,18 +1,15 @@
 """Measuring errors only where times could be taken: complete as it is, and times may follow."""
 
 import sys
-from pathlib import Path
 
 import pytest
 import torch
+from timers import FakeTimer, install
 from torch import nn
 
 import loka
 from loka.core.error import sqnr_db
 from loka.measurement import Settings
-
-sys.path.insert(0, str(Path(__file__).parent))
-from timers import FakeTimer, install
 
 ROWWISE, TENSORWISE = "emulated:rowwise_e4m3", "emulated:tensorwise_e4m3"
 

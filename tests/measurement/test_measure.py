@@ -3,7 +3,6 @@
 import json
 import sys
 import types
-from pathlib import Path
 
 import pytest
 import torch
@@ -19,9 +18,6 @@ from loka.kernels.gemm.registry import all_candidates
 from loka.measurement import Settings
 
 QUICK = Settings(max_draws=4)
-
-
-sys.path.insert(0, str(Path(__file__).parent))
 
 
 def test_every_candidate_at_every_site(stats):

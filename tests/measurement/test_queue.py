@@ -1,18 +1,15 @@
 """What a limited time is spent on; the order changes no result."""
 
 import sys
-from pathlib import Path
 
 import pytest
 import torch
+from timers import FakeTimer, install
 from torch import nn
 
 import loka
 from loka.measurement import Settings
 from loka.measurement.queue import Job, agenda
-
-sys.path.insert(0, str(Path(__file__).parent))
-from timers import FakeTimer, install
 
 ROWWISE = "emulated:rowwise_e4m3"
 measuring = sys.modules["loka.measurement.measure"]

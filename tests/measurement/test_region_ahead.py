@@ -2,10 +2,10 @@
 
 import sys
 import time
-from pathlib import Path
 
 import pytest
 import torch
+from timers import FakeTimer, install
 from torch import nn
 from torch._dynamo.utils import counters
 from torch._inductor import config
@@ -13,9 +13,6 @@ from torch._inductor import config
 import loka
 from loka.core.records.report import REGION
 from loka.measurement.times import layer_times, region_ahead, region_times
-
-sys.path.insert(0, str(Path(__file__).parent))
-from timers import FakeTimer, install
 
 ARMS = {REGION: ("emulated:rowwise_e4m3_pow2",) * 3}
 PATCH = f"from loka.measurement.times import region_times; region_times.ARMS = {ARMS}; "

@@ -23,7 +23,6 @@ from loka.measurement.times import region_times
 from loka.measurement.times.region_times import LAYERS, region_key, time_region
 from loka.nn.fp8_weight import dequantized
 
-sys.path.insert(0, str(Path(__file__).parent))
 sys.path.insert(0, str(Path(__file__).parents[1] / "compiler"))
 from joint import JointBackend
 from timers import FakeTimer, install
