@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from registered import forget
 
 from loka.core.recipe import RECIPES
 from loka.kernels.gemm import registry
@@ -76,10 +77,6 @@ def broken(kernel, bug, *, name):
 @pytest.fixture
 def plant(monkeypatch):
     """plant(kernel, recipe, ...) registers a kernel, and recipes that are not registered yet."""
-
-    def forget():
-        for cached in (registry.all_candidates, registry.candidate_named, registry.require_supported):
-            cached.cache_clear()
 
     def register(kernel, *recipes):
         for recipe in recipes:

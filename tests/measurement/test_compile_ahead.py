@@ -5,7 +5,8 @@ import dataclasses
 import pytest
 import torch
 from models import odd_mlp, train_steps
-from timers import FakeTimer, install, kernel, registered
+from registered import registered
+from timers import FakeTimer, install, kernel
 
 import loka
 from loka.core.exceptions import UnknownName

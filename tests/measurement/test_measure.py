@@ -6,7 +6,8 @@ import types
 
 import pytest
 import torch
-from timers import kernel, registered
+from registered import registered
+from timers import kernel
 from torch import nn
 
 import loka

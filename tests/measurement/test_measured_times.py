@@ -4,7 +4,8 @@ import sys
 
 import pytest
 import torch
-from timers import FakeTimer, install, kernel, registered
+from registered import registered
+from timers import FakeTimer, install, kernel
 from torch import nn
 
 import loka

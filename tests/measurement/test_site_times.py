@@ -5,7 +5,8 @@ import time
 
 import pytest
 import torch
-from timers import FakeTimer, install, kernel, registered
+from registered import registered
+from timers import FakeTimer, install, kernel
 
 from loka.core.error import Estimate
 from loka.core.numerics.reference import scaled_mm

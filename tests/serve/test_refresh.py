@@ -6,13 +6,11 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from served import ROW, TENSOR, Cross, calibration, converted, cross_plan, plan_for, rows, tower
+from served import BOTH, ROW, TENSOR, Cross, calibration, converted, cross_plan, plan_for, rows, tower
 from torch import nn
 
 from loka.core.exceptions import ServeRefused
 from loka.serve import freeze, load
-
-BOTH = {"first": ROW, "second": ROW}
 
 
 def served(shadow=0.0, candidate=ROW):

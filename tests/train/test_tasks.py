@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 import torch
-from small_run import IDS, RandomRows
+from small_run import IDS, RandomRows, stop_at
 from torch import nn
 from torch.nn import functional
 
@@ -121,12 +121,8 @@ def test_an_interrupted_run_of_two_tasks_resumes_exactly(tmp_path):
     expected = fresh()
     whole = train(expected, TwoLabels(), config=config)
 
-    def interrupt(step):
-        if step == 7:
-            raise KeyboardInterrupt
-
     with pytest.raises(KeyboardInterrupt):
-        train(fresh(), TwoLabels(), config=config, checkpoints=tmp_path, on_step=interrupt)
+        train(fresh(), TwoLabels(), config=config, checkpoints=tmp_path, on_step=stop_at(7))
     model = fresh(seed=9)
     result = train(model, TwoLabels(), config=config, checkpoints=tmp_path)
     assert result.resumed_from == 7

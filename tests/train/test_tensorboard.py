@@ -4,7 +4,7 @@ import sys
 import types
 
 import pytest
-from small_run import RandomRows, small_model
+from small_run import RandomRows, small_model, stop_at
 
 from loka.core.exceptions import MissingLibrary
 from loka.train import Segments, TrainConfig, train
@@ -59,11 +59,7 @@ def test_log_lines_become_scalars(tmp_path, writers):
 
 
 def test_a_resumed_run_replaces_what_it_does_again(tmp_path, writers):
-    def stop(step):
-        if step == 7:
-            raise KeyboardInterrupt
-
-    for on_step in (stop, None):
+    for on_step in (stop_at(7), None):
         with TensorBoard(tmp_path / "board") as board:
             try:
                 train(

@@ -6,17 +6,16 @@ from pathlib import Path
 
 import pytest
 import torch
-from served import ROW, calibration, plan_for, rows, tower
+from served import ROW, frozen, rows, tower
 
 from loka.core.exceptions import ServeRefused
-from loka.serve import freeze
 from loka.serve.packaging.triton_folder import TYPES, Batching, add_version, config_of
 from loka.serve.rows import Column, Form
 
 
 def served():
     model = tower()
-    return freeze(model, plan_for(model, {"first": ROW, "second": ROW}), calibration=calibration())
+    return frozen(model, {"first": ROW, "second": ROW})
 
 
 def read(text):

@@ -11,7 +11,7 @@ import torch
 from graphed_cases import batches, graph_of, small, step_of
 from hypothesis import given
 from hypothesis import strategies as st
-from small_run import RandomRows, small_model
+from small_run import RandomRows, small_model, stop_at
 from torch import nn
 
 from loka.core.exceptions import CheckpointRefused
@@ -128,14 +128,10 @@ def test_without_a_number_of_steps_the_rate_stays_and_a_warning_says_so():
 def test_a_killed_run_ends_with_the_same_bits(tmp_path, schedule, stop):
     config = replace(CONFIG, schedule=schedule)
 
-    def kill(step):
-        if step == stop:
-            raise MemoryError  # harder than Ctrl-C, which saves: steps since the last checkpoint are lost
-
     straight, rates = small_model(), []
     train(straight, ROWS, config=config, on_log=lambda line: rates.append(line.rate))
     with pytest.raises(MemoryError):
-        train(small_model(), ROWS, config=config, checkpoints=tmp_path, on_step=kill)
+        train(small_model(), ROWS, config=config, checkpoints=tmp_path, on_step=stop_at(stop, MemoryError))
     resumed, again = small_model(seed=9), []
     found = train(resumed, ROWS, config=config, checkpoints=tmp_path, on_log=lambda line: again.append(line.rate))
     done = found.resumed_from or 0
@@ -177,10 +173,6 @@ def test_on_a_gpu_a_captured_run_decays_and_resumes(tmp_path):
     """Adam with a rate on the device, replayed: the weights are those of the eager run."""
     from test_training_step import of_zoo
 
-    def stop(step):
-        if step == 13:
-            raise KeyboardInterrupt
-
     found = {}
     for mode in ("eager", "graph"):
         config = replace(CONFIG, device="cuda", step=mode, lr=0.01)
@@ -191,7 +183,7 @@ def test_on_a_gpu_a_captured_run_decays_and_resumes(tmp_path):
     # Adam moves a weight by the rate whatever the size of its gradient: rounding decides single ones.
     assert ((found["graph"] - found["eager"]).abs() < 1e-4).double().mean() > 0.99
     with pytest.raises(KeyboardInterrupt):
-        train(of_zoo("cuda"), ROWS, config=config, checkpoints=tmp_path, on_step=stop)
+        train(of_zoo("cuda"), ROWS, config=config, checkpoints=tmp_path, on_step=stop_at(13))
     resumed = of_zoo("cuda")
     train(resumed, ROWS, config=config, checkpoints=tmp_path)
     assert torch.equal(torch.cat([w.detach().flatten() for w in resumed.parameters()]), found["graph"])
@@ -218,14 +210,10 @@ def aged(folder, into):
 def test_a_checkpoint_from_before_schedules_goes_on_at_a_constant_rate(tmp_path):
     level = replace(CONFIG, schedule="constant")
 
-    def stop(step):
-        if step == 7:
-            raise KeyboardInterrupt
-
     straight = small_model()
     train(straight, ROWS, config=level)
     with pytest.raises(KeyboardInterrupt):
-        train(small_model(), ROWS, config=level, checkpoints=tmp_path / "now", on_step=stop)
+        train(small_model(), ROWS, config=level, checkpoints=tmp_path / "now", on_step=stop_at(7))
     aged(tmp_path / "now", tmp_path / "old")
     with pytest.raises(CheckpointRefused) as refused:
         train(small_model(), ROWS, config=CONFIG, checkpoints=tmp_path / "old")

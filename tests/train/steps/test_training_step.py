@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from small_run import RandomRows, small_model
+from small_run import RandomRows, small_model, stop_at
 from torch import nn
 
 from loka.data import SyntheticClicks
@@ -229,10 +229,6 @@ def test_histories_are_looked_up_beside_the_graph_too(name, history):
 
 @pytest.mark.usefixtures("tables_beside")
 def test_histories_go_in_parts_and_resume_exactly(tmp_path):
-    def stop(step):
-        if step == 3:
-            raise KeyboardInterrupt
-
     def trained(step, seed=0, **others):
         config = replace(CONFIG, step=step, accumulate=2)
         return weights_after(config, reading_history("dhen", ITEM, seed), rows=HISTORIES, **others)[0]
@@ -240,7 +236,7 @@ def test_histories_go_in_parts_and_resume_exactly(tmp_path):
     found = trained("graph")
     close(found, trained("eager"))
     with pytest.raises(KeyboardInterrupt):
-        trained("graph", checkpoints=tmp_path, on_step=stop)
+        trained("graph", checkpoints=tmp_path, on_step=stop_at(3))
     assert torch.equal(trained("graph", seed=1, checkpoints=tmp_path), found)
 
 
@@ -287,12 +283,8 @@ def test_a_graph_trains_alike_and_resumes_exactly(tmp_path, accumulate):
     assert result.step_reason is None
     close(found, exact)
 
-    def interrupt(step):
-        if step == 5:
-            raise KeyboardInterrupt
-
     with pytest.raises(KeyboardInterrupt):
-        weights_after(config, checkpoints=tmp_path, on_step=interrupt)
+        weights_after(config, checkpoints=tmp_path, on_step=stop_at(5))
     resumed, _ = weights_after(config, checkpoints=tmp_path)
     assert torch.equal(resumed, found)
 
