@@ -10,7 +10,7 @@ import torch
 from click_files import assert_same, gather, lines, write_csv, write_tsv
 from conversions import ALL, HASHED, ROWS, contents, criteo_parquet
 from forked import run_script
-from pyarrow import parquet
+from with_pyarrow import pa, parquet
 
 from loka.core.exceptions import DataRefused
 from loka.data import (
@@ -30,9 +30,6 @@ from loka.data import (
 from loka.data.categories.encoding import REASONS
 
 pytestmark = pytest.mark.usefixtures("small_pieces")
-
-
-pa = pytest.importorskip("pyarrow", reason="pyarrow is not installed (pip install 'loka[data]')")
 
 
 @pytest.mark.parametrize("kind", ["csv", "parquet", "gz"])  # of TSV

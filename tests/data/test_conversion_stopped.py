@@ -22,9 +22,6 @@ from loka.data.formats.shard_writer import ShardWriter
 pytestmark = pytest.mark.usefixtures("small_pieces")
 
 
-pa = pytest.importorskip("pyarrow", reason="pyarrow is not installed (pip install 'loka[data]')")
-
-
 @pytest.fixture
 def converted(tmp_path, path):
     folder = tmp_path / "out"

@@ -10,12 +10,10 @@ import numpy as np
 import pytest
 import torch
 from click_files import assert_same, gather, made_up, write_csv, write_tsv
+from with_pyarrow import pa, parquet
 
 from loka.core.exceptions import DataRefused, MissingLibrary, UnknownName
 from loka.data import CRITEO, Schema, TableClicks, build_vocabulary, hashed_vocabulary, open_table
-
-pa = pytest.importorskip("pyarrow", reason="pyarrow is not installed (pip install 'loka[data]')")
-from pyarrow import parquet  # noqa: E402
 
 REAL = Path(__file__).parents[4] / "shared" / "data" / "criteo_80k.parquet"
 TINY = Schema(label="y", dense=("d",), sparse=("c",))

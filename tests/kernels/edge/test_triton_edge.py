@@ -11,16 +11,16 @@ import inspect
 
 import pytest
 import torch
+import with_triton  # noqa: F401
 from cases import combinations
 from edge_programs import CASES, EXACT, Writing, block_norm, identity, layer_norm, relu, silu
 from sweeps import sweep
 
 from loka.kernels.edge.op import lying
 from loka.kernels.edge.program import Kind
+from loka.kernels.edge.triton import program_kernels as fused
 from loka.kernels.edge.twin import evaluate, run_program
 
-triton = pytest.importorskip("triton", reason="needs triton (its interpreter on a CPU)")
-fused = pytest.importorskip("loka.kernels.edge.triton.program_kernels")
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
 ROWS, FEATURES = [1, 33, 100], [16, 24, 600]

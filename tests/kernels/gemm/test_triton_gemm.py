@@ -12,6 +12,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+import with_triton  # noqa: F401
 from cases import combinations, on_gpu_or_cpu
 
 from loka.core.exceptions import LokaError
@@ -19,10 +20,9 @@ from loka.core.numerics.reference import Quantized, accumulation_bound, dequanti
 from loka.core.recipe import Cast, Format, Granularity
 from loka.kernels.gemm.epilogue import Activation, Epilogue, Normed, apply_epilogue, restored
 from loka.kernels.gemm.normed_gemm import gemm_normed, normed_data, unsupported
+from loka.kernels.gemm.triton import gemm as fused
 from loka.nn.block_norm import BlockNorm
 
-triton = pytest.importorskip("triton", reason="needs triton (its interpreter on a CPU)")
-fused = pytest.importorskip("loka.kernels.gemm.triton.gemm")
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
 TENSOR = Cast(Format.E4M3, Granularity.TENSOR)
