@@ -51,6 +51,17 @@ def stored(name, folder):
     return folder / name
 
 
+def write_again(file, *path, value=None, version=1):
+    """The record in `file`, with `value` at `path` of its content."""
+    record = json.loads(file.read_bytes())
+    held = record["content"]
+    for step in path[:-1]:
+        held = held[step]
+    if path:
+        held[path[-1]] = value
+    write_record(file, kind=record["kind"], version=version, content=record["content"])
+
+
 def content_of(file):
     """Without the texts of outlooks, which are for readers alone."""
 
@@ -117,10 +128,7 @@ def test_a_stored_run_is_not_trained_again(tmp_path):
 )
 def test_a_damaged_run_is_refused_by_its_place(path, value, why, tmp_path):
     shutil.copytree(STORED / "runs", tmp_path / "runs")
-    file = tmp_path / "runs/shifted-3/run.json"
-    record = json.loads(file.read_bytes())
-    put(record["content"], *path, value=value)
-    write_record(file, kind=record["kind"], version=1, content=record["content"])
+    write_again(tmp_path / "runs/shifted-3/run.json", *path, value=value)
     with pytest.raises(FileRefused, match=why):
         held_out(tmp_path, "shifted", 3)
 
@@ -142,17 +150,10 @@ def test_a_stored_timeline_is_read_and_written_again_as_it_was(tmp_path):
 @pytest.mark.parametrize("name", FILES)
 @pytest.mark.parametrize("version", [0, 2])
 def test_other_versions_are_refused_with_a_way_out(name, version, tmp_path):
-    record = json.loads(stored(name, tmp_path).read_bytes())
-    write_record(tmp_path / name, kind=record["kind"], version=version, content=record["content"])
+    write_again(stored(name, tmp_path), version=version)
     with pytest.raises(FileRefused, match=f"it has format version {version}, and this LoKA reads 1") as caught:
         FILES[name].load(tmp_path / name)
     assert caught.value.way_out
-
-
-def put(content, *path, value):
-    for step in path[:-1]:
-        content = content[step]
-    content[path[-1]] = value
 
 
 @pytest.mark.parametrize(
@@ -173,17 +174,14 @@ def put(content, *path, value):
     ],
 )
 def test_damaged_content_is_refused_by_its_place(name, path, value, why, tmp_path):
-    record = json.loads(stored(name, tmp_path).read_bytes())
-    put(record["content"], *path, value=value)
-    write_record(tmp_path / name, kind=record["kind"], version=record["version"], content=record["content"])
+    write_again(stored(name, tmp_path), *path, value=value)
     with pytest.raises(FileRefused, match=why):
         FILES[name].load(tmp_path / name)
 
 
 def test_a_damaged_timeline_is_refused_by_its_place(tmp_path):
-    record = json.loads(TIMELINE.read_bytes())
-    put(record["content"], "events", 1, "step", value="late")
-    write_record(tmp_path / "t.json", kind=record["kind"], version=1, content=record["content"])
+    shutil.copy(TIMELINE, tmp_path / "t.json")
+    write_again(tmp_path / "t.json", "events", 1, "step", value="late")
     with pytest.raises(FileRefused, match=r"events\[1\].step has to be a whole number, and is 'late'"):
         load_timeline(tmp_path / "t.json")
 

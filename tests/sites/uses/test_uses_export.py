@@ -8,7 +8,7 @@ it.
 import pytest
 import torch
 from exported import run_all
-from forced import plan_of, planned, ran
+from forced import OTHERS_WARN, plan_of, planned, ran
 from foreign.registry import FOREIGN
 from foreign.spec import call
 from forked import SERVER
@@ -16,11 +16,7 @@ from oracle import assert_close
 from sweeps import sweep
 from torch import nn
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore::FutureWarning"),
-    pytest.mark.filterwarnings("ignore::UserWarning"),
-    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
-]
+pytestmark = OTHERS_WARN
 ROWS = 32
 NON_STRICT = [name for name, foreign in FOREIGN.items() if foreign.export_non_strict]
 STRICT = [name for name, foreign in FOREIGN.items() if foreign.export_strict]
