@@ -4,6 +4,8 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+import loka
+
 
 def odd_mlp():
     return nn.Sequential(
@@ -48,6 +50,13 @@ def train_steps(model, count, *, call=None, device="cpu", lr=1e-3):
         optimizer.step()
         losses.append(loss.item())
     return losses
+
+
+def stats_of(model, x, loss=lambda y: y.square().mean(), **options):
+    """What a probe sees of one step."""
+    with loka.Probe(model, every=1, **options) as probe:
+        loss(model(x)).backward()
+    return probe.stats()
 
 
 class Checkpointed(nn.Module):

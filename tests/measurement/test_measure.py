@@ -6,6 +6,7 @@ import types
 
 import pytest
 import torch
+from models import stats_of
 from registered import registered
 from timers import kernel
 from torch import nn
@@ -103,9 +104,7 @@ def test_the_learnt_operands_give_the_error_of_the_real_ones():
     model = nn.Sequential(nn.Linear(64, 96, bias=False))
     mixing = torch.randn(64, 64)
     x = torch.randn(4096, 64) @ mixing + 1
-    with loka.Probe(model, every=1, rows=4096) as probe:
-        model(x).sum().backward()
-    report = loka.measure(probe.stats(), device="cpu", candidates=["emulated:rowwise_e4m3"])
+    report = loka.measure(stats_of(model, x, torch.sum, rows=4096), device="cpu", candidates=["emulated:rowwise_e4m3"])
     from loka.core.error import sqnr_db
     from loka.core.recipe import Gemm
     from loka.kernels.gemm.run import run_gemm

@@ -4,6 +4,7 @@ import sys
 
 import pytest
 import torch
+from models import stats_of
 from timers import FakeTimer, install
 from torch import nn
 
@@ -33,9 +34,7 @@ class Branches(nn.Module):
 def stats():
     torch.manual_seed(0)
     model = Branches()
-    with loka.Probe(model, every=1) as probe:
-        model(torch.randn(24, 64, requires_grad=True)).square().mean().backward()
-    return probe.stats()
+    return stats_of(model, torch.randn(24, 64, requires_grad=True))
 
 
 def timed(stats, **options):

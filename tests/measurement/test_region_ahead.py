@@ -5,6 +5,7 @@ import time
 
 import pytest
 import torch
+from models import stats_of
 from timers import FakeTimer, install
 from torch import nn
 from torch._dynamo.utils import counters
@@ -30,8 +31,7 @@ def measured(monkeypatch):
     monkeypatch.setattr(region_ahead, "_FEWEST", 2)
     monkeypatch.setattr(region_ahead, "_LEAST", 0.1)
     model = nn.Sequential(*(nn.Linear(*sides) for sides in ((32, 32), (32, 32), (32, 64), (64, 13))))
-    with loka.Probe(model, every=1, effect_samples=0) as probe:
-        model(torch.randn(24, 32, requires_grad=True)).square().mean().backward()
+    stats = stats_of(model, torch.randn(24, 32, requires_grad=True), effect_samples=0)
 
     def measure(command, *, regions=False, **options):
         monkeypatch.setattr(region_ahead, "_COMMAND", command)
@@ -39,7 +39,7 @@ def measured(monkeypatch):
             monkeypatch.setattr(layer_times, "time_region", time_region)
         settings = {"compile_threads": 2, "fx_graph_cache": True, "epilogue_fusion": False}  # as nobody else has it
         with config.patch({**settings, "aot_inductor.metadata": {"AOTI_DEVICE_KEY": "cpu"}}):
-            return loka.measure(probe.stats(), device="cpu", candidates=["emulated:rowwise_e4m3"], **options)
+            return loka.measure(stats, device="cpu", candidates=["emulated:rowwise_e4m3"], **options)
 
     return measure
 

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from models import stats_of
 from torch import nn
 
 import loka
@@ -256,9 +257,7 @@ def twins():
     """Two layers of one shape, a third of another, and one that fits no region."""
     model = nn.Sequential(nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 16))
     model.append(nn.Linear(16, 13))
-    with loka.Probe(model, every=1, effect_samples=0) as probe:
-        model(torch.randn(24, 32, requires_grad=True)).square().mean().backward()
-    return probe.stats()
+    return stats_of(model, torch.randn(24, 32, requires_grad=True), effect_samples=0)
 
 
 class Regions:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from models import odd_mlp
+from models import odd_mlp, stats_of
 from planted import broken, plant  # noqa: F401  (a fixture)
 
 import loka
@@ -149,11 +149,8 @@ def test_measure_reports_the_evidence_and_plan_never_chooses_it(report):
 def test_convert_refuses_a_wrong_kernel_and_changes_nothing(plant):  # noqa: F811
     torch.manual_seed(0)
     model = odd_mlp()
-    with loka.Probe(model, every=1) as probe:
-        model(torch.randn(64, 13)).square().mean().backward()
-    report = loka.measure(
-        probe.stats(), device="cpu", candidates=["emulated:rowwise_e4m3"], settings=Settings(max_draws=4)
-    )
+    stats = stats_of(model, torch.randn(64, 13))
+    report = loka.measure(stats, device="cpu", candidates=["emulated:rowwise_e4m3"], settings=Settings(max_draws=4))
     plant(broken(EMULATED, lambda a, b: (replace(a, scale=a.scale.roll(1, dims=0)), b), name="planted"))
     plan = loka.plan(report, force={"3/*": "planted:rowwise_e4m3"})
     with pytest.raises(WrongResults) as caught:

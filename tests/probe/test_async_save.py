@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from forked import SERVER
+from models import stats_of
 from torch import nn
 
 import loka
@@ -25,9 +26,7 @@ from loka.probe.async_save import Copied, Saver, own_folder, to_host
 @pytest.fixture(scope="module")
 def stats():
     net = nn.Linear(5, 1)
-    with loka.Probe(net, every=1) as probe:
-        net(torch.randn(6, 5)).sum().backward()
-    return probe.stats()
+    return stats_of(net, torch.randn(6, 5), torch.sum)
 
 
 @pytest.fixture

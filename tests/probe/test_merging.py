@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.distributed as dist
+from models import stats_of
 from ranks import on_ranks
 from torch import nn
 
@@ -60,10 +61,9 @@ def one_rank(rank, folder):
 
 def misfit(rank, folder):
     mine = nn.Sequential(nn.Linear(4, 8 if rank == 2 else 16), nn.Linear(8 if rank == 2 else 16, 1))
-    with loka.Probe(mine, every=1, full_covariance=3 if rank == 1 else 512) as probe:
-        mine(torch.randn(6, 4)).sum().backward()
+    stats = stats_of(mine, torch.randn(6, 4), torch.sum, full_covariance=3 if rank == 1 else 512)
     try:
-        gather_stats(probe.stats())
+        gather_stats(stats)
     except PlanMismatch as error:
         dist.barrier()  # nobody hangs, nobody left early
         return {"told": str(error)}
@@ -271,10 +271,9 @@ def test_alone_nothing_is_gathered():
 
 def test_statistics_of_other_models_are_refused():
     net = nn.Sequential(nn.Linear(5, 4), nn.Linear(4, 1))
-    with loka.Probe(net, every=1) as probe:
-        net(torch.randn(4, 5)).sum().backward()
+    stats = stats_of(net, torch.randn(4, 5), torch.sum)
     with pytest.raises(PlanMismatch) as refused:
-        merge_stats([learnt(0), probe.stats(), learnt(1, full_covariance=2)])
+        merge_stats([learnt(0), stats, learnt(1, full_covariance=2)])
     told = str(refused.value)
     assert "statistics 2: model: 0 is 5 -> 4, bias in this model, 5 -> 3, bias there" in told
     assert "statistics 2: model: 1 is 4 -> 1, bias in this model, 3 -> 1, bias there" in told

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from models import stats_of
 from torch import nn
 
 import loka
@@ -55,9 +56,7 @@ class Gated(nn.Module):
 def stats():
     torch.manual_seed(0)  # errors near the default limit decide what is planned
     model = Gated()
-    with loka.Probe(model, every=1) as probe:
-        model(torch.randn(64, 32, requires_grad=True)).square().mean().backward()
-    return probe.stats()
+    return stats_of(model, torch.randn(64, 32, requires_grad=True))
 
 
 @pytest.fixture(scope="module")

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from models import stats_of
 from sites import convert_layers
 from torch import nn
 from torch.nn import functional
@@ -277,9 +278,8 @@ class Tasks(nn.Module):
 def test_each_task_has_its_own_rate():
     torch.manual_seed(0)
     model = Tasks()
-    with loka.Probe(model, every=1, logits=lambda z: z) as probe:
-        model(batches(1)[0]).sum().backward()
-    stats, click, buy = probe.stats(), LabelRate(positives=600, rows=2000), LabelRate(positives=20, rows=2000)
+    stats = stats_of(model, batches(1)[0], torch.sum, logits=lambda z: z)
+    click, buy = LabelRate(positives=600, rows=2000), LabelRate(positives=20, rows=2000)
 
     def known(rate):
         return renewed(model, stats, base_rate=rate).layers["out"].effects[RECIPE]

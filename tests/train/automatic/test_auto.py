@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 from fp8_run import AUTO, CONFIG, PROBED, digest, tower
+from models import stats_of
 from small_run import RandomRows, stop_at
 
 import loka
@@ -206,9 +207,7 @@ def test_how_narrow_effects_are():
 
 def with_effects(terms):
     model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 1))
-    with loka.Probe(model, every=1, effect_samples=0) as probe:
-        model(torch.randn(8, 4)).sum().backward()
-    stats = probe.stats()
+    stats = stats_of(model, torch.randn(8, 4), torch.sum, effect_samples=0)
     if terms is None:
         return stats
     effect = Effect.of(terms, [[0.5]] * len(terms))
