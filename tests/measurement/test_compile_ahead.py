@@ -3,8 +3,6 @@
 import dataclasses
 
 import pytest
-import torch
-from models import odd_mlp, train_steps
 from registered import registered
 from timers import FakeTimer, install, kernel
 
@@ -113,15 +111,6 @@ def test_a_compiler_that_fails_is_heard():
     broken_kernel = dataclasses.replace(kernel("broken"), precompile=broken)
     with registered(broken_kernel), pytest.raises(RuntimeError, match="nvcc"):
         compile_ahead(PROBLEMS, ["broken:rowwise_e4m3"], untracked)
-
-
-@pytest.fixture(scope="module")
-def stats():
-    torch.manual_seed(0)
-    model = odd_mlp()
-    with loka.Probe(model, every=2) as probe:
-        train_steps(model, 4)
-    return probe.stats()
 
 
 def test_measuring_on_a_cpu_compiles_nothing(stats):

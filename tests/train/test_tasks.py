@@ -1,6 +1,6 @@
 """Rows with several labels: losses add up, metrics are of each task, and a run resumes as one of one task."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
@@ -11,7 +11,6 @@ from torch.nn import functional
 
 from loka.core.exceptions import DataRefused, LokaError
 from loka.core.numerics.label_rate import LabelRate
-from loka.data.batch import Batch
 from loka.train import Segments, TrainConfig, evaluate, quality, train
 from loka.train.automatic.auto import Auto, AutoConfig
 from loka.train.labels import count_labels, require_both
@@ -39,7 +38,7 @@ class TwoLabels(RandomRows):
     def batches(self, batch_size, *, start=0):
         for batch in super().batches(batch_size, start=start):
             bought = batch.label * (batch.dense[:, 1] > 0.4)
-            yield Batch(dense=batch.dense, sparse=batch.sparse, label=torch.stack([batch.label, bought], dim=1))
+            yield replace(batch, label=torch.stack([batch.label, bought], dim=1))
 
 
 class TwoLogits(nn.Module):
@@ -147,7 +146,7 @@ class _Never(TwoLabels):
     def batches(self, batch_size, *, start=0):
         for batch in super().batches(batch_size, start=start):
             label = torch.stack([batch.label[:, 0], torch.zeros(len(batch))], dim=1)
-            yield Batch(dense=batch.dense, sparse=batch.sparse, label=label)
+            yield replace(batch, label=label)
 
 
 def test_equal_labels_of_one_task_are_named():

@@ -77,6 +77,10 @@ def steps(monkeypatch):
     return fake
 
 
+def recorded(folder):
+    return read_record(folder / "step.json", kind="loka-bench-step", version=1, way_out="", parse=lambda c: c)
+
+
 def config_in(out, **changes):
     config = StepConfig(
         model="dlrm",
@@ -134,8 +138,7 @@ def test_what_is_written(steps, tmp_path, monkeypatch):
     assert (steps.baseline.name, list(steps.arms), steps.rows) == ("bf16", ALL, 32)
     assert steps.options == {"device": torch.device("cpu"), "compile_blocks": False, "rounds": 11}
 
-    path = tmp_path / "step.json"
-    content = read_record(path, kind="loka-bench-step", version=1, way_out="", parse=lambda c: c)
+    content = recorded(tmp_path)
     assert list(content["arms"]) == ["bf16", *ALL]
     assert content["arms"][broken] == {
         "microseconds": None,
@@ -179,8 +182,7 @@ def test_results_are_kept_as_they_come(steps, data, tmp_path, monkeypatch):
         patch.setattr(step, "time_steps", dies)
         with pytest.raises(torch.AcceleratorError):
             run_step_bench(config, data)
-    path = tmp_path / "step.json"
-    arms = read_record(path, kind="loka-bench-step", version=1, way_out="", parse=lambda c: c["arms"])
+    arms = recorded(tmp_path)["arms"]
     assert arms["bf16"]["microseconds"] == [9.0, 8.0, 10.0]
     assert list(arms) == ["bf16"]
 
@@ -191,10 +193,7 @@ def test_torchao_alone_needs_no_report(steps, data, tmp_path, monkeypatch):
     found = run_step_bench(config_in(tmp_path, arms=(TORCHAO[2], TORCHAO[0])), data)
     assert list(found) == ["bf16", TORCHAO[2], TORCHAO[0]], "in the order asked for"
     assert {path.name for path in tmp_path.iterdir()} == {"step.json"}
-    summary = read_record(
-        tmp_path / "step.json", kind="loka-bench-step", version=1, way_out="", parse=lambda c: c["plan"]
-    )
-    assert summary is None
+    assert recorded(tmp_path)["plan"] is None
 
 
 def test_one_candidate_everywhere(measured, data, tmp_path):
