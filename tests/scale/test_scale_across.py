@@ -1,7 +1,6 @@
 """Steps on many GPUs: labels, intervals, what is refused, and the command."""
 
 import random
-import sys
 import time
 from dataclasses import replace
 
@@ -10,7 +9,7 @@ import torch
 from command_line import loka as run
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from networks import EXAMPLE, ROWS, across, exactly, network, row, tower
+from networks import EXAMPLE, ROWS, across, exactly, network, row, tower, with_module
 from torch import nn
 
 import loka
@@ -296,11 +295,7 @@ def build():
 
 @pytest.fixture
 def folder(tmp_path):
-    (tmp_path / "my_many_models.py").write_text(MODELS)
-    before = list(sys.path)
-    yield tmp_path
-    sys.path[:] = before
-    sys.modules.pop("my_many_models", None)
+    yield from with_module(tmp_path, "my_many_models", MODELS)
 
 
 def test_the_command(folder):

@@ -1,10 +1,9 @@
 """`loka.scale` and `loka scale`: one answer, in words, of models of the zoo and of others."""
 
-import sys
-
 import pytest
 import torch
 from command_line import loka as run
+from networks import with_module
 from torch import nn
 
 import loka
@@ -60,11 +59,7 @@ def without_sites():
 
 @pytest.fixture
 def folder(tmp_path):
-    (tmp_path / "my_scaled_models.py").write_text(MODELS)
-    before = list(sys.path)
-    yield tmp_path
-    sys.path[:] = before
-    sys.modules.pop("my_scaled_models", None)
+    yield from with_module(tmp_path, "my_scaled_models", MODELS)
 
 
 def tower():

@@ -4,6 +4,7 @@ import functools
 
 import torch
 import torch.nn.functional as F
+from foreign.spec import seeded
 from torch import nn
 
 import loka
@@ -87,10 +88,7 @@ def _normal(*shape):
     return nn.Parameter(torch.randn(*shape) / shape[-1] ** 0.5)
 
 
-def mixed():
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        return Mixed().train()
+mixed = seeded(Mixed)
 
 
 def rows(step, batch=BATCH):
