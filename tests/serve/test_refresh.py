@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from served import BOTH, ROW, TENSOR, Cross, calibration, converted, cross_plan, plan_for, rows, tower
+from served import BOTH, ROW, TENSOR, Cross, converted, cross_plan, frozen, plan_for, rows, tower
 from torch import nn
 
 from loka.core.exceptions import ServeRefused
@@ -14,9 +14,7 @@ from loka.serve import freeze, load
 
 
 def served(shadow=0.0, candidate=ROW):
-    model = tower()
-    plan = plan_for(model, dict.fromkeys(BOTH, candidate))
-    return freeze(model, plan, calibration=calibration(), buckets=(8, 64), shadow=shadow)
+    return frozen(tower(), dict.fromkeys(BOTH, candidate), buckets=(8, 64), shadow=shadow)
 
 
 def test_refreshed_equals_frozen_from_the_new_weights():

@@ -1,13 +1,18 @@
 """Small towers for the tests of findings, plain, converted and by hand, all from the same weights."""
 
+import pytest
 import torch
 from forced import plan_of
 from oracle import by_hand
+from sweeps import sweep
 from torch import nn
 
 import loka
 
 ROWS = 128
+BOTH_WAYS = pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+EAGER_FIRST = pytest.mark.parametrize("compiled", sweep((False, True), [False]), ids=["eager", "compiled"])
+"""Compiled they are slow."""
 
 
 def tower(norm=False, dropout=None):

@@ -24,6 +24,8 @@ VOCAB = (4, 7, 3, 9)
 ITEM = HistoryTable(column=3)
 OWN = HistoryTable(vocab_size=9)
 READERS = (*TAKE_HISTORIES, "hstu:hybrid")
+EACH_READER = pytest.mark.parametrize("name", READERS)
+EACH_HISTORY = pytest.mark.parametrize("history", [ITEM, OWN], ids=["item", "own"])
 # float64, so that what must not matter stands clear of rounding in sums of another order.
 CLOSE = {"rtol": 1e-10, "atol": 1e-10}
 
@@ -46,8 +48,8 @@ def padded(sequence, lengths):
     return torch.arange(sequence.shape[1]) >= lengths[:, None]
 
 
-@pytest.mark.parametrize("history", [ITEM, OWN], ids=["item", "own"])
-@pytest.mark.parametrize("name", READERS)
+@EACH_HISTORY
+@EACH_READER
 def test_padding_is_never_read(name, history):
     model = made(name, history).double()
     dense, sparse, sequence, lengths = rows(14)
@@ -64,8 +66,8 @@ def test_padding_is_never_read(name, history):
     assert not model.front.embeddings.table.weight.grad.to_dense()[-1].any()
 
 
-@pytest.mark.parametrize("history", [ITEM, OWN], ids=["item", "own"])
-@pytest.mark.parametrize("name", READERS)
+@EACH_HISTORY
+@EACH_READER
 def test_every_event_is_read_by_its_own_row(name, history):
     model = made(name, history).double()
     dense, sparse, sequence, _ = rows(5)
@@ -78,7 +80,7 @@ def test_every_event_is_read_by_its_own_row(name, history):
         assert moved.tolist() == [False, False, True, False, False], place
 
 
-@pytest.mark.parametrize("name", READERS)
+@EACH_READER
 def test_whether_the_order_of_events_matters(name):
     """DHEN pools events as a set; the others have positions."""
     model, ordered = made(name).double(), name != "dhen"
@@ -90,14 +92,14 @@ def test_whether_the_order_of_events_matters(name):
     assert bool((turned.abs() < 1e-12).all()) != ordered
 
 
-@pytest.mark.parametrize("history", [ITEM, OWN], ids=["item", "own"])
-@pytest.mark.parametrize("name", READERS)
+@EACH_HISTORY
+@EACH_READER
 def test_every_parameter_is_trained(name, history):
     assert_every_parameter_is_trained(made(name, history), rows(64, dtype=torch.float32))
 
 
 @pytest.mark.parametrize("slots", [0, 3])
-@pytest.mark.parametrize("name", READERS)
+@EACH_READER
 def test_rows_without_a_single_event(name, slots):
     model = made(name)
     dense, sparse, _, _ = rows(4, dtype=torch.float32)
@@ -119,7 +121,7 @@ def test_an_items_history_shares_its_table():
     assert torch.equal(own.front.events(ids, lengths)[0][0], table[[23 + 1, 23 + 8]])
 
 
-@pytest.mark.parametrize("name", READERS)
+@EACH_READER
 def test_the_dense_part_takes_looked_up_rows(name):
     model = made(name).double()
     dense, sparse, sequence, lengths = rows(9)
@@ -156,7 +158,7 @@ def test_wrong_histories_are_refused():
         made("hstu", HistoryTable(column=4))
 
 
-@pytest.mark.parametrize("name", READERS)
+@EACH_READER
 def test_a_seed_gives_the_model(name):
     first, again, other = made(name, seed=3), made(name, seed=3), made(name, seed=4)
     for path, value in first.state_dict().items():
@@ -174,7 +176,7 @@ def test_the_forward_compiles_without_a_break(name):
     torch.testing.assert_close(compiled(*inputs), model(*inputs), rtol=1e-6, atol=1e-6)
 
 
-@pytest.mark.parametrize("name", READERS)
+@EACH_READER
 def test_bf16_autocast_is_near_float32(name):
     """bf16 has 8 bits: an error of 2^-9 a rounding, of which a logit collects a few dozen at random."""
     model = made(name)
@@ -187,7 +189,7 @@ def test_bf16_autocast_is_near_float32(name):
     assert all(torch.isfinite(p.grad.to_dense()).all() for p in model.parameters())
 
 
-@pytest.mark.parametrize("name", READERS)
+@EACH_READER
 def test_mods_and_the_probe_reach_every_layer(name):
     model = made(name)
     changes = mods.apply(model, [mods.NoBias(), mods.BlockNorm(256), mods.HardSwish()])

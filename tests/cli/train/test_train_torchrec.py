@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranks import on_ranks
-from test_train_fsdp2 import BATCH, POW2, ROWS, STEPS, built, forced, held_out, logged, make_plan
+from test_train_fsdp2 import AUTO, BATCH, ROWS, STEPS, built, forced, held_out, logged, make_plan
 from torch import nn
 
 import loka
@@ -308,9 +308,6 @@ def test_one_process_probes_the_model_of_sharded_tables(two, folder):
     common = ("--model", "dcnv2", "--rows", ROWS, "--batch-size", 32, "--device", "cpu")
     said = command_line.loka("probe", *common, "--checkpoint", "dcn", cwd=folder)
     assert f"step-{STEPS:08d}, after {STEPS} steps" in said
-
-
-AUTO = ("--auto", "--probe-every", 2, "--probe-steps", 3, "--candidate", POW2, "--no-cache")
 
 
 def joined(rank, folder):

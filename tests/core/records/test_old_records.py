@@ -127,9 +127,15 @@ def test_report(report, tmp_path):
     assert loka.Report.load(file) == report
 
 
-def test_plan(report, tmp_path):
-    plan, file = loka.plan(report), tmp_path / "plan.json"
-    plan.save(file)
+@pytest.fixture
+def saved(report, tmp_path):
+    plan = loka.plan(report)
+    plan.save(tmp_path / "plan.json")
+    return plan, tmp_path / "plan.json"
+
+
+def test_plan(saved):
+    plan, file = saved
     times = {"microseconds": [50.0, 49.0, 51.0], "hp_microseconds": None, "speedup": None}
     aged(file, shared=[{"group": GROUP, "reason": "fastest as one", **times}])
     old = Plan.load(file)
@@ -170,9 +176,8 @@ def test_a_report_with_their_times(report, tmp_path):
 
 
 @pytest.mark.parametrize("allowed", ["measured", "always", "never"])
-def test_a_plan_without_them_and_the_budget_of_before(report, tmp_path, allowed):
-    plan, file = loka.plan(report), tmp_path / "plan.json"
-    plan.save(file)
+def test_a_plan_without_them_and_the_budget_of_before(saved, allowed):
+    plan, file = saved
     budget = {**encode(plan.budget), "chains": allowed, "chain_recipes": ["e4m3_row_z8", "e4m3_row"]}
     aged(file, chains={}, crosses={}, turned={}, budget=budget)
     assert Plan.load(file) == plan
@@ -185,9 +190,8 @@ def test_a_plan_without_them_and_the_budget_of_before(report, tmp_path, allowed)
     ("kind", "told"),
     [("chains", "chains: up"), ("crosses", "stacks of cross layers: c"), ("turned", "turned layers: gate")],
 )
-def test_a_plan_by_which_layers_run_together_is_refused(report, tmp_path, kind, told):
-    plan, file = loka.plan(report), tmp_path / "plan.json"
-    plan.save(file)
+def test_a_plan_by_which_layers_run_together_is_refused(saved, kind, told):
+    plan, file = saved
     aged(file, **{kind: TOGETHER[kind]})
     with pytest.raises(FileRefused, match="planned by an earlier version") as refused:
         Plan.load(file)

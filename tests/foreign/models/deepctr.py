@@ -76,9 +76,9 @@ class CIN(nn.Module):
 class MatrixCross(nn.Module):
     """DCN-matrix: kernels [L, D, D] in one parameter; x_l = x_0 * (matmul(kernels[l], x_l) + b_l) + x_l."""
 
-    def __init__(self, width, layers=2):
+    def __init__(self, width, layers=2, fan_out=None):
         super().__init__()
-        self.kernels = nn.Parameter(nn.init.xavier_normal_(torch.empty(layers, width, width)))
+        self.kernels = nn.Parameter(nn.init.xavier_normal_(torch.empty(layers, width, fan_out or width)))
         self.bias = nn.Parameter(torch.zeros(layers, width, 1))
 
     def forward(self, x):
@@ -89,13 +89,11 @@ class MatrixCross(nn.Module):
         return torch.squeeze(x_l, dim=2)
 
 
-class VectorCross(nn.Module):
+class VectorCross(MatrixCross):
     """DCN-vector: kernels [L, D, 1]; x_l = x_0 (x_l . w_l) + b_l + x_l, the product by tensordot."""
 
-    def __init__(self, width, layers=2):
-        super().__init__()
-        self.kernels = nn.Parameter(nn.init.xavier_normal_(torch.empty(layers, width, 1)))
-        self.bias = nn.Parameter(torch.zeros(layers, width, 1))
+    def __init__(self, width):
+        super().__init__(width, fan_out=1)
 
     def forward(self, x):
         x_0 = x.unsqueeze(2)

@@ -130,7 +130,7 @@ _MULTIPLICATIONS = {
 
 
 def _fuxictr(name, build, multiplications):
-    notes = "A dict of features in, {'y_pred': probabilities} out; `stacked` has BatchNorm."
+    notes = "A dict of features in, {'y_pred': probabilities} out."
     return per_row(f"fuxictr_{name}", build, features, multiplications, loss=of_probabilities, logits=None, notes=notes)
 
 

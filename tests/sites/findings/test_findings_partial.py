@@ -11,7 +11,7 @@ import pytest
 import torch
 from forced import force, plan_of, probe, ran, runs
 from oracle import assert_close, assert_same_gradients, by_hand, gradients, off
-from small_towers import batch, pair, tower
+from small_towers import BOTH_WAYS, EAGER_FIRST, batch, pair, tower
 from sweeps import sweep
 from torch import nn
 
@@ -134,12 +134,12 @@ def changed(compiled, options, kind, attribute, value):
     return found, call, before
 
 
-@pytest.mark.parametrize("compiled", sweep((False, True), [False]), ids=["eager", "compiled"])
+@EAGER_FIRST
 def test_s1_norm_with_another_eps(compiled):
     changed(compiled, {"norm": True}, nn.LayerNorm, "eps", 10.0)
 
 
-@pytest.mark.parametrize("compiled", sweep((False, True), [False]), ids=["eager", "compiled"])
+@EAGER_FIRST
 def test_s7_dropout_whose_probability_changes(compiled):
     """From 0 to 0.5: half of each inner output is zero, and the oracle draws the same ones from one seed."""
     found, call, before = changed(compiled, {"dropout": 0.0}, nn.Dropout, "p", 0.5)
@@ -166,7 +166,7 @@ def _inner():
     return Inner()
 
 
-@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+@BOTH_WAYS
 def test_s8_inner_outputs_of_a_served_model(compiled):
     plain, expected = _inner(), by_hand(_inner()).eval()
     stats = probe(plain, lambda: plain(batch())[0].square().mean().backward())

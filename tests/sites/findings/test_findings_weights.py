@@ -13,7 +13,7 @@ import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
 from forced import plan_of
 from oracle import assert_close, by_hand, off
-from small_towers import batch, pair, tower
+from small_towers import EAGER_FIRST, batch, pair, tower
 from sweeps import sweep
 from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
@@ -152,7 +152,7 @@ def test_s3_an_average_that_was_evaluated_early(how):
     assert all(counts["runs"] == 31 for site, counts in loka.health_of(inner).items() if "output" in site)
 
 
-@pytest.mark.parametrize("compiled", sweep((False, True), [False]), ids=["eager", "compiled"])
+@EAGER_FIRST
 def test_s4_sgd_by_hand_through_data(compiled):
     """200 steps of `p.data -= lr * p.grad`: losses and weights are those of the run by hand.
 

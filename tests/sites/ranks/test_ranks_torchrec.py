@@ -12,6 +12,7 @@ import torch.distributed as dist
 from foreign.models import dlrm
 from rank_models import LR, STEPS, forced, left, planned, probed, runs
 from ranks import on_ranks
+from test_ranks_probe import told
 from torch import nn
 
 import loka
@@ -117,14 +118,7 @@ class Job:
         wrapped = sharded(build())
         batch = half(rank)
         stats = probed(wrapped, lambda step: wrapped(batch)[0])
-        found["probed"] = {
-            "model": stats.model,
-            "names": set(stats.layers),
-            "reasons": {layer.no_effect for layer in stats.layers.values()},
-            "effects": all(layer.effects for layer in stats.layers.values()),
-            "seen": stats.coverage.seen,
-        }
-        return found
+        return {**found, "probed": told(stats)}
 
     def bare(self, rank, order):
         """DLRM_DCN by itself, with a plan of its own that was probed within DMP."""
@@ -221,7 +215,7 @@ def test_a_probe_through_the_wrapper_has_the_bare_names(ranks, stats):
     assert {layer.no_effect for layer in stats.layers.values()} == {""}
     for rank in ranks:
         found = rank["probed"]
-        assert found["model"] == stats.model
+        assert found["signature"] == stats.model
         assert found["names"] == set(stats.layers)
         assert found["seen"] == 1
         assert found["reasons"] == {""}

@@ -95,21 +95,28 @@ def test_a_compiled_step_trains_alike():
     assert all(part._compiled_call_impl is None for part in model.modules()), "it is left as it was found"
 
 
+def compile_one(name, backend, monkeypatch):
+    """A compiled step compiles the member `name` of its model alone."""
+
+    def compiled(model):
+        member = getattr(model, name)
+        member._compiled_call_impl = torch.compile(lambda x: member._call_impl(x), backend=backend)
+        return model
+
+    def uncompiled(model):
+        getattr(model, name)._compiled_call_impl = None
+        return model
+
+    monkeypatch.setattr(module, "compiled", compiled)
+    monkeypatch.setattr(module, "uncompiled", uncompiled)
+
+
 def test_what_cannot_be_compiled_runs_eagerly_to_the_same_bits(monkeypatch):
     def broken(graph, inputs):
         raise RuntimeError("no compiler here")
 
-    def compiled(model):
-        model.mlp._compiled_call_impl = torch.compile(lambda x: model.mlp._call_impl(x), backend=broken)
-        return model
-
-    def uncompiled(model):
-        model.mlp._compiled_call_impl = None
-        return model
-
     exact, _ = weights_after(CONFIG, small_model())
-    monkeypatch.setattr(module, "compiled", compiled)
-    monkeypatch.setattr(module, "uncompiled", uncompiled)
+    compile_one("mlp", broken, monkeypatch)
     found, result = weights_after(replace(CONFIG, step="compile"), small_model())
     assert "no compiler here" in result.step_reason
     assert torch.equal(found, exact)  # dropout's random state and the buffer were put back
@@ -120,17 +127,8 @@ def test_what_a_compiler_gets_wrong_runs_eagerly_to_the_same_bits(wrong, told, m
     def scaled(graph, inputs):
         return lambda *args: [wrong * output for output in graph(*args)]
 
-    def compiled(model):
-        model.top._compiled_call_impl = torch.compile(lambda x: model.top._call_impl(x), backend=scaled)
-        return model
-
-    def uncompiled(model):
-        model.top._compiled_call_impl = None
-        return model
-
     exact, _ = weights_after(CONFIG)
-    monkeypatch.setattr(module, "compiled", compiled)
-    monkeypatch.setattr(module, "uncompiled", uncompiled)
+    compile_one("top", scaled, monkeypatch)
     found, result = weights_after(replace(CONFIG, step="compile"))
     assert torch.equal(found, exact) == told
     assert ("away from those of its code as written" in (result.step_reason or "")) == told
