@@ -1,13 +1,39 @@
-"""Bugs of the kind that adapters have, planted in a kernel that is right without them."""
+"""Kernels that exist for a while: timed without a GPU, or with bugs of the kind that adapters have."""
 
+import sys
+from contextlib import contextmanager
 from dataclasses import replace
+from unittest import mock
 
 import pytest
 import torch
-from registered import forget
 
 from loka.core.recipe import RECIPES
 from loka.kernels.gemm import registry
+
+
+def forget():
+    """What was found out of the kernels there were."""
+    for cached in (registry.all_candidates, registry.candidate_named, registry.require_supported):
+        cached.cache_clear()
+
+
+@contextmanager
+def registered(*kernels, alone=False):
+    """`kernels` are in the registry for a while, beside what is there or alone."""
+    try:
+        with mock.patch.dict(registry.KERNELS, {kernel.name: kernel for kernel in kernels}, clear=alone):
+            forget()
+            yield
+    finally:
+        forget()
+
+
+def time_on_cpu(monkeypatch):
+    """`measure` takes the CPU for a device that can be timed, and compiles no regions ahead."""
+    measure = sys.modules["loka.measurement.measure"]
+    monkeypatch.setattr(measure, "timeable", lambda device: True)
+    monkeypatch.setattr(measure, "compile_regions_ahead", lambda *cells: [])
 
 
 def neighbour(quantized, dim):

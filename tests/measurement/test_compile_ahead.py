@@ -3,7 +3,7 @@
 import dataclasses
 
 import pytest
-from registered import registered
+from planted import registered
 from timers import FakeTimer, install, kernel
 
 import loka

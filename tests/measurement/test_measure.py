@@ -7,7 +7,7 @@ import types
 import pytest
 import torch
 from models import stats_of
-from registered import registered
+from planted import registered
 from timers import kernel
 from torch import nn
 

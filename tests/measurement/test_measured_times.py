@@ -5,7 +5,7 @@ import sys
 import pytest
 import torch
 from models import stats_of
-from registered import registered
+from planted import registered
 from timers import FakeTimer, install, kernel
 from torch import nn
 

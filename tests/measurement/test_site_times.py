@@ -5,7 +5,7 @@ import time
 
 import pytest
 import torch
-from registered import registered
+from planted import registered
 from timers import FakeTimer, install, kernel
 
 from loka.core.error import Estimate

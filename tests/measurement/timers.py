@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from registered import time_on_cpu
+from planted import time_on_cpu
 
 from loka.core.records.report import REGION, Measurement
 from loka.core.timing import first_line, race

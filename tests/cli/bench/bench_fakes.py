@@ -3,7 +3,7 @@
 import dataclasses
 
 import torch
-from registered import registered, time_on_cpu
+from planted import registered, time_on_cpu
 
 from loka.core.error import Estimate
 from loka.core.records.report import HP, REGION, Measurement
