@@ -17,7 +17,7 @@ measure_coarsely = functools.partial(measure, settings=Settings(rows=64, max_dra
 def loka(*arguments, cwd, fails=False):
     """What it prints to both streams; `fails` says whether its exit status has to differ from 0, or is it."""
     text = io.StringIO()
-    status: object = 0
+    status = 0
     with (
         contextlib.chdir(cwd),
         contextlib.redirect_stdout(text),

@@ -5,7 +5,7 @@ import os
 
 def watch_disk(monkeypatch):
     """("flush", path) and ("rename", new path) as they come, of this process."""
-    seen: list[tuple[str, str]] = []
+    seen = []
     fsync, replace, rename = os.fsync, os.replace, os.rename
 
     def flushed(handle):

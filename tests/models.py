@@ -1,8 +1,12 @@
 """Models that are not ours, with sides that fit nothing."""
 
+from contextlib import contextmanager
+
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
+
+import loka
 
 
 def odd_mlp():
@@ -48,6 +52,33 @@ def train_steps(model, count, *, call=None, device="cpu", lr=1e-3):
         optimizer.step()
         losses.append(loss.item())
     return losses
+
+
+def stats_of(model, x, loss=lambda y: y.square().mean(), **options):
+    """What a probe sees of one step."""
+    with loka.Probe(model, every=1, **options) as probe:
+        loss(model(x)).backward()
+    return probe.stats()
+
+
+@contextmanager
+def as_gathered(model, names):
+    """Within it weights hold what eight bits with one scale, the power of two below 256 / 448 of e4m3, leave
+    of them.
+
+    Written here by itself: 2^(ceil(log2 max|W|) - 8) by math, not by the bits.
+    """
+    masters = {name: p.detach().clone() for name, p in model.named_parameters() if name in names}
+    for name, p in model.named_parameters():
+        if name in names:
+            scale = 2.0 ** (torch.log2(p.detach().abs().max().double()).ceil() - 8).item()
+            p.data = (p.detach() / scale).to(torch.float8_e4m3fn).float().mul(scale).to(p.dtype)
+    try:
+        yield
+    finally:
+        for name, p in model.named_parameters():
+            if name in masters:
+                p.data = masters[name]
 
 
 class Checkpointed(nn.Module):

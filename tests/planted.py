@@ -1,17 +1,39 @@
-"""Bugs of the kind that adapters have, planted in a kernel that is right without them."""
+"""Kernels that exist for a while: timed without a GPU, or with bugs of the kind that adapters have."""
 
-from collections.abc import Callable
+import sys
+from contextlib import contextmanager
 from dataclasses import replace
+from unittest import mock
 
 import pytest
 import torch
 
-from loka.core.numerics.reference import Quantized
 from loka.core.recipe import RECIPES
 from loka.kernels.gemm import registry
 
-Operands = tuple[Quantized, Quantized]
-Bug = Callable[[Quantized, Quantized], Operands]
+
+def forget():
+    """What was found out of the kernels there were."""
+    for cached in (registry.all_candidates, registry.candidate_named, registry.require_supported):
+        cached.cache_clear()
+
+
+@contextmanager
+def registered(*kernels, alone=False):
+    """`kernels` are in the registry for a while, beside what is there or alone."""
+    try:
+        with mock.patch.dict(registry.KERNELS, {kernel.name: kernel for kernel in kernels}, clear=alone):
+            forget()
+            yield
+    finally:
+        forget()
+
+
+def time_on_cpu(monkeypatch):
+    """`measure` takes the CPU for a device that can be timed, and compiles no regions ahead."""
+    measure = sys.modules["loka.measurement.measure"]
+    monkeypatch.setattr(measure, "timeable", lambda device: True)
+    monkeypatch.setattr(measure, "compile_regions_ahead", lambda *cells: [])
 
 
 def neighbour(quantized, dim):
@@ -41,7 +63,7 @@ def turned_block(quantized):
     return replace(quantized, data=torch.cat([halves, data[:, whole:]], dim=1).view(quantized.data.dtype))
 
 
-BUGS: dict[str, Bug] = {
+BUGS = {
     "A's scales from the neighbour in K": lambda a, b: (neighbour(a, 1), b),
     "B's scales from the neighbour in K": lambda a, b: (a, neighbour(b, 1)),
     "both scales from the neighbour in K": lambda a, b: (neighbour(a, 1), neighbour(b, 1)),
@@ -78,16 +100,9 @@ def broken(kernel, bug, *, name):
     return replace(kernel, name=name, run=run, emulates=False)
 
 
-Plant = Callable[..., None]
-
-
 @pytest.fixture
 def plant(monkeypatch):
     """plant(kernel, recipe, ...) registers a kernel, and recipes that are not registered yet."""
-
-    def forget():
-        for cached in (registry.all_candidates, registry.candidate_named, registry.require_supported):
-            cached.cache_clear()
 
     def register(kernel, *recipes):
         for recipe in recipes:

@@ -8,16 +8,12 @@ import shutil
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from forked import SERVER
-
-Job = Callable[[int, Path], dict[str, Any]]
 
 _GRACE = 5.0  # seconds that the others have to say how they fail, after one did
 _SAID = 4000  # characters of what a rank without an answer wrote last
@@ -36,7 +32,7 @@ def on_ranks(job, world, folder, *, seconds=120):
     processes = [SERVER.Process(target=_work, args=(job, rank, *rest)) for rank in range(world)]
     for process in processes:
         process.start()
-    found: dict[int, dict[str, Any]] = {}
+    found = {}
     end = time.monotonic() + seconds
     try:
         while len(found) < world and time.monotonic() < end:

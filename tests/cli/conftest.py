@@ -1,11 +1,14 @@
 """A folder that several files of tests start from."""
 
 import sys
+from pathlib import Path
 
 import pytest
 from command_line import SMALL, loka, measure_coarsely
 
 from loka.cli import app
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "data"))  # with_pyarrow.py
 
 
 @pytest.fixture(scope="session")

@@ -3,13 +3,11 @@
 import numpy as np
 import pytest
 from typer.testing import CliRunner
+from with_pyarrow import pa, parquet
 
 from loka.cli.commands.data import data_app
 from loka.core.exceptions import DataRefused, LokaError
 from loka.data import CRITEO, build_vocabulary, open_shards, read_vocabulary
-
-parquet = pytest.importorskip("pyarrow.parquet", reason="pyarrow is not installed (pip install 'loka[data]')")
-pa = pytest.importorskip("pyarrow")
 
 
 @pytest.fixture

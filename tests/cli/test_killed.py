@@ -123,7 +123,7 @@ def test_a_killed_validation_ends_with_the_same_verdict(tmp_path):
 def test_sigterm_saves_what_was_measured(measured, tmp_path, monkeypatch):
     """A scheduler's notice ends a measurement as Ctrl-C does: with the report so far, and 143."""
     whole = Report.load(measured / "report.json").sites
-    sent: list[str] = []
+    sent = []
 
     def progress(*_):
         def track(items, what, total):

@@ -5,11 +5,10 @@ import random
 
 import pytest
 import typer
+import with_pyarrow  # noqa: F401
 from command_line import loka
 
 from loka.cli.app import app
-
-pytest.importorskip("pyarrow", reason="pyarrow is not installed (pip install 'loka[data]')")
 
 COLUMNS = {"label": "y", "dense": ["price", "age"], "sparse": ["shop", "city"]}
 FEW = ("--batch-size", 64, "--device", "cpu")

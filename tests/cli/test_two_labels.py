@@ -5,13 +5,12 @@ import random
 import re
 
 import pytest
+import with_pyarrow  # noqa: F401
 from command_line import loka
 
 from loka.core.records.plan import Plan
 from loka.core.records.stats import Stats
 from loka.validation.record import Validation
-
-pytest.importorskip("pyarrow", reason="pyarrow is not installed (pip install 'loka[data]')")
 
 FEW = ("--batch-size", 64, "--device", "cpu", "--model", "dlrm")
 COLUMNS = {"label": ["click", "buy"], "dense": ["price", "age"], "sparse": ["shop", "city"]}

@@ -1,5 +1,7 @@
 """Pairs of one model: as it is, with its sites eagerly, and with them joined."""
 
+import copy
+
 import torch
 
 import loka
@@ -11,14 +13,17 @@ QUICK = Settings(rows=32, min_draws=2, max_draws=2)
 
 
 def plan_for(model, *inputs, autocast=True, force=None):
-    """Every site that a region takes, forced into FP8, but for those that `force` names."""
+    """Every site that a region takes, forced into FP8, but for those that `force` names; of a copy, in training."""
+    model = copy.deepcopy(model).train()
     with loka.Probe(model, every=1, effect_samples=0) as probe:
         run(model, *inputs, autocast=autocast)
-    for parameter in model.parameters():
-        parameter.grad = None
     names = [JOINED, *sorted(set((force or {}).values()))]
     report = loka.measure(probe.stats(), device="cpu", candidates=names, errors_only=True, settings=QUICK)
     return loka.plan(report, loka.Budget(), force={**(force or {}), "*": JOINED})
+
+
+def converted(model, plan):
+    return loka.convert(copy.deepcopy(model), plan)
 
 
 def run(model, *inputs, autocast=True, seed=3):

@@ -3,7 +3,6 @@
 It takes a second where Inductor takes ten, and runs the same graphs. Tests of Inductor itself are few.
 """
 
-import torch
 from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
 from torch._dynamo.backends.common import aot_autograd
 from torch._inductor.decomposition import select_decomp_table
@@ -15,8 +14,8 @@ class JointBackend:
     """A backend for torch.compile that keeps what it compiled, and the reasons of sites that were left."""
 
     def __init__(self):
-        self.graphs: list[torch.fx.Graph] = []
-        self.apart: dict[str, str] = {}
+        self.graphs = []
+        self.apart = {}
 
     def __call__(self, module, inputs):
         return aot_autograd(

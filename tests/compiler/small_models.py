@@ -1,7 +1,5 @@
 """Models as people write them, small: what lies between their layers differs."""
 
-from collections.abc import Callable
-
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -109,7 +107,7 @@ class Tokens(nn.Module):
         return (tokens + self.out(F.scaled_dot_product_attention(q, k, v))).flatten(0, 1)
 
 
-MODELS: dict[str, Callable[[], nn.Module]] = {
+MODELS = {
     "relu": relu,
     "layer_norm_silu": layer_norm_silu,
     "block_norm_hard_swish": block_norm_hard_swish,

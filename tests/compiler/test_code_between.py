@@ -1,10 +1,8 @@
 """Code between sites that a program must not take for something else."""
 
-import copy
-
 import pytest
 import torch
-from converted import error, gradients, plan_for, run
+from converted import converted, error, gradients, plan_for, run
 from joint import JointBackend
 from small_models import made
 from sweeps import sweep
@@ -30,8 +28,7 @@ class Between(nn.Module):
         self.first, self.second = nn.Linear(64, 64), nn.Linear(64, 32)
 
     def forward(self, x):
-        y: torch.Tensor = self.second(self.code(self.first(x)))
-        return y
+        return self.second(self.code(self.first(x)))
 
     def code(self, h):
         raise NotImplementedError
@@ -93,8 +90,8 @@ def test_joined_computes_what_the_model_says(model):
     torch.manual_seed(0)
     plain = model()
     x = torch.randn(100, 64)
-    plan = plan_for(copy.deepcopy(plain), x)
-    eager, joined = (loka.convert(copy.deepcopy(plain), plan) for _ in range(2))
+    plan = plan_for(plain, x)
+    eager, joined = (converted(plain, plan) for _ in range(2))
     backend = JointBackend()
     exact, by_site = run(plain, x), run(eager, x)
     found = run(torch.compile(joined, backend=backend, fullgraph=True), x)
@@ -145,13 +142,13 @@ def test_a_stream_is_written_where_that_is_cheaper_than_what_it_is_made_of(layer
     """A float32 matrix, written and read, is as many bytes as four of bfloat16."""
     plain = Cross(layers)
     x = torch.randn(48, 64).bfloat16()
-    plan = plan_for(copy.deepcopy(plain), x)
-    joined = loka.convert(copy.deepcopy(plain), plan)
+    plan = plan_for(plain, x)
+    joined = converted(plain, plan)
     backend = JointBackend()
     found, expected = run(torch.compile(joined, backend=backend), x), run(plain, x)
     assert error(found[0], expected[0]) < 0.1
     forward = backend.graphs[0]
-    edges = [program_of(node.args[5]) for node in forward.nodes if node.target is edge]  # type: ignore[arg-type]
+    edges = [program_of(node.args[5]) for node in forward.nodes if node.target is edge]
     given = [place for place, program in enumerate(edges) if program.values]
     # Of x1, x2, ...: x4 is made of x0 and four others, x6 of x0, x4 and two others.
     assert given == ([] if layers == 3 else [3, 5])
@@ -163,10 +160,10 @@ def test_a_stream_is_given_once_and_all_that_follows_from_it_is_not(name):
     """What a norm makes of it, and copies in float32, are computed anew; sums for norms come out of edges."""
     plain = nn.Sequential(made(name), made(name))
     x = torch.randn(48, 64).bfloat16()
-    plan = plan_for(copy.deepcopy(plain), x)
+    plan = plan_for(plain, x)
     backend = JointBackend()
     run(torch.compile(loka.convert(plain, plan), backend=backend), x)
-    forward = [program_of(n.args[5]) for n in backend.graphs[0].nodes if n.target is edge]  # type: ignore[arg-type]
+    forward = [program_of(n.args[5]) for n in backend.graphs[0].nodes if n.target is edge]
     for program in forward:
         matrices = [
             dtype
@@ -175,7 +172,7 @@ def test_a_stream_is_given_once_and_all_that_follows_from_it_is_not(name):
         ]
         assert matrices in ([], ["bfloat16"])
     summed = [node for node in backend.graphs[1].nodes if node.target is aten.sum.dim_IntList]
-    over_rows = [node for node in summed if 0 in node.args[1]]  # type: ignore[operator]
+    over_rows = [node for node in summed if 0 in node.args[1]]
     first_norm = 1 if name == "gated" else 2  # no site below it
     assert len(over_rows) == first_norm
 
@@ -186,15 +183,15 @@ def test_readers_scale_products_of_short_sums_to_the_last_bit(width):
     torch.manual_seed(0)
     plain = nn.Sequential(nn.Linear(width, 32, bias=False), nn.SiLU(), nn.Linear(32, 16, bias=False))
     x = torch.randn(48, width).bfloat16() * torch.exp2(torch.arange(48) - 24)[:, None]
-    plan = plan_for(copy.deepcopy(plain), x)
-    eager, joined = (loka.convert(copy.deepcopy(plain), plan) for _ in range(2))
-    products: list[torch.Tensor] = []
+    plan = plan_for(plain, x)
+    eager, joined = (converted(plain, plan) for _ in range(2))
+    products = []
     eager[0].register_forward_hook(lambda module, args, y: products.append(y.detach()))
     run(eager, x)
     backend = JointBackend()
     run(torch.compile(joined, backend=backend), x)
     first = next(n for n in backend.graphs[0].nodes if n.target is region_gemm)
-    assert (first.args[1].meta["val"].numel() == 1) == (width == 512)  # type: ignore[union-attr]
+    assert (first.args[1].meta["val"].numel() == 1) == (width == 512)
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
         inner = torch.compile(joined[0], backend=JointBackend())
         twice = torch.compile(lambda z: inner(z) * 2.0, backend=JointBackend())(x)

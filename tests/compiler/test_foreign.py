@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from converted import JOINED, error
+from converted import JOINED, error, gradients
 from foreign.registry import FOREIGN
 from foreign.spec import Foreign, call, generator, of_logits, seeded, train_step
 from joint import JointBackend
@@ -38,10 +38,6 @@ def of_zoo(name):
 
     made = seeded(lambda: dense_part(build(kind, **sizes, history=HistoryTable(column=2) if reads else None)))
     return Foreign(name=name, build=made, inputs=inputs, loss=of_logits())
-
-
-def gradients(model):
-    return {name: p.grad.float() for name, p in model.named_parameters() if p.grad is not None}
 
 
 @pytest.mark.parametrize("name", sweep((*FAMILIES, *READERS), ALWAYS))

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from converted import error, fp8_sites, gradients, plan_for, run
+from converted import converted, error, fp8_sites, gradients, plan_for, run
 from joint import JointBackend
 from small_models import made
 from torch import nn
@@ -47,8 +47,8 @@ class Counting(CustomGraphPass):
 def test_a_training_step_by_inductor():
     plain = made("gated")
     x = torch.randn(64, 64)
-    plan = plan_for(copy.deepcopy(plain), x)
-    eager, joined = (loka.convert(copy.deepcopy(plain), plan) for _ in range(2))
+    plan = plan_for(plain, x)
+    eager, joined = (converted(plain, plan) for _ in range(2))
     expected, by_site = run(plain, x), run(eager, x)
     found = run(torch.compile(joined, fullgraph=True), x)
     assert error(found[0], expected[0]) <= 1.3 * error(by_site[0], expected[0])
@@ -68,7 +68,7 @@ def test_a_users_pass_stays_and_comes_first():
     config.joint_custom_pre_pass = own
     model = made("relu")
     x = torch.randn(64, 64)
-    loka.convert(model, plan_for(copy.deepcopy(model), x))
+    loka.convert(model, plan_for(model, x))
     ours = config.joint_custom_pre_pass
     assert isinstance(ours, RegionPass)
     assert ours.uuid()[0] == "counting"
@@ -107,7 +107,7 @@ def test_what_the_pass_is_made_of_decides_its_uuid(file, tmp_path):
 def test_switched_off_every_site_runs_by_itself():
     model = made("relu")
     x = torch.randn(64, 64)
-    plan = plan_for(copy.deepcopy(model), x)
+    plan = plan_for(model, x)
     loka.convert(model, plan, regions=False)
     run(torch.compile(model, backend=JointBackend()), x)
     listed = loka.regions(model)
@@ -120,8 +120,8 @@ def test_switched_off_every_site_runs_by_itself():
 def test_a_graph_from_the_cache_is_joined_and_says_so():
     plain = made("relu")
     x = torch.randn(64, 64)
-    plan = plan_for(copy.deepcopy(plain), x)
-    first, second = (loka.convert(copy.deepcopy(plain), plan) for _ in range(2))
+    plan = plan_for(plain, x)
+    first, second = (converted(plain, plan) for _ in range(2))
     found = run(torch.compile(first), x)
     torch._dynamo.reset()
     counters.clear()
@@ -144,7 +144,7 @@ from small_models import made
 from torch._dynamo.utils import counters
 model = made("relu")
 x = torch.randn(64, 64, generator=torch.Generator().manual_seed(1))
-loka.convert(model, plan_for(copy.deepcopy(model), x))
+loka.convert(model, plan_for(model, x))
 y, _ = run(torch.compile(model), x)
 assert loka.regions(model).complete, str(loka.regions(model))
 hits = counters["inductor"]["fxgraph_cache_hit"] + counters["aot_autograd"].get("autograd_cache_hit", 0)
@@ -186,7 +186,7 @@ class Broken(nn.Module):
 def test_a_graph_break_makes_smaller_regions_and_is_named():
     model = Broken()
     x = torch.randn(64, 64)
-    plan = plan_for(copy.deepcopy(model), x)
+    plan = plan_for(model, x)
     loka.convert(model, plan)
     before = loka.regions(model)
     assert set(before.apart) == {"first", "second", "third"}
@@ -207,7 +207,7 @@ def test_sites_that_do_not_fit_are_told_with_their_reason():
     model = nn.Sequential(nn.Linear(13, 64), nn.ReLU(), nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 1))
     whole = nn.Sequential(nn.Identity(), model)
     x = torch.randn(64, 13)
-    loka.convert(model, plan_for(copy.deepcopy(model), x))
+    loka.convert(model, plan_for(model, x))
     run(torch.compile(whole), x)
     assert loka.regions(model).applied == (("2",),)
     assert loka.regions(model).apart == {
@@ -221,7 +221,7 @@ def test_sites_that_do_not_fit_are_told_with_their_reason():
 def test_parts_compiled_by_themselves_and_within_each_other():
     outer = nn.Sequential(made("relu"), nn.ReLU(), made("relu_narrow"))
     x = torch.randn(64, 64)
-    plan = plan_for(copy.deepcopy(outer), x)
+    plan = plan_for(outer, x)
     plain = copy.deepcopy(outer)
     loka.convert(outer, plan)
     outer[0].compile()

@@ -1,22 +1,17 @@
 """Joined sites inside DistributedDataParallel, whose optimizer splits graphs; convert first or wrap first."""
 
 import copy
-import sys
 from dataclasses import dataclass
-from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import on_ranks
-from sweeps import sweep
-from torch import nn
-from torch.nn.parallel import DistributedDataParallel
-
-sys.path.insert(0, str(Path(__file__).parent))
 from converted import error, gradients, plan_for, run
 from joint import JointBackend
+from ranks import on_ranks
 from small_models import made
+from sweeps import sweep
+from torch.nn.parallel import DistributedDataParallel
 
 import loka
 from loka.compiler.gemms import region_gemm
@@ -41,7 +36,7 @@ class Job:
         if self.order == "convert first":
             loka.convert(model, self.plan)
         dist._DEFAULT_FIRST_BUCKET_BYTES = 4096  # so that graphs are split
-        wrapped: nn.Module = DistributedDataParallel(model, bucket_cap_mb=0.02)
+        wrapped = DistributedDataParallel(model, bucket_cap_mb=0.02)
         if self.order == "wrap first":
             loka.convert(wrapped, self.plan)
         backend = JointBackend()

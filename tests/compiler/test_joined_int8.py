@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from converted import INT8, JOINED, assert_as_good, error, fp8_sites, gradients, plan_for, run
+from converted import INT8, JOINED, assert_as_good, converted, error, fp8_sites, gradients, plan_for, run
 from joint import JointBackend
 from small_models import MODELS, made
 from sweeps import sweep
@@ -30,11 +30,11 @@ def test_joined_is_as_good_as_site_by_site(name):
     """And its forward better than that of FP8, by far."""
     x = torch.randn(100, 64, generator=torch.Generator().manual_seed(1))
     plain = made(name)
-    plan = plan_for(copy.deepcopy(plain), x, force=OUTPUT)
+    plan = plan_for(plain, x, force=OUTPUT)
     eager, joined, fp8 = (copy.deepcopy(plain) for _ in range(3))
     loka.convert(eager, plan)
     loka.convert(joined, plan)
-    loka.convert(fp8, plan_for(copy.deepcopy(plain), x))
+    loka.convert(fp8, plan_for(plain, x))
     backend = JointBackend()
     expected, by_site = run(plain, x), run(eager, x)
     reset_kernel_runs()
@@ -54,7 +54,7 @@ def test_backward_reads_no_integers():
     2^18th of it. So forward makes both copies of an input, and backward is what it is without INT8."""
     plain = made("relu")
     x = torch.randn(64, 64)
-    joined = loka.convert(copy.deepcopy(plain), plan_for(copy.deepcopy(plain), x, force=OUTPUT))
+    joined = converted(plain, plan_for(plain, x, force=OUTPUT))
     backend = JointBackend()
     run(torch.compile(joined, backend=backend), x)
     nodes = [node for graph in backend.graphs for node in graph.nodes if node.target is edge]
@@ -85,8 +85,8 @@ def test_one_input_in_two_formats():
     torch.manual_seed(0)
     plain = _Shared()
     x = torch.randn(40, 64)
-    plan = plan_for(copy.deepcopy(plain), x, force={"first/output": INT8})
-    eager, joined = (loka.convert(copy.deepcopy(plain), plan) for _ in range(2))
+    plan = plan_for(plain, x, force={"first/output": INT8})
+    eager, joined = (converted(plain, plan) for _ in range(2))
     backend = JointBackend()
     found, expected = run(torch.compile(joined, backend=backend), x), run(eager, x)
     assert not backend.apart
@@ -98,8 +98,8 @@ def test_one_input_in_two_formats():
 
 def test_inference_makes_no_fp8_copies_and_ragged_batches_share_a_graph():
     plain = made("relu").eval()
-    plan = plan_for(copy.deepcopy(plain).train(), torch.randn(64, 64), force=OUTPUT)
-    eager, joined = (loka.convert(copy.deepcopy(plain), plan).eval() for _ in range(2))
+    plan = plan_for(plain, torch.randn(64, 64), force=OUTPUT)
+    eager, joined = (converted(plain, plan).eval() for _ in range(2))
     backend = JointBackend()
     step = torch.compile(joined, backend=backend, dynamic=True)
     with torch.no_grad():
@@ -114,8 +114,8 @@ def test_inference_makes_no_fp8_copies_and_ragged_batches_share_a_graph():
 
 def test_what_is_not_finite_shows_and_stays_in_its_row():
     plain = made("relu")
-    plan = plan_for(copy.deepcopy(plain), torch.randn(64, 64), force=OUTPUT)
-    joined = loka.convert(copy.deepcopy(plain), plan)
+    plan = plan_for(plain, torch.randn(64, 64), force=OUTPUT)
+    joined = converted(plain, plan)
     x = torch.randn(32, 64)
     x[3, 4] = torch.nan
     y, _ = run(torch.compile(joined, backend=JointBackend()), x)

@@ -1,12 +1,9 @@
 """Sites whose code behind them runs in their GEMM's epilogue: which ones, and that results stay right."""
 
-import copy
-from collections.abc import Callable
-
 import pytest
 import torch
 import torch.nn.functional as F
-from converted import error, gradients, plan_for, run
+from converted import converted, error, gradients, plan_for, run
 from joint import JointBackend
 from sweeps import sweep
 from torch import nn
@@ -20,7 +17,7 @@ from loka.kernels.gemm.epilogue import Activation
 from loka.nn import BlockNorm
 
 X = torch.randn(70, 64, generator=torch.Generator().manual_seed(1))
-ACTIVATIONS: dict[Activation, Callable[[], nn.Module]] = {
+ACTIVATIONS = {
     Activation.NONE: nn.Identity,
     Activation.HARD_SWISH: nn.Hardswish,
     Activation.RELU: nn.ReLU,
@@ -41,8 +38,8 @@ def tower(activation=Activation.HARD_SWISH, block=64):
 
 def compiled(model, x=X):
     """The model by sites, and joined."""
-    plan = plan_for(copy.deepcopy(model), x)
-    by_site, joined = (loka.convert(copy.deepcopy(model), plan) for _ in range(2))
+    plan = plan_for(model, x)
+    by_site, joined = (converted(model, plan) for _ in range(2))
     return by_site, joined, JointBackend()
 
 
@@ -57,9 +54,6 @@ def check(model, epilogues, x=X):
     assert not backend.apart
     assert backend.count(normed_gemm) == epilogues
     for found, eager, expected in pairs:
-        assert found is not None
-        assert eager is not None
-        assert expected is not None
         assert error(found, expected) <= 1.3 * error(eager, expected) + 0.005
     return backend
 
@@ -172,7 +166,6 @@ def test_what_is_not_finite_shows_and_is_flagged(bad):
     x[7, 3] = bad
     y, (grad,) = run(torch.compile(joined, backend=backend), x)
     assert y.isnan().any(dim=1).nonzero().tolist() == [[7]]
-    assert grad is not None
     assert grad.isnan().any(dim=1).nonzero().tolist() == [[7]]
     health = loka.health_of(joined)
     assert all(health[f"{layer}/output"]["bad_a"] for layer in "036")
@@ -231,7 +224,6 @@ def _program(**changes):
 
 def test_a_formula_is_known_exactly_or_not_at_all():
     found = matched(_program())
-    assert found is not None
     assert (found.epilogue.block, found.epilogue.eps, found.inverse_rms) == (64, 1e-6, 5)
     assert found.epilogue.activation is Activation.RELU
     steps = list(_program().steps)

@@ -18,7 +18,7 @@ def tower():
 @pytest.fixture
 def graphs(monkeypatch):
     """What was compiled."""
-    found: list[torch.fx.GraphModule] = []
+    found = []
 
     def keep(graph, inputs):
         found.append(graph)

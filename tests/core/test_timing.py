@@ -25,10 +25,10 @@ class Clock:
         self.true, self.noise = true, noise
         self.random = random.Random(seed)
         self.clock, self.asked = 1.0, 0
-        self.rounds: dict[str, int] = dict.fromkeys(true, 0)
+        self.rounds = dict.fromkeys(true, 0)
 
     def __call__(self, names, rounds):
-        samples: dict[str, list[float]] = {name: [] for name in names}
+        samples = {name: [] for name in names}
         for _ in range(rounds):
             self.clock *= math.exp(self.random.gauss(0.0, 0.02))
             for name in names:

@@ -5,8 +5,6 @@ import torch
 
 from loka.data import CRITEO
 
-Rows = list[tuple[object, ...]]
-
 
 def made_up(rows, seed=0):
     """Criteo-like rows: label, 13 counts or None, 26 hex strings or None."""

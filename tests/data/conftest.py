@@ -1,6 +1,15 @@
 """What tests of conversions share."""
 
 import pytest
+from click_files import write_tsv
+
+
+@pytest.fixture
+def path(tmp_path):
+    """300 rows as a table."""
+    from conversions import ROWS
+
+    return write_tsv(tmp_path / "t.tsv", ROWS)
 
 
 @pytest.fixture

@@ -1,12 +1,9 @@
 """Rows to convert, and what a conversion left."""
 
-import pytest
 from click_files import made_up
-from pyarrow import parquet
+from with_pyarrow import pa, parquet
 
 from loka.data import hashed_vocabulary
-
-pa = pytest.importorskip("pyarrow", reason="pyarrow is not installed (pip install 'loka[data]')")
 
 ALL = 300
 

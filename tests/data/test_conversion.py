@@ -10,7 +10,7 @@ import torch
 from click_files import assert_same, gather, lines, write_csv, write_tsv
 from conversions import ALL, HASHED, ROWS, contents, criteo_parquet
 from forked import run_script
-from pyarrow import parquet
+from with_pyarrow import pa, parquet
 
 from loka.core.exceptions import DataRefused
 from loka.data import (
@@ -30,9 +30,6 @@ from loka.data import (
 from loka.data.categories.encoding import REASONS
 
 pytestmark = pytest.mark.usefixtures("small_pieces")
-
-
-pa = pytest.importorskip("pyarrow", reason="pyarrow is not installed (pip install 'loka[data]')")
 
 
 @pytest.mark.parametrize("kind", ["csv", "parquet", "gz"])  # of TSV
@@ -73,8 +70,7 @@ def test_pieces_end_where_lines_end_wherever_they_are_cut(tmp_path, monkeypatch)
         assert_same(gather(open_shards(folder)), whole)
 
 
-def test_threads_change_nothing(tmp_path):
-    path = write_tsv(tmp_path / "t.tsv", ROWS)
+def test_threads_change_nothing(tmp_path, path):
     folders = [tmp_path / f"{workers}" for workers in (1, 4)]
     for folder, workers in zip(folders, (1, 4), strict=True):
         convert(path, folder, vocabulary=Frequency(min_count=3), workers=workers)
@@ -82,8 +78,7 @@ def test_threads_change_nothing(tmp_path):
 
 
 @pytest.mark.parametrize("holdout", [0.0, 0.2])
-def test_a_frequency_vocabulary_is_that_of_the_training_rows(tmp_path, holdout):
-    path = write_tsv(tmp_path / "t.tsv", ROWS)
+def test_a_frequency_vocabulary_is_that_of_the_training_rows(tmp_path, holdout, path):
     convert(path, tmp_path / "out", vocabulary=Frequency(min_count=2, max_size=12, holdout=holdout))
     train = ALL - round(ALL * holdout)
     expected = build_vocabulary(path, rows=train, min_count=2, max_size=12)
@@ -91,8 +86,7 @@ def test_a_frequency_vocabulary_is_that_of_the_training_rows(tmp_path, holdout):
     assert max(map(len, expected.categories.values())) == 12
 
 
-def test_the_split_is_that_of_the_table(tmp_path):
-    path = write_tsv(tmp_path / "t.tsv", ROWS)
+def test_the_split_is_that_of_the_table(tmp_path, path):
     convert(path, tmp_path / "out", vocabulary=Frequency(holdout=0.2))
     for prepared, table in zip(split_shards(tmp_path / "out"), open_table(path), strict=True):
         assert_same(gather(prepared), gather(table))
@@ -146,8 +140,7 @@ def test_ids_beyond_32_bits_are_refused(tmp_path):
         convert(path, tmp_path / "out", vocabulary=hashed_vocabulary(2**31))
 
 
-def test_any_parquet_reader_sees_the_rows(tmp_path):
-    path = write_tsv(tmp_path / "t.tsv", ROWS)
+def test_any_parquet_reader_sees_the_rows(tmp_path, path):
     convert(path, tmp_path / "out", vocabulary=HASHED)
     table = parquet.read_table(sorted((tmp_path / "out").glob("*.parquet")))
     dense, sparse, label = gather(open_shards(tmp_path / "out"))
@@ -212,8 +205,6 @@ def test_sequences_keep_the_latest_padded_on_the_right(tmp_path):
     convert(path, tmp_path / "out", schema=schema, vocabulary=vocabulary)
     for source in (table, open_shards(tmp_path / "out")):
         (batch,) = source.batches(10)
-        assert batch.sequence is not None
-        assert batch.lengths is not None
         assert batch.sequence.dtype == batch.lengths.dtype == torch.int64
         assert batch.lengths.tolist() == [1, 0, 0, 3, 3, 2]
         expected = [[1, 0, 0], [0, 0, 0], [0, 0, 0], [2, 3, 4], [0, 0, 0], [4, 3, 0]]

@@ -22,7 +22,11 @@ from loka.data.formats.shard_writer import ShardWriter
 pytestmark = pytest.mark.usefixtures("small_pieces")
 
 
-pa = pytest.importorskip("pyarrow", reason="pyarrow is not installed (pip install 'loka[data]')")
+@pytest.fixture
+def converted(tmp_path, path):
+    folder = tmp_path / "out"
+    convert(path, folder, vocabulary=HASHED)
+    return folder
 
 
 def killed(path, folder):
@@ -44,8 +48,8 @@ def killed(path, folder):
     convert(path, folder, vocabulary=Frequency(min_count=2), workers=1)
 
 
-def test_a_killed_conversion_goes_on_and_keeps_what_was_finished(tmp_path):
-    path, folder = write_tsv(tmp_path / "t.tsv", ROWS), tmp_path / "out"
+def test_a_killed_conversion_goes_on_and_keeps_what_was_finished(tmp_path, path):
+    folder = tmp_path / "out"
     died = SERVER.Process(target=killed, args=(path, folder))
     died.start()
     died.join()
@@ -54,7 +58,7 @@ def test_a_killed_conversion_goes_on_and_keeps_what_was_finished(tmp_path):
     with pytest.raises(DataRefused, match=r"not complete\n  3 of .* pieces"):
         open_shards(folder)
     before = {path.name: path.stat().st_mtime_ns for path in folder.glob("shard-*")}
-    steps: list[tuple[str, int]] = []
+    steps = []
 
     def track(items, description, total):
         steps.append((description, total))
@@ -68,36 +72,34 @@ def test_a_killed_conversion_goes_on_and_keeps_what_was_finished(tmp_path):
     assert contents(folder) == contents(tmp_path / "whole")
 
 
-def test_damaged_shards_are_named_and_redone(tmp_path):
-    path, folder = write_tsv(tmp_path / "t.tsv", ROWS), tmp_path / "out"
-    convert(path, folder, vocabulary=HASHED)
-    whole = contents(folder)
-    shard = folder / "shard-00002.parquet"
+def test_damaged_shards_are_named_and_redone(path, converted):
+    whole = contents(converted)
+    shard = converted / "shard-00002.parquet"
     data = whole[shard.name]
 
     shard.write_bytes(data[: len(data) // 2])
     with pytest.raises(DataRefused, match=r"shard-00002\.parquet.*truncated(.|\n)*Way out: run the conversion"):
-        open_shards(folder)
-    convert(path, folder, vocabulary=HASHED)
-    assert contents(folder) == whole
+        open_shards(converted)
+    convert(path, converted, vocabulary=HASHED)
+    assert contents(converted) == whole
 
     shard.unlink()
     with pytest.raises(DataRefused, match=r"shard-00002\.parquet: the shard is missing"):
-        open_shards(folder)
-    convert(path, folder, vocabulary=HASHED)
-    assert contents(folder) == whole
+        open_shards(converted)
+    convert(path, converted, vocabulary=HASHED)
+    assert contents(converted) == whole
 
     flipped = bytearray(data)
     flipped[len(data) // 3] ^= 0x40  # in a page: the size is right, the checksum is not
     shard.write_bytes(flipped)
     with pytest.raises(DataRefused, match=r"shard-00002\.parquet: row group \d+ cannot be read(.|\n)*delete"):
-        gather(open_shards(folder))
+        gather(open_shards(converted))
 
-    (folder / "manifest.json").write_text("{")
+    (converted / "manifest.json").write_text("{")
     with pytest.raises(FileRefused, match=r"manifest\.json"):
-        open_shards(folder)
+        open_shards(converted)
     with pytest.raises(FileRefused, match=r"delete .* and convert again"):
-        convert(path, folder, vocabulary=HASHED)
+        convert(path, converted, vocabulary=HASHED)
 
 
 def test_a_folder_converted_again_is_read_anew(tmp_path):
@@ -118,14 +120,12 @@ def test_a_damaged_input_is_named(tmp_path):
         convert(path, tmp_path / "out", vocabulary=HASHED)
 
 
-def test_another_conversion_is_not_mixed_in(tmp_path):
-    path, folder = write_tsv(tmp_path / "t.tsv", ROWS), tmp_path / "out"
-    convert(path, folder, vocabulary=HASHED)
+def test_another_conversion_is_not_mixed_in(tmp_path, path, converted):
     with pytest.raises(DataRefused, match=r"holds another conversion\n  vocabulary: .*99.* there, .*98.* now"):
-        convert(path, folder, vocabulary=hashed_vocabulary(98))
+        convert(path, converted, vocabulary=hashed_vocabulary(98))
     other = write_tsv(tmp_path / "u.tsv", ROWS[:10])
     with pytest.raises(DataRefused, match=r"files: .*t\.tsv.*u\.tsv"):
-        convert(other, folder, vocabulary=HASHED)
+        convert(other, converted, vocabulary=HASHED)
     foreign = tmp_path / "foreign"
     foreign.mkdir()
     (foreign / "rows.parquet").write_bytes(b"")
@@ -133,9 +133,7 @@ def test_another_conversion_is_not_mixed_in(tmp_path):
         convert(path, foreign, vocabulary=HASHED)
 
 
-def test_two_conversions_into_one_folder_at_a_time_are_refused(tmp_path):
-    path = write_tsv(tmp_path / "t.tsv", ROWS)
-
+def test_two_conversions_into_one_folder_at_a_time_are_refused(tmp_path, path):
     def track(items, description, total):
         with pytest.raises(InUse, match="another process is converting"):
             convert(path, tmp_path / "out", vocabulary=HASHED)
@@ -144,8 +142,8 @@ def test_two_conversions_into_one_folder_at_a_time_are_refused(tmp_path):
     convert(path, tmp_path / "out", vocabulary=HASHED, track=track)
 
 
-def test_a_shard_is_on_the_disk_before_its_name(tmp_path, monkeypatch):
-    path, folder = write_tsv(tmp_path / "t.tsv", ROWS), tmp_path / "out"
+def test_a_shard_is_on_the_disk_before_its_name(tmp_path, monkeypatch, path):
+    folder = tmp_path / "out"
     seen = watch_disk(monkeypatch)
     convert(path, folder, vocabulary=HASHED, workers=1)
     for shard in folder.glob("shard-*"):
@@ -154,56 +152,48 @@ def test_a_shard_is_on_the_disk_before_its_name(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("change", [lambda data: data + b"\0", lambda data: data[:-1]])
-def test_a_shard_of_another_size_is_refused_and_redone(tmp_path, change):
-    path, folder = write_tsv(tmp_path / "t.tsv", ROWS), tmp_path / "out"
-    convert(path, folder, vocabulary=HASHED)
-    whole = contents(folder)
-    shard = folder / "shard-00001.parquet"
+def test_a_shard_of_another_size_is_refused_and_redone(change, path, converted):
+    whole = contents(converted)
+    shard = converted / "shard-00001.parquet"
     shard.write_bytes(change(whole[shard.name]))
     with pytest.raises(DataRefused, match=r"shard-00001\.parquet: the shard was truncated or overwritten"):
-        open_shards(folder)
-    convert(path, folder, vocabulary=HASHED)
-    assert contents(folder) == whole
+        open_shards(converted)
+    convert(path, converted, vocabulary=HASHED)
+    assert contents(converted) == whole
 
 
 @pytest.mark.parametrize("name", ["../outside.parquet", "/etc/passwd", "a/b.parquet", "..", "", 7, None])
-def test_a_manifest_names_files_of_its_folder_only(tmp_path, name):
-    path, folder = write_tsv(tmp_path / "t.tsv", ROWS), tmp_path / "out"
-    convert(path, folder, vocabulary=HASHED)
-    shutil.copy(folder / "shard-00001.parquet", tmp_path / "outside.parquet")
-    content = json.loads((folder / "manifest.json").read_text())["content"]
+def test_a_manifest_names_files_of_its_folder_only(tmp_path, name, converted):
+    shutil.copy(converted / "shard-00001.parquet", tmp_path / "outside.parquet")
+    content = json.loads((converted / "manifest.json").read_text())["content"]
     content["shards"]["1"]["file"] = name
-    write_record(folder / "manifest.json", kind="manifest of prepared clicks", version=1, content=content)
+    write_record(converted / "manifest.json", kind="manifest of prepared clicks", version=1, content=content)
     with pytest.raises(FileRefused, match=r"shard 1 .* is no file of the folder|shards\.1\.file has to be a text"):
-        open_shards(folder)
+        open_shards(converted)
 
 
 @pytest.mark.parametrize(
     "change", [{"rows": 10**15}, {"rows": -1}, {"rows": 1e3}, {"counts": []}, {"bytes": "1"}, {"rows": 10**19}]
 )
-def test_a_manifest_of_impossible_numbers_is_refused(tmp_path, change):
+def test_a_manifest_of_impossible_numbers_is_refused(change, converted):
     """10^15 rows are 10^11 groups, an array of a terabyte, before any file is looked at."""
-    path, folder = write_tsv(tmp_path / "t.tsv", ROWS), tmp_path / "out"
-    convert(path, folder, vocabulary=HASHED)
-    whole = json.loads((folder / "manifest.json").read_text())["content"]
+    whole = json.loads((converted / "manifest.json").read_text())["content"]
     content = {**whole, "shards": {**whole["shards"], "1": {**whole["shards"]["1"], **change}}}
     for wrong in (content, {**whole, "group_rows": 0}, {**whole, "vocab_sizes": [0] * 26}):
-        write_record(folder / "manifest.json", kind="manifest of prepared clicks", version=1, content=wrong)
+        write_record(converted / "manifest.json", kind="manifest of prepared clicks", version=1, content=wrong)
         with pytest.raises(FileRefused, match="not that of a manifest"):
-            open_shards(folder)
+            open_shards(converted)
 
 
-def test_a_pipe_in_the_place_of_a_shard_is_refused(tmp_path):
-    path, folder = write_tsv(tmp_path / "t.tsv", ROWS), tmp_path / "out"
-    convert(path, folder, vocabulary=HASHED)
-    (folder / "shard-00001.parquet").unlink()
-    os.mkfifo(folder / "shard-00001.parquet")
+def test_a_pipe_in_the_place_of_a_shard_is_refused(converted):
+    (converted / "shard-00001.parquet").unlink()
+    os.mkfifo(converted / "shard-00001.parquet")
     with pytest.raises(DataRefused, match=r"shard-00001\.parquet: the shard was truncated"):
-        open_shards(folder)
+        open_shards(converted)
 
 
-def test_a_full_disk_keeps_what_was_converted(tmp_path, monkeypatch):
-    path, folder = write_tsv(tmp_path / "t.tsv", ROWS), tmp_path / "out"
+def test_a_full_disk_keeps_what_was_converted(tmp_path, monkeypatch, path):
+    folder = tmp_path / "out"
     with monkeypatch.context() as context:
         calls = iter([True] * 5)
 
@@ -220,8 +210,8 @@ def test_a_full_disk_keeps_what_was_converted(tmp_path, monkeypatch):
     assert_same(gather(open_shards(folder)), gather(TableClicks(path, vocabulary=HASHED)))
 
 
-def test_an_interrupt_ends_the_threads_and_keeps_the_shards(tmp_path):
-    path, folder = write_tsv(tmp_path / "t.tsv", ROWS), tmp_path / "out"
+def test_an_interrupt_ends_the_threads_and_keeps_the_shards(tmp_path, path):
+    folder = tmp_path / "out"
 
     def track(items, description, total):
         for count, item in enumerate(items):

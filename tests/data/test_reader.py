@@ -158,8 +158,6 @@ def test_neither_part_of_a_split_is_empty(holdout):
 def test_a_history_travels_with_its_row():
     reader = Reader(Rows(history=True), shuffle=Shuffle(seed=0, window_rows=9))
     for batch in reader.batches(6):
-        assert batch.sequence is not None
-        assert batch.lengths is not None
         assert batch.sequence.dtype == batch.lengths.dtype == torch.int64
         assert torch.equal(batch.sequence, batch.sparse[:, :1].expand(-1, 3))
         assert torch.equal(batch.lengths, batch.sparse[:, 0] % 4)

@@ -14,7 +14,6 @@ def test_other_rows_would_be_another_generation():
     """Where this fails on purpose, `GENERATION` grows: then identities differ as the rows do."""
     source = SyntheticClicks(rows=3, seed=1, vocab_sizes=(5, 40, 300), dense_features=3, history=4)
     (batch,) = source.batches(3)
-    assert batch.sequence is not None
     np.testing.assert_allclose(batch.dense, DENSE, atol=1e-3)
     assert batch.sparse.tolist() == SPARSE
     assert batch.label.tolist() == [0, 1, 0]

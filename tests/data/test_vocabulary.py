@@ -6,15 +6,12 @@ import time
 import numpy as np
 import pytest
 from forked import run_script
+from with_pyarrow import pa, parquet
 
 from loka.core.exceptions import DataRefused
 from loka.data import Schema, build_vocabulary, hashed_vocabulary, vocabulary_from_dict
-
-pa = pytest.importorskip("pyarrow", reason="pyarrow is not installed (pip install 'loka[data]')")
-from pyarrow import parquet  # noqa: E402
-
-from loka.data.categories import vocabulary as vocabulary_module  # noqa: E402
-from loka.data.categories.hashing import hashes_of  # noqa: E402
+from loka.data.categories import vocabulary as vocabulary_module
+from loka.data.categories.hashing import hashes_of
 
 SCHEMA = Schema(label="y", dense=(), sparse=("a", "b"))
 

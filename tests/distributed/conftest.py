@@ -1,7 +1,6 @@
-"""Lets tests of this folder import what stands beside them."""
+"""Lets tests of this folder import small models of the compiler's."""
 
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parent))
 sys.path.insert(0, str(Path(__file__).parents[1] / "compiler"))

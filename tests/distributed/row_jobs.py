@@ -16,7 +16,7 @@ from loka.distributed import row_sync
 from loka.train.optim import RowwiseAdagrad
 
 ROWS, WIDTH = 200, 24
-module: Any = importlib.import_module("loka.distributed.row_sync")  # the function has its name
+module = importlib.import_module("loka.distributed.row_sync")  # the function has its name
 
 
 class Tables(nn.Module):
@@ -51,7 +51,7 @@ class Trained:
         torch.manual_seed(0)
         model = Tables(self.dtype)
         first = copy.deepcopy(model.state_dict())
-        kind: Any = RowwiseAdagrad if self.optimizer == "row-wise" else getattr(torch.optim, self.optimizer)
+        kind = RowwiseAdagrad if self.optimizer == "row-wise" else getattr(torch.optim, self.optimizer)
         optimizer = kind([model.one.weight, model.bag.weight], lr=0.01)
         sync = row_sync(model, optimizer=optimizer, **self.settings)
         counted = []
@@ -133,7 +133,7 @@ def lookups_that_train_nothing(rank, folder):
 
 
 def refused(rank, folder):
-    found: dict[str, str] = {}
+    found = {}
 
     def tried(name, call):
         try:

@@ -7,7 +7,6 @@ another order than autograd adds them, so from the second step on losses agree w
 
 import contextlib
 from dataclasses import dataclass
-from typing import Any
 
 import pytest
 import torch
@@ -35,7 +34,7 @@ class Counting(DefaultAllGather):
     """FSDP2's own all-gather, with the bytes that a rank sends."""
 
     def __init__(self):
-        self.sent: list[int] = []
+        self.sent = []
 
     def __call__(self, output_tensor, input_tensor, group, async_op=False):
         self.sent.append(input_tensor.numel() * input_tensor.element_size())
@@ -96,6 +95,11 @@ class Job:
         fp8_all_gather(model, self.plan)
         return trained(model, rank)
 
+    def gathering(self):
+        model = self.made()
+        fp8_all_gather(model, self.plan)
+        return model
+
     def bytes_of(self):
         """Of each rank, in a forward and a backward of wide layers, against FSDP2's own bf16 gather."""
         sent = {}
@@ -114,16 +118,14 @@ class Job:
 
     def parts(self, rank):
         """A part that is called by itself after an update, and evaluation without gradients."""
-        model = self.made()
-        fp8_all_gather(model, self.plan)
+        model = self.gathering()
         trained(model, rank, 1)
         with torch.no_grad():
             return model[0](rows(7, 0, 24)[0]).flatten().tolist()
 
     def written(self, rank):
         """Weights written past autograd and optimizer: scales are those of the numbers as they are."""
-        model = self.made()
-        fp8_all_gather(model, self.plan)
+        model = self.gathering()
         trained(model, rank, 1)
         with torch.no_grad():
             for parameter in model.parameters():
@@ -151,10 +153,9 @@ class Job:
 
     def watched(self, rank):
         """Backward under a mode that sees ops, as counters of FLOPs and selective checkpoints are."""
-        found: dict[str, Any] = {}
+        found = {}
         for name, mode in (("plain", contextlib.nullcontext()), ("watched", FlopCounterMode(display=False))):
-            model = self.made()
-            fp8_all_gather(model, self.plan)
+            model = self.gathering()
             with mode:
                 loss_of(model, *rows(0, rank, 24)).backward()
             found[name] = [p.grad.full_tensor().tolist() for p in model.parameters()]
@@ -162,8 +163,7 @@ class Job:
 
     def not_finite(self, rank):
         """A NaN in the rows of one rank makes the weight NaN on all, and is flagged there."""
-        model = self.made()
-        fp8_all_gather(model, self.plan)
+        model = self.gathering()
         if rank == 1:
             with torch.no_grad():
                 model[2].weight.to_local()[0, 0] = torch.nan

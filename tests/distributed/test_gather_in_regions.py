@@ -1,7 +1,6 @@
 """FP8 gathers on two ranks, eager and compiled: equal to one process, and what regions read."""
 
 from dataclasses import dataclass
-from typing import Any
 
 import pytest
 import torch
@@ -41,7 +40,7 @@ class Exact:
     def __call__(self, rank, folder):
         model = shard(loka.convert(uneven(), self.plan))
         fp8_all_gather(model, self.plan)
-        found: dict[str, Any] = {"uneven": trained(model, rank), "checkpointed": self.checkpointed(rank)}
+        found = {"uneven": trained(model, rank), "checkpointed": self.checkpointed(rank)}
         for units in UNITS:
             found[units] = self.compiled(rank, units)
         return found
@@ -96,7 +95,6 @@ def stepped(model, called, ranks):
             loss.backward()
             found.append(loss.item())
         for parameter in model.parameters():
-            assert parameter.grad is not None
             parameter.grad /= len(ranks)
         optimizer.step()
         losses.append(found)

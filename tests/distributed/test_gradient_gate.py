@@ -2,7 +2,6 @@
 for both, and what it refuses."""
 
 import re
-from typing import Any
 
 import pytest
 import torch
@@ -56,7 +55,7 @@ class Faint(nn.Module):
 
 
 def on_rank(rank, folder):
-    found: dict[str, Any] = {}
+    found = {}
     for engine in ("ddp", "fsdp2"):
         model = wrapped(engine, None)
         choice = choose_gradients(model, stepping(model, rank), timer=clock(rank))

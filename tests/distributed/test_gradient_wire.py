@@ -2,7 +2,6 @@
 
 import contextlib
 import copy
-from typing import Any
 
 import pytest
 import torch
@@ -121,7 +120,7 @@ def told(model):
 
 
 def on_rank(rank, folder):
-    found: dict[str, Any] = {}
+    found = {}
     for engine in ("ddp", "fsdp2"):
         for codec in ("bf16", "int8", "e4m3"):
             wire = GradientWire(scatter=codec, gather=codec)

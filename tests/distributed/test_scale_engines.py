@@ -4,7 +4,6 @@ of the same bytes."""
 import contextlib
 import itertools
 from dataclasses import dataclass, replace
-from typing import Any
 from unittest import mock
 
 import pytest
@@ -59,15 +58,12 @@ _OPS = {
 }
 
 
-Found = list[tuple[str, int, int]]
-
-
 class Sent(TorchDispatchMode):
     """Collectives, each with the bytes of its larger buffer and the ranks of its group."""
 
     def __init__(self):
         super().__init__()
-        self.found: Found = []
+        self.found = []
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if func.namespace == "c10d":
@@ -94,7 +90,7 @@ def noting(function, op, found):
 @contextlib.contextmanager
 def called():
     """The same by the functions that are called: under a mode, backward of weights in FP8 refuses to run."""
-    found: Found = []
+    found = []
     ops = {
         "all_reduce": "all_reduce",
         "all_gather_single": "all_gather",
@@ -121,7 +117,7 @@ class Job:
     plan: loka.Plan
 
     def __call__(self, rank, folder):
-        found: dict[str, Any] = {}
+        found = {}
         for name, engine, formats in CASES:
             if (engine == "hsdp") == (dist.get_world_size() == RANKS):
                 continue
@@ -129,7 +125,7 @@ class Job:
         return found
 
     def step(self, engine, formats, sides, rank):
-        model: Any = tower(*sides)
+        model = tower(*sides)
         wire = GradientWire(scatter=formats.gradients, gather=formats.gradients)
         if engine == "ddp":
             model = DistributedDataParallel(model)

@@ -3,10 +3,10 @@ do."""
 
 import functools
 import itertools
-from contextlib import contextmanager
 
 import torch
 import torch.nn.functional as F
+from models import as_gathered
 from torch import nn
 
 import loka
@@ -21,7 +21,7 @@ def tower(*sides):
     """Linear - ReLU - ... - Linear with weights that are the same in every call."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        layers: list[nn.Module] = []
+        layers = []
         for wide, out in itertools.pairwise(sides):
             layers += [nn.Linear(wide, out), nn.ReLU()]
         return nn.Sequential(*layers[:-1])
@@ -74,26 +74,6 @@ def loss_of(model, x, y):
     return F.mse_loss(model(x).sum(-1), y)
 
 
-@contextmanager
-def as_gathered(model, names):
-    """Within it weights hold what eight bits with one scale, the power of two below 256 / 448 of e4m3, leave
-    of them.
-
-    Written here by itself: 2^(ceil(log2 max|W|) - 8) by math, not by the bits.
-    """
-    masters = {name: p.detach().clone() for name, p in model.named_parameters() if name in names}
-    for name, p in model.named_parameters():
-        if name in names:
-            scale = 2.0 ** (torch.log2(p.detach().abs().max().double()).ceil() - 8).item()
-            p.data = (p.detach() / scale).to(torch.float8_e4m3fn).float().mul(scale).to(p.dtype)
-    try:
-        yield
-    finally:
-        for name, p in model.named_parameters():
-            if name in masters:
-                p.data = masters[name]
-
-
 def alone(model, names, ranks, steps=STEPS):
     """Losses [steps][ranks] of one process with the rows of each rank in turn; mean gradients, Adam."""
     optimizer = torch.optim.Adam(model.parameters(), LR)
@@ -105,7 +85,6 @@ def alone(model, names, ranks, steps=STEPS):
             for loss in found:  # undivided, as on a rank: a third would round to other eight bits
                 loss.backward()
         for parameter in model.parameters():
-            assert parameter.grad is not None
             parameter.grad /= ranks
         optimizer.step()
         losses.append([loss.item() for loss in found])

@@ -6,12 +6,11 @@ A flag is set if the step under it has the loss of the eager one, and its gradie
 import copy
 import pickle
 import sys
-from collections.abc import Callable
 
 import torch
 
 from .registry import FOREIGN
-from .spec import Foreign, call, train_step
+from .spec import call, train_step
 
 TOLERANCE = 1e-4  # float32, other orders of the same sums
 
@@ -45,7 +44,7 @@ def _assert_trained(foreign, loss):
     torch.testing.assert_close(loss, expected, rtol=TOLERANCE, atol=TOLERANCE)
 
 
-CHECKS: dict[str, Callable[[Foreign], None]] = {
+CHECKS = {
     "fullgraph": _compiled,
     "export_strict": lambda foreign: _exported(foreign, strict=True),
     "export_non_strict": lambda foreign: _exported(foreign, strict=False),

@@ -63,9 +63,9 @@ def count_flops(model, run):
 class Counting(TorchDispatchMode):
     def __init__(self, model):
         super().__init__()
-        self.by_parameter: Counter[str] = Counter()
-        self.without_parameter: Counter[str] = Counter()
-        self.unaccounted: Counter[str] = Counter()
+        self.by_parameter = Counter()
+        self.without_parameter = Counter()
+        self.unaccounted = Counter()
         self.memory = Memory(model)
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
@@ -109,9 +109,9 @@ class Memory:
     """Which bytes hold which parameters, or copies of them."""
 
     def __init__(self, model):
-        self._parameters: dict[int, list[tuple[range, tuple[str, ...]]]] = {}
-        self._copies: dict[int, tuple[str, ...]] = {}
-        self._kept: list[torch.Tensor] = []  # so that no address is used again
+        self._parameters = {}
+        self._copies = {}
+        self._kept = []  # so that no address is used again
         for name, parameter in model.named_parameters():
             self._parameters.setdefault(_address(parameter), []).append((_bytes(parameter), (name,)))
 

@@ -4,11 +4,9 @@ Biases and additions are free. Names are those of the schema without its overloa
 """
 
 import math
-from collections.abc import Callable, Iterator
 
 import torch
 
-Product = Iterator[tuple[int, tuple[torch.Tensor, ...]]]
 Tensor = torch.Tensor
 
 
@@ -68,24 +66,24 @@ def _lengths(x):
     return [len(row) for row in x.unbind()] if x.is_nested else [x.shape[1]] * x.shape[0]
 
 
-def _encoder_layer(out, x, width, heads, qkv, qkv_bias, proj, *more):
-    """The fused layer of nn.TransformerEncoderLayer in evaluation; a nested tensor has no padding."""
-    lengths = _lengths(x)
-    weights = [a for a in more if isinstance(a, torch.Tensor) and a.is_floating_point() and a.dim() == 2]
-    for weight in (qkv, proj, *weights[:2]):
+def _of_tokens(lengths, width, weights):
+    for weight in weights:
         yield 2 * sum(lengths) * weight.numel(), (weight,)
     yield 4 * width * sum(length**2 for length in lengths), ()
+
+
+def _encoder_layer(out, x, width, heads, qkv, qkv_bias, proj, *more):
+    """The fused layer of nn.TransformerEncoderLayer in evaluation; a nested tensor has no padding."""
+    weights = [a for a in more if isinstance(a, torch.Tensor) and a.is_floating_point() and a.dim() == 2]
+    yield from _of_tokens(_lengths(x), width, (qkv, proj, *weights[:2]))
 
 
 def _native_attention(out, q, k, v, width, heads, qkv, _, proj, *__):
     """The fused self-attention of nn.MultiheadAttention in evaluation."""
-    lengths = _lengths(q)
-    for weight in (qkv, proj):
-        yield 2 * sum(lengths) * weight.numel(), (weight,)
-    yield 4 * width * sum(length**2 for length in lengths), ()
+    yield from _of_tokens(_lengths(q), width, (qkv, proj))
 
 
-PRODUCTS: dict[str, Callable[..., Product]] = {
+PRODUCTS = {
     "mm": _mm,
     "bmm": _mm,
     "_scaled_mm": _mm,

@@ -14,9 +14,8 @@ from .models import (
     slices,
     towers,
 )
-from .spec import Foreign
 
-FOREIGN: dict[str, Foreign] = {
+FOREIGN = {
     foreign.name: foreign
     for family in (
         towers, slices, experts, encoders, lora, autoint, deepctr, fuxictr, checkpointed, dlrm, hugging_face,

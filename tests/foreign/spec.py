@@ -95,5 +95,18 @@ def of_probabilities(output):
     return F.binary_cross_entropy(probabilities, labels(probabilities))
 
 
+def per_row(name, build, inputs, multiplications, *, loss=None, logits=whole, flops_per_batch=0, **more):
+    """A model whose parameters are in `multiplications` of each row; its loss is of its logits, or is given."""
+    return Foreign(
+        name=name,
+        build=seeded(build),
+        inputs=inputs,
+        loss=loss or of_logits(logits),
+        logits=logits,
+        parameter_gemm_flops=lambda rows: 2 * rows * multiplications + flops_per_batch,
+        **more,
+    )
+
+
 def variant(foreign, **changes):
     return dataclasses.replace(foreign, **changes)

@@ -52,7 +52,6 @@ def test_a_build_is_repeatable_and_leaves_the_random_state(foreign):
 def test_flops_are_those_derived_by_hand(foreign):
     """Under autograd, without it, and in inference mode, where aten arrives in larger pieces."""
     model = foreign.build()
-    assert foreign.parameter_gemm_flops is not None
     expected = foreign.parameter_gemm_flops(ROWS)
     inputs = foreign.inputs(ROWS)
     for context in (torch.enable_grad, torch.no_grad, torch.inference_mode):

@@ -35,7 +35,7 @@ def _covering(rows, together):
     values were taken least, so that none is left to the rows that the others need not."""
     parts = {row: set(itertools.combinations(enumerate(row), together)) for row in rows}
     missing = set().union(*parts.values())
-    taken: Counter[tuple[int, int]] = Counter()
+    taken = Counter()
     kept = []
     while missing:
         best = max(rows, key=lambda row: (len(parts[row] & missing), -sum(taken[one] for one in enumerate(row))))

@@ -2,11 +2,10 @@
 
 import pytest
 import torch
+import with_triton  # noqa: F401
 
 from loka.kernels.quantize.side import RUNS
-
-triton = pytest.importorskip("triton", reason="needs triton (its interpreter on a CPU)")
-notes = pytest.importorskip("loka.kernels.triton.notes")
+from loka.kernels.triton import notes
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf"), None])

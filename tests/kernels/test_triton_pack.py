@@ -3,10 +3,9 @@ wrong (tests/kernels/quantize/test_triton_quantize.py); what it takes instead is
 
 import pytest
 import torch
+from with_triton import tl, triton
 
-triton = pytest.importorskip("triton", reason="needs triton (its interpreter on a CPU)")
-tl = pytest.importorskip("triton.language")
-pack = pytest.importorskip("loka.kernels.triton.pack")
+from loka.kernels.triton import pack
 
 byte, four, half, whole = pack.byte, pack.four, pack.half, pack.whole
 FORMATS = [torch.float8_e4m3fn, torch.float8_e5m2]

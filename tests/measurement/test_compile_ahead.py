@@ -1,23 +1,18 @@
 """Compiling ahead: once for each kernel that can, with all problems, and never where nothing is timed."""
 
 import dataclasses
-import sys
-from pathlib import Path
 
 import pytest
-import torch
-from models import odd_mlp, train_steps
+from planted import registered
+from timers import FakeTimer, install, kernel
 
 import loka
 from loka.core.exceptions import UnknownName
-from loka.core.problem import Problem, linear_problem
+from loka.core.problem import linear_problem
 from loka.core.recipe import Gemm
 from loka.core.records.report import HP
 from loka.measurement import Settings
 from loka.measurement.times.compile_ahead import compile_ahead, untracked
-
-sys.path.insert(0, str(Path(__file__).parent))
-from timers import FakeTimer, install, kernel, registered
 
 PROBLEMS = tuple(
     linear_problem(Gemm.OUTPUT, rows=rows, in_features=32, out_features=48, dtype="bfloat16", target="sm_90")
@@ -29,7 +24,7 @@ class Compiler:
     """A `precompile` that keeps what it was given, and says `ticks` times that a problem is done."""
 
     def __init__(self, ticks=None):
-        self.calls: list[tuple[Problem, ...]] = []
+        self.calls = []
         self.ticks = ticks
 
     def __call__(self, problems, on_done):
@@ -42,9 +37,9 @@ class Bars:
     """A `track` that keeps what each bar was asked and how far it came."""
 
     def __init__(self):
-        self.asked: list[tuple[str, int]] = []
-        self.steps: list[int] = []
-        self.ended: list[bool] = []
+        self.asked = []
+        self.steps = []
+        self.ended = []
 
     def __call__(self, items, description, total):
         place = len(self.asked)
@@ -116,15 +111,6 @@ def test_a_compiler_that_fails_is_heard():
     broken_kernel = dataclasses.replace(kernel("broken"), precompile=broken)
     with registered(broken_kernel), pytest.raises(RuntimeError, match="nvcc"):
         compile_ahead(PROBLEMS, ["broken:rowwise_e4m3"], untracked)
-
-
-@pytest.fixture(scope="module")
-def stats():
-    torch.manual_seed(0)
-    model = odd_mlp()
-    with loka.Probe(model, every=2) as probe:
-        train_steps(model, 4)
-    return probe.stats()
 
 
 def test_measuring_on_a_cpu_compiles_nothing(stats):

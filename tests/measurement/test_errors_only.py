@@ -1,18 +1,16 @@
 """Measuring errors only where times could be taken: complete as it is, and times may follow."""
 
 import sys
-from pathlib import Path
 
 import pytest
 import torch
+from models import stats_of
+from timers import FakeTimer, install
 from torch import nn
 
 import loka
 from loka.core.error import sqnr_db
 from loka.measurement import Settings
-
-sys.path.insert(0, str(Path(__file__).parent))
-from timers import FakeTimer, install
 
 ROWWISE, TENSORWISE = "emulated:rowwise_e4m3", "emulated:tensorwise_e4m3"
 
@@ -21,9 +19,7 @@ ROWWISE, TENSORWISE = "emulated:rowwise_e4m3", "emulated:tensorwise_e4m3"
 def stats():
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(32, 48), nn.ReLU(), nn.Linear(48, 16))
-    with loka.Probe(model, every=1) as probe:
-        model(torch.randn(24, 32, requires_grad=True)).square().mean().backward()
-    return probe.stats()
+    return stats_of(model, torch.randn(24, 32, requires_grad=True))
 
 
 def measured(stats, out, **options):
@@ -110,10 +106,9 @@ def test_integers_are_told_by_the_tails_of_the_probed_rows():
     torch.manual_seed(0)
     x = torch.rand(512, 256).pow(-0.4)  # Pareto's, alpha 2.5
     model = nn.Sequential(nn.Linear(256, 64, bias=False))
-    with loka.Probe(model, every=1, effect_samples=0, depth_rows=512) as probe:
-        model(x).sum().backward()
+    stats = stats_of(model, x, torch.sum, effect_samples=0, depth_rows=512)
     step = x.amax(dim=1, keepdim=True) / 127
     exact = sqnr_db(model(step * (x / step).round()), model(x))
     for name in ("emulated:int8_row", "emulated:int8_row_centred"):
-        report = loka.measure(probe.stats(), device="cpu", candidates=[name], errors_only=True)
+        report = loka.measure(stats, device="cpu", candidates=[name], errors_only=True)
         assert report.sites["0/output"].measured(name).errors["sqnr_db"].value == pytest.approx(exact, abs=1)

@@ -3,11 +3,12 @@
 import json
 import sys
 import types
-from pathlib import Path
 
 import pytest
 import torch
-from timers import kernel, registered
+from models import stats_of
+from planted import registered
+from timers import kernel
 from torch import nn
 
 import loka
@@ -19,9 +20,6 @@ from loka.kernels.gemm.registry import all_candidates
 from loka.measurement import Settings
 
 QUICK = Settings(max_draws=4)
-
-
-sys.path.insert(0, str(Path(__file__).parent))
 
 
 def test_every_candidate_at_every_site(stats):
@@ -106,9 +104,7 @@ def test_the_learnt_operands_give_the_error_of_the_real_ones():
     model = nn.Sequential(nn.Linear(64, 96, bias=False))
     mixing = torch.randn(64, 64)
     x = torch.randn(4096, 64) @ mixing + 1
-    with loka.Probe(model, every=1, rows=4096) as probe:
-        model(x).sum().backward()
-    report = loka.measure(probe.stats(), device="cpu", candidates=["emulated:rowwise_e4m3"])
+    report = loka.measure(stats_of(model, x, torch.sum, rows=4096), device="cpu", candidates=["emulated:rowwise_e4m3"])
     from loka.core.error import sqnr_db
     from loka.core.recipe import Gemm
     from loka.kernels.gemm.run import run_gemm

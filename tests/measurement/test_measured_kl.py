@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from models import stats_of
 from torch import nn
 
 import loka
@@ -66,9 +67,7 @@ def test_a_budget_between_two_sites_buys_one(report):
 def test_what_is_not_known_is_told_where_it_matters():
     """A model whose output is no logits: the reason is in the report, and in a plan with a budget of NE."""
     model = nn.Sequential(nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 16))
-    with loka.Probe(model, every=1) as probe:
-        model(torch.randn(64, 16)).square().mean().backward()
-    stats = probe.stats()
+    stats = stats_of(model, torch.randn(64, 16))
     (reason,) = {layer.no_effect for layer in stats.layers.values()}
     assert reason
     report = loka.measure(stats, device="cpu", candidates=CANDIDATES, settings=Settings(max_draws=4))

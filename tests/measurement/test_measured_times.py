@@ -4,7 +4,9 @@ import sys
 
 import pytest
 import torch
-from timers import FakeTimer, install, kernel, registered
+from models import stats_of
+from planted import registered
+from timers import FakeTimer, install, kernel
 from torch import nn
 
 import loka
@@ -25,9 +27,7 @@ def twins():
     """Two layers of one shape and a third of another."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 16))
-    with loka.Probe(model, every=1) as probe:
-        model(torch.randn(24, 32, requires_grad=True)).square().mean().backward()
-    return probe.stats()
+    return stats_of(model, torch.randn(24, 32, requires_grad=True))
 
 
 def timed(stats, **options):

@@ -1,18 +1,16 @@
 """What a limited time is spent on; the order changes no result."""
 
 import sys
-from pathlib import Path
 
 import pytest
 import torch
+from models import stats_of
+from timers import FakeTimer, install
 from torch import nn
 
 import loka
 from loka.measurement import Settings
 from loka.measurement.queue import Job, agenda
-
-sys.path.insert(0, str(Path(__file__).parent))
-from timers import FakeTimer, install
 
 ROWWISE = "emulated:rowwise_e4m3"
 measuring = sys.modules["loka.measurement.measure"]
@@ -36,9 +34,7 @@ class Branches(nn.Module):
 def stats():
     torch.manual_seed(0)
     model = Branches()
-    with loka.Probe(model, every=1) as probe:
-        model(torch.randn(24, 64, requires_grad=True)).square().mean().backward()
-    return probe.stats()
+    return stats_of(model, torch.randn(24, 64, requires_grad=True))
 
 
 def timed(stats, **options):

@@ -2,10 +2,11 @@
 
 import sys
 import time
-from pathlib import Path
 
 import pytest
 import torch
+from models import stats_of
+from timers import FakeTimer, install
 from torch import nn
 from torch._dynamo.utils import counters
 from torch._inductor import config
@@ -13,9 +14,6 @@ from torch._inductor import config
 import loka
 from loka.core.records.report import REGION
 from loka.measurement.times import layer_times, region_ahead, region_times
-
-sys.path.insert(0, str(Path(__file__).parent))
-from timers import FakeTimer, install
 
 ARMS = {REGION: ("emulated:rowwise_e4m3_pow2",) * 3}
 PATCH = f"from loka.measurement.times import region_times; region_times.ARMS = {ARMS}; "
@@ -33,8 +31,7 @@ def measured(monkeypatch):
     monkeypatch.setattr(region_ahead, "_FEWEST", 2)
     monkeypatch.setattr(region_ahead, "_LEAST", 0.1)
     model = nn.Sequential(*(nn.Linear(*sides) for sides in ((32, 32), (32, 32), (32, 64), (64, 13))))
-    with loka.Probe(model, every=1, effect_samples=0) as probe:
-        model(torch.randn(24, 32, requires_grad=True)).square().mean().backward()
+    stats = stats_of(model, torch.randn(24, 32, requires_grad=True), effect_samples=0)
 
     def measure(command, *, regions=False, **options):
         monkeypatch.setattr(region_ahead, "_COMMAND", command)
@@ -42,7 +39,7 @@ def measured(monkeypatch):
             monkeypatch.setattr(layer_times, "time_region", time_region)
         settings = {"compile_threads": 2, "fx_graph_cache": True, "epilogue_fusion": False}  # as nobody else has it
         with config.patch({**settings, "aot_inductor.metadata": {"AOTI_DEVICE_KEY": "cpu"}}):
-            return loka.measure(probe.stats(), device="cpu", candidates=["emulated:rowwise_e4m3"], **options)
+            return loka.measure(stats, device="cpu", candidates=["emulated:rowwise_e4m3"], **options)
 
     return measure
 

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from models import stats_of
 from torch import nn
 
 import loka
@@ -23,7 +24,6 @@ from loka.measurement.times import region_times
 from loka.measurement.times.region_times import LAYERS, region_key, time_region
 from loka.nn.fp8_weight import dequantized
 
-sys.path.insert(0, str(Path(__file__).parent))
 sys.path.insert(0, str(Path(__file__).parents[1] / "compiler"))
 from joint import JointBackend
 from timers import FakeTimer, install
@@ -48,6 +48,10 @@ def shape(sides, *, bias=True):
     return LinearShape(in_features=sides[0], out_features=sides[1], bias=bias)
 
 
+def timed_cell(layer, sides=(32, 16), **options):
+    return time_region(layer, shape(sides), device=CPU, settings=QUICK, **options)
+
+
 def of_all(**runs):
     """Of each layer in a cell."""
     return {f"layers.{i}/{gemm}": count for i in range(LAYERS) for gemm, count in runs.items()}
@@ -58,7 +62,7 @@ class Spy(FakeTimer):
 
     def __init__(self, true):
         super().__init__(true)
-        self.cells: dict[str, nn.Module] = {}
+        self.cells = {}
 
     def __call__(self, functions, **options):
         for name, step in functions.items():
@@ -81,7 +85,7 @@ def spy(monkeypatch):
 def test_both_arms_run_compiled_forward_and_backward(spy):
     """In bfloat16 under autocast, the weight in float32; the FP8 arm in one region."""
     layer, before = layer_of((32, 48)), torch.get_rng_state()
-    found = time_region(layer, shape((32, 48)), device=CPU, settings=QUICK)
+    found = timed_cell(layer, (32, 48))
     assert set(found) == {HP, REGION, REGION_INT8}
     assert found[REGION_INT8].speedup.value == pytest.approx(100 / 52, rel=0.01)
     assert found[REGION].speedup.value == pytest.approx(2.0, rel=0.01)
@@ -117,14 +121,14 @@ def test_a_served_layer_keeps_its_weight_in_fp8(spy, monkeypatch):
     served = dataclasses.replace(
         layer_of((32, 16), first=True, frozen=True), weight_dtype="bfloat16", dtype="bfloat16", kept_weight=True
     )
-    found = time_region(served, shape((32, 16)), device=CPU, settings=QUICK)
+    found = timed_cell(served)
     assert found[REGION].speedup
     assert backend.count(region_gemm) == 2 * LAYERS
     assert not backend.count(fp8_weights)
     assert not backend.count(int8_weights)
     assert not backend.count(dequantized)
     as_it_is = dataclasses.replace(served, kept_weight=False)
-    time_region(as_it_is, shape((32, 16)), device=CPU, settings=QUICK)
+    timed_cell(as_it_is)
     assert backend.count(fp8_weights) == backend.count(int8_weights) == 1
 
 
@@ -140,7 +144,7 @@ def uncompiled(spy, monkeypatch):
 @pytest.mark.parametrize("sides", [(13, 32), (32, 13)])
 def test_sides_that_do_not_fit_are_told_and_nothing_is_compiled(sides, spy, monkeypatch):
     monkeypatch.setattr(region_times, "compile_in_place", None)
-    found = time_region(layer_of(sides), shape(sides), device=CPU, settings=QUICK)
+    found = timed_cell(layer_of(sides), sides)
     assert list(found) == [REGION]
     side = "in_features" if sides[0] == 13 else "out_features"
     assert found[REGION].unsupported == f"{side} = 13 is no multiple of 16"
@@ -152,18 +156,18 @@ def test_a_layer_over_few_tokens_is_told_and_nothing_is_compiled(spy, monkeypatc
     layer = dataclasses.replace(layer_of((64, 32)), over_tokens=True)
     with monkeypatch.context() as context:
         context.setattr(region_times, "compile_in_place", None)
-        found = time_region(layer, shape((64, 32)), device=CPU, settings=QUICK)
+        found = timed_cell(layer, (64, 32))
     assert list(found) == [REGION]
     assert "few tokens" in found[REGION].unsupported
     assert not spy.races
     assert region_key(layer, shape((64, 32))) != region_key(layer_of((64, 32)), shape((64, 32)))
     many = dataclasses.replace(layer_of((272, 16)), over_tokens=True)
-    assert REGION in time_region(many, shape((272, 16)), device=CPU, settings=QUICK)
+    assert REGION in timed_cell(many, (272, 16))
     assert spy.races
 
 
 def test_a_first_layer_gives_its_input_no_gradient(uncompiled):
-    time_region(layer_of((32, 16), first=True), shape((32, 16)), device=CPU, settings=QUICK)
+    timed_cell(layer_of((32, 16), first=True))
     runs = {site: counts["runs"] for site, counts in loka.health_of(uncompiled.cells[REGION]).items()}
     assert runs == of_all(output=3, grad_input=0, grad_weight=3)
 
@@ -171,7 +175,7 @@ def test_a_first_layer_gives_its_input_no_gradient(uncompiled):
 def test_a_cell_that_is_not_joined_is_no_region(spy, monkeypatch):
     """Such as where torch.compile is switched off by the environment."""
     monkeypatch.setattr(region_times, "compile_in_place", lambda cell: cell)
-    found = time_region(layer_of((32, 16)), shape((32, 16)), device=CPU, settings=QUICK)
+    found = timed_cell(layer_of((32, 16)))
     assert list(found) == [REGION, REGION_INT8]
     assert found[REGION].unsupported.startswith("it was not joined: it ran, but not compiled")
     assert not spy.races
@@ -185,7 +189,7 @@ def test_an_arm_that_fails_is_a_reason(failing, uncompiled, monkeypatch):
         return cell
 
     monkeypatch.setattr(region_times, "compile_in_place", compiled)
-    found = time_region(layer_of((32, 16)), shape((32, 16)), device=CPU, settings=QUICK)
+    found = timed_cell(layer_of((32, 16)))
     why = Measurement(unsupported="cannot be timed: ZeroDivisionError: division by zero")
     assert found == dict.fromkeys([HP] if failing == HP else [REGION, REGION_INT8], why)
     assert not uncompiled.races
@@ -193,7 +197,7 @@ def test_an_arm_that_fails_is_a_reason(failing, uncompiled, monkeypatch):
 
 def test_integers_that_fail_leave_fp8_its_time(uncompiled, monkeypatch):
     monkeypatch.setattr(region_times, "_no_kernel", lambda arm, *rest: "no kernel" if "int8" in arm else None)
-    found = time_region(layer_of((32, 16)), shape((32, 16)), device=CPU, settings=QUICK)
+    found = timed_cell(layer_of((32, 16)))
     assert found[REGION].speedup
     assert found[REGION_INT8] == Measurement(unsupported="no kernel")
 
@@ -208,7 +212,7 @@ def test_an_arm_that_cannot_be_captured_is_a_reason(failing, uncompiled, monkeyp
 
     monkeypatch.setattr(Spy, "__call__", FakeTimer.__call__)
     monkeypatch.setattr(region_times, "time_interleaved", uncaptured)
-    found = time_region(layer_of((32, 16)), shape((32, 16)), device=CPU, settings=QUICK)
+    found = timed_cell(layer_of((32, 16)))
     assert found[REGION].unsupported.startswith("cannot be timed: RuntimeError: not permitted")
     assert found[REGION].microseconds is None
 
@@ -223,11 +227,11 @@ def test_too_little_memory_while_capturing_says_nothing_of_the_layer(uncompiled,
     monkeypatch.setattr(Spy, "__call__", FakeTimer.__call__)
     monkeypatch.setattr(region_times, "time_interleaved", full)
     with pytest.raises(torch.OutOfMemoryError):
-        time_region(layer_of((32, 16)), shape((32, 16)), device=CPU, settings=QUICK)
+        timed_cell(layer_of((32, 16)))
 
 
 def test_what_a_deadline_cuts_short_is_not_known(uncompiled, monkeypatch):
-    layer, sides = layer_of((32, 16)), shape((32, 16))
+    layer = layer_of((32, 16))
     ended = {"deadline": False, "rounds": True, "decided": True}
     for end, known in ended.items():
 
@@ -235,7 +239,7 @@ def test_what_a_deadline_cuts_short_is_not_known(uncompiled, monkeypatch):
             return dataclasses.replace(uncompiled(*args, **options), ended=end)
 
         monkeypatch.setattr(region_times, "time_interleaved", timer)
-        found = time_region(layer, sides, device=CPU, settings=QUICK, deadline=0.0)
+        found = timed_cell(layer, deadline=0.0)
         assert (found is not None) == known
 
 
@@ -257,21 +261,19 @@ def twins():
     """Two layers of one shape, a third of another, and one that fits no region."""
     model = nn.Sequential(nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 16))
     model.append(nn.Linear(16, 13))
-    with loka.Probe(model, every=1, effect_samples=0) as probe:
-        model(torch.randn(24, 32, requires_grad=True)).square().mean().backward()
-    return probe.stats()
+    return stats_of(model, torch.randn(24, 32, requires_grad=True), effect_samples=0)
 
 
 class Regions:
     """Stands in for `time_region`: half of hp's time, or what `found` says."""
 
     def __init__(self):
-        self.shapes: list[tuple[int, int]] = []
-        self.found: dict[str, Measurement] | None = {
+        self.shapes = []
+        self.found = {
             HP: Measurement(microseconds=Estimate(100.0, 99.0, 101.0), speedup=Estimate(1.0, 1.0, 1.0)),
             REGION: Measurement(microseconds=Estimate(50.0, 49.0, 51.0), speedup=Estimate(2.0, 1.9, 2.1)),
         }
-        self.deadlines: list[float | None] = []
+        self.deadlines = []
 
     def __call__(self, layer, shape, *, device, settings, deadline=None, arms=()):
         self.shapes.append((shape.in_features, shape.out_features))

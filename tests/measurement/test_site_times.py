@@ -1,12 +1,12 @@
 """Timing without a GPU: which functions race, under which names, and what is made of it."""
 
 import math
-import sys
 import time
-from pathlib import Path
 
 import pytest
 import torch
+from planted import registered
+from timers import FakeTimer, install, kernel
 
 from loka.core.error import Estimate
 from loka.core.numerics.reference import scaled_mm
@@ -17,9 +17,6 @@ from loka.measurement.cache import TimesCache
 from loka.measurement.settings import Settings
 from loka.measurement.times.quantize_once_savings import SHARED_OPERANDS, shared_casts, time_quantize_once
 from loka.measurement.times.site_times import rivals_of, time_site
-
-sys.path.insert(0, str(Path(__file__).parent))
-from timers import FakeTimer, install, kernel, registered
 
 CPU = torch.device("cpu")
 ROWWISE, TENSORWISE = "emulated:rowwise_e4m3", "emulated:tensorwise_e4m3"

@@ -1,13 +1,11 @@
 """A timer without a GPU: it calls every function once, and then races on times that are given."""
 
 import dataclasses
-import sys
-from collections.abc import Callable
-from contextlib import contextmanager
+
+from planted import time_on_cpu
 
 from loka.core.records.report import REGION, Measurement
 from loka.core.timing import first_line, race
-from loka.kernels.gemm import registry
 from loka.kernels.gemm.adapters.emulated import EMULATED
 from loka.measurement.times import layer_times as timed
 from loka.measurement.times import quantize_once_savings
@@ -23,10 +21,10 @@ class FakeTimer:
 
     def __init__(self, true=None):
         self.true = dict(true or {})
-        self.races: list[list[str]] = []
-        self.options: list[dict[str, object]] = []
+        self.races = []
+        self.options = []
         self.racing = False
-        self.before: Callable[[list[str]], None] = lambda names: None
+        self.before = lambda names: None
 
     def __call__(self, functions, *, baseline, device, seed=0, **options):
         self.before(list(functions))
@@ -65,27 +63,8 @@ def install(monkeypatch, timer):
     monkeypatch.setattr(times, "time_interleaved", timer)
     monkeypatch.setattr(quantize_once_savings, "time_interleaved", timer)
     monkeypatch.setattr(timed, "time_region", no_region)
-    measure = sys.modules["loka.measurement.measure"]
-    monkeypatch.setattr(measure, "timeable", lambda device: True)
-    monkeypatch.setattr(measure, "compile_regions_ahead", lambda *cells: [])
+    time_on_cpu(monkeypatch)
     return timer
-
-
-@contextmanager
-def registered(*kernels):
-    """`kernels` are in the registry for a while."""
-    caches = (registry.all_candidates, registry.candidate_named, registry.require_supported)
-    try:
-        for kernel in kernels:
-            registry.KERNELS[kernel.name] = kernel
-        for cache in caches:
-            cache.cache_clear()
-        yield
-    finally:
-        for kernel in kernels:
-            del registry.KERNELS[kernel.name]
-        for cache in caches:
-            cache.cache_clear()
 
 
 def kernel(name, run=EMULATED.run, algorithms=1):

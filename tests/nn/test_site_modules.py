@@ -70,7 +70,7 @@ def test_a_kernel_that_cannot_run_raises_and_never_falls_back():
 def test_transformer_inference_does_not_pass_the_sites_by(apart):
     """nn.TransformerEncoderLayer's fused path reads linear1.weight itself, in eval mode."""
     layer = nn.TransformerEncoderLayer(32, 4, 64, batch_first=True).eval()
-    names: tuple[str, str, str] = (ROW, "hp", "hp")
+    names = (ROW, "hp", "hp")
     if apart:
         for path in ("linear1", "linear2"):
             convert_layers(getattr(layer, path), names)

@@ -22,17 +22,19 @@ def measured(sqnr, us=None, hp_us=100.0, *, noise=0.01):
     )
 
 
-def layer_report(sites, *, savings=None, notes=()):
-    """A layer "fc" of 1024 x 1024 at 4096 rows; hp takes 100 us at each of `sites`."""
+def layer_report(sites, *, savings=None, notes=(), hp_us=100.0, out_features=1024, machine=H200):
+    """A layer "fc" of 1024 inputs at 4096 rows; hp takes `hp_us` at each of `sites`."""
     found = {}
     for gemm, candidates in sites.items():
-        problem = linear_problem(gemm, rows=4096, in_features=1024, out_features=1024, dtype="bfloat16", target="sm_90")
-        site = SiteReport(path="fc", problem=problem, measurements={"hp": measured(55.0, 100.0), **candidates})
+        problem = linear_problem(
+            gemm, rows=4096, in_features=1024, out_features=out_features, dtype="bfloat16", target=machine.target
+        )
+        site = SiteReport(path="fc", problem=problem, measurements={"hp": measured(55.0, hp_us), **candidates})
         found[site.name] = site
-    shape = LinearShape(in_features=1024, out_features=1024, bias=False)
+    shape = LinearShape(in_features=1024, out_features=out_features, bias=False)
     return Report(
         model=ModelSignature(name="Net", layers={"fc": shape}),
-        machine=H200,
+        machine=machine,
         stats_digest="0",
         settings={},
         sites=found,
@@ -43,16 +45,5 @@ def layer_report(sites, *, savings=None, notes=()):
 
 def report(candidates, *, out_features=1024, timed=True, machine=H200):
     """One layer called "fc" with the given measurements at its `output` site."""
-    problem = linear_problem(
-        Gemm.OUTPUT, rows=4096, in_features=1024, out_features=out_features, dtype="bfloat16", target=machine.target
-    )
-    hp = measured(55.0, 100.0 if timed else None)
-    site = SiteReport(path="fc", problem=problem, measurements={"hp": hp, **candidates})
-    shape = LinearShape(in_features=1024, out_features=out_features, bias=False)
-    return Report(
-        model=ModelSignature(name="Net", layers={"fc": shape}),
-        machine=machine,
-        stats_digest="0",
-        settings={},
-        sites={site.name: site},
-    )
+    hp_us = 100.0 if timed else None
+    return layer_report({Gemm.OUTPUT: candidates}, hp_us=hp_us, out_features=out_features, machine=machine)

@@ -10,7 +10,6 @@ import json
 import sys
 import tempfile
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -45,7 +44,7 @@ def several():
     return model_report({f"layer{number}": gemms for number in range(5)})
 
 
-CASES: dict[str, tuple[Any, loka.Budget]] = {
+CASES = {
     "measured on an H200": (stored, loka.Budget()),
     "measured on an H200, errors of 20 dB": (stored, loka.Budget(min_sqnr_db=20.0, min_speedup=1.0)),
     "a region wins": (lambda: with_region(165.0), loka.Budget()),

@@ -8,12 +8,11 @@ import re
 import sys
 from dataclasses import replace
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 import torch
-from models import odd_mlp
-from planted import Plant, broken, plant  # noqa: F401  (a fixture)
+from models import odd_mlp, stats_of
+from planted import broken, plant  # noqa: F401  (a fixture)
 
 import loka
 from loka.core.exceptions import WrongResults
@@ -113,12 +112,7 @@ def kernel(example, bug):
 
 @pytest.mark.parametrize("scales", list(RECIPE_OF))
 @pytest.mark.parametrize("gemm", list(Gemm))
-def test_the_self_check_convicts_all_of_them(
-    example: ModuleType,
-    scales: str,
-    gemm: Gemm,
-    plant: Plant,  # noqa: F811
-):
+def test_the_self_check_convicts_all_of_them(example, scales, gemm, plant):  # noqa: F811
     name = f"planted:{RECIPE_OF[scales]}"
     for bug in BUGS:
         plant(kernel(example, bug), POW2)
@@ -155,11 +149,8 @@ def test_measure_reports_the_evidence_and_plan_never_chooses_it(report):
 def test_convert_refuses_a_wrong_kernel_and_changes_nothing(plant):  # noqa: F811
     torch.manual_seed(0)
     model = odd_mlp()
-    with loka.Probe(model, every=1) as probe:
-        model(torch.randn(64, 13)).square().mean().backward()
-    report = loka.measure(
-        probe.stats(), device="cpu", candidates=["emulated:rowwise_e4m3"], settings=Settings(max_draws=4)
-    )
+    stats = stats_of(model, torch.randn(64, 13))
+    report = loka.measure(stats, device="cpu", candidates=["emulated:rowwise_e4m3"], settings=Settings(max_draws=4))
     plant(broken(EMULATED, lambda a, b: (replace(a, scale=a.scale.roll(1, dims=0)), b), name="planted"))
     plan = loka.plan(report, force={"3/*": "planted:rowwise_e4m3"})
     with pytest.raises(WrongResults) as caught:

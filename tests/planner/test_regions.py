@@ -8,6 +8,7 @@ import json
 
 import pytest
 import torch
+from models import stats_of
 from ne_reports import costing, effect, model_report
 from reports import around, layer_report, measured
 from torch import nn
@@ -327,13 +328,9 @@ def test_counters_that_lie_where_others_lay_know_nothing(monkeypatch):
 
     monkeypatch.setattr(notes, "_RECORDS", Everywhere())
     model = nn.Sequential(nn.Linear(32, 16))
-    with loka.Probe(model, every=1, effect_samples=0) as probe:
-        model(torch.randn(16, 32)).sum().backward()
+    stats = stats_of(model, torch.randn(16, 32), torch.sum, effect_samples=0)
     report = loka.measure(
-        probe.stats(),
-        device="cpu",
-        candidates=["emulated:rowwise_e4m3_pow2"],
-        settings=Settings(max_draws=2, min_draws=2),
+        stats, device="cpu", candidates=["emulated:rowwise_e4m3_pow2"], settings=Settings(max_draws=2, min_draws=2)
     )
     loka.convert(model, loka.plan(report, force={"*": "emulated:rowwise_e4m3_pow2"}))
     listed = loka.regions(model)

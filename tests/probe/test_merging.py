@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.distributed as dist
+from models import stats_of
 from ranks import on_ranks
 from torch import nn
 
@@ -60,10 +61,9 @@ def one_rank(rank, folder):
 
 def misfit(rank, folder):
     mine = nn.Sequential(nn.Linear(4, 8 if rank == 2 else 16), nn.Linear(8 if rank == 2 else 16, 1))
-    with loka.Probe(mine, every=1, full_covariance=3 if rank == 1 else 512) as probe:
-        mine(torch.randn(6, 4)).sum().backward()
+    stats = stats_of(mine, torch.randn(6, 4), torch.sum, full_covariance=3 if rank == 1 else 512)
     try:
-        gather_stats(probe.stats())
+        gather_stats(stats)
     except PlanMismatch as error:
         dist.barrier()  # nobody hangs, nobody left early
         return {"told": str(error)}
@@ -88,6 +88,10 @@ def learnt(seed, **options):
         for _ in range(2):
             net(torch.randn(20, 5)).sum().backward()
     return probe.stats()
+
+
+def with_layer(stats, path, **changes):
+    return replace(stats, layers={**stats.layers, path: replace(stats.layers[path], **changes)})
 
 
 @pytest.fixture(scope="module")
@@ -271,10 +275,9 @@ def test_alone_nothing_is_gathered():
 
 def test_statistics_of_other_models_are_refused():
     net = nn.Sequential(nn.Linear(5, 4), nn.Linear(4, 1))
-    with loka.Probe(net, every=1) as probe:
-        net(torch.randn(4, 5)).sum().backward()
+    stats = stats_of(net, torch.randn(4, 5), torch.sum)
     with pytest.raises(PlanMismatch) as refused:
-        merge_stats([learnt(0), probe.stats(), learnt(1, full_covariance=2)])
+        merge_stats([learnt(0), stats, learnt(1, full_covariance=2)])
     told = str(refused.value)
     assert "statistics 2: model: 0 is 5 -> 4, bias in this model, 5 -> 3, bias there" in told
     assert "statistics 2: model: 1 is 4 -> 1, bias in this model, 3 -> 1, bias there" in told
@@ -284,12 +287,10 @@ def test_statistics_of_other_models_are_refused():
 def test_what_this_version_does_not_know_is_refused():
     """Leaving it out in silence would make statistics of a part."""
     stats = learnt(0)
-    layer = stats.layers["0"]
-    found = layer.operands["input"]
-    newer = replace(found, tensors={**found.tensors, "skew": torch.zeros(5)})
-    layers = {**stats.layers, "0": replace(layer, operands={**layer.operands, "input": newer})}
+    operands = stats.layers["0"].operands
+    newer = replace(operands["input"], tensors={**operands["input"].tensors, "skew": torch.zeros(5)})
     with pytest.raises(PlanMismatch, match="unknown here: skew"):
-        merge_stats([stats, replace(stats, layers=layers)])
+        merge_stats([stats, with_layer(stats, "0", operands={**operands, "input": newer})])
 
 
 def test_nothing_and_one():
@@ -323,12 +324,9 @@ def test_sketches_of_tails_add_up():
     x = torch.randn(60, 5).exp()
 
     def with_sketches(rows):
-        stats = learnt(0)
-        layer = stats.layers["0"]
-        sketch, cross = tails.tails_of(rows), tails.cross_of(rows, rows[:, :3])
-        operands = {name: tails.with_tails(d, sketch, cross) for name, d in layer.operands.items()}
-        layer = replace(layer, operands=operands)
-        return replace(stats, layers={**stats.layers, "0": layer})
+        stats, sketch, cross = learnt(0), tails.tails_of(rows), tails.cross_of(rows, rows[:, :3])
+        operands = stats.layers["0"].operands
+        return with_layer(stats, "0", operands={n: tails.with_tails(d, sketch, cross) for n, d in operands.items()})
 
     merged = merge_stats([with_sketches(x[:20]), with_sketches(x[20:])])
     both = merged.layers["0"].operands["input"]
@@ -336,7 +334,6 @@ def test_sketches_of_tails_add_up():
     assert torch.equal(both.tensors[tails.COLUMNS], whole.columns)
     assert torch.equal(both.tensors[tails.ROWS], whole.rows)
     cross = tails.cross_in(both)
-    assert cross is not None
     assert cross.count == 60
     torch.testing.assert_close(cross.sum, x[:, :3].t() @ x)
 
@@ -352,20 +349,17 @@ def test_layers_that_only_some_saw():
 
 def test_an_effect_that_one_of_them_lacks():
     one, other = learnt(0), learnt(1)
-    layer = one.layers["1"]
-    assert layer.effects
-    without = replace(layer, effects={}, no_effect="its rows mix samples")
-    without = replace(one, layers={**one.layers, "1": without})
+    assert one.layers["1"].effects
+    without = with_layer(one, "1", effects={}, no_effect="its rows mix samples")
     assert merge_stats([without, other]).layers["1"].effects == other.layers["1"].effects
     assert merge_stats([without, other]).layers["1"].no_effect == ""
-    neither = replace(other, layers={**other.layers, "1": replace(other.layers["1"], effects={})})
+    neither = with_layer(other, "1", effects={})
     assert merge_stats([neither, without]).layers["1"].no_effect == "its rows mix samples"
-    stale = replace(other, layers={**other.layers, "1": replace(other.layers["1"], no_effect="old")})
+    stale = with_layer(other, "1", no_effect="old")
     assert merge_stats([one, stale]).layers["1"].no_effect == "old"
     two_tasks = Effect(count=1, spread=1, total=1, squares=1, probabilities=(0.5, 0.5))
-    odd = replace(other, layers={**other.layers, "1": replace(layer, effects={"rowwise_e4m3": two_tasks})})
     with pytest.raises(PlanMismatch, match="1 has effects on 2 tasks, 1 tasks in statistics 1"):
-        merge_stats([one, odd])
+        merge_stats([one, with_layer(other, "1", effects={"rowwise_e4m3": two_tasks})])
 
 
 def test_layers_keep_the_earliest_place_that_a_rank_saw():

@@ -81,7 +81,6 @@ def test_work_done_once_is_not_charged():
     first, _ = run(once, 5000, sampled=lambda step: 20.0 if step == 0 else 3 * PLAIN, plain=plain)
     never, _ = run(Auto(overhead=0.01), 5000, sampled=lambda step: 3 * PLAIN)
     assert first == never
-    assert once.overhead is not None
     # What is counted: two steps' extra time for each sample, the first one taken to be like the second.
     assert once.overhead == pytest.approx(2 * len(first) / 5000, rel=0.01)
 
@@ -182,12 +181,11 @@ def test_the_clock_of_a_device():
     clock = clock_of(torch.device("cpu"))
     assert isinstance(clock, WallClock)
     assert isinstance(clock_of(torch.device("cuda", 0)), CudaClock)
-    told: list[tuple[int, float | None]] = []
+    told = []
     clock.mark(0)
     clock.mark(1)
     clock.read(lambda *step: told.append(step))
     assert told[0][0] == 0
-    assert told[0][1] is not None
     assert told[0][1] >= 0
 
 
@@ -195,7 +193,7 @@ def test_the_clock_of_a_device():
 def test_a_gpu_is_timed_without_waiting_for_it():
     """A kernel of about 0.1 s lies between two marks, and the CPU is long past both."""
     clock = clock_of(torch.device("cuda", torch.cuda.current_device()))
-    told: list[tuple[int, float | None]] = []
+    told = []
     torch.cuda.synchronize()
     clock.mark(0)
     torch.cuda._sleep(200_000_000)
@@ -205,5 +203,4 @@ def test_a_gpu_is_timed_without_waiting_for_it():
     torch.cuda.synchronize()
     clock.read(lambda *step: told.append(step))
     assert told[0][0] == 0
-    assert told[0][1] is not None
     assert 0.02 < told[0][1] < 2

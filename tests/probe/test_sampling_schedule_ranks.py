@@ -3,7 +3,6 @@
 import time
 import warnings
 from datetime import timedelta
-from typing import Any
 
 import pytest
 import torch
@@ -54,7 +53,7 @@ def by_the_clock(rank):
 def without_rank_0(rank):
     """The others ask in vain, for the half second that this store waits, and then go on alone."""
     dist.barrier()
-    taken: list[int] = []
+    taken = []
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
         if rank != 0:
@@ -65,7 +64,7 @@ def without_rank_0(rank):
 
 
 def one_rank(rank, folder):
-    found: dict[str, Any] = {"scripted": by_scripted_clock(rank), "resumed": resumed_on_rank_0(rank)}
+    found = {"scripted": by_scripted_clock(rank), "resumed": resumed_on_rank_0(rank)}
     found["probe"] = by_the_clock(rank)
     return {**found, "alone": without_rank_0(rank)}
 

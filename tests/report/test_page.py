@@ -46,8 +46,8 @@ class Reader(HTMLParser):
 
     def __init__(self, text):
         super().__init__()
-        self.open: list[str] = []
-        self.elements: list[tuple[str, dict[str, str | None]]] = []
+        self.open = []
+        self.elements = []
         self.text = ""
         self.feed(text)
         assert not self.open, self.open
@@ -153,7 +153,6 @@ def test_it_needs_no_network(whole):
         assert not outside & set(attributes)
         assert attributes.get("href", "#").startswith("#")
     style = re.search(r"<style>(.*?)</style>", whole, flags=re.S)
-    assert style is not None
     assert "url(" not in style[1]
     assert "@import" not in style[1]
     assert "link" not in [name for name, _ in read.elements]
@@ -208,7 +207,6 @@ def test_a_large_model_folds_and_the_layers_that_save_most_come_first():
     assert saved == sorted(saved, reverse=True)
     # The rows add up to what the plan says of itself.
     told = re.search(r"(\d+) us in hp, (\d+) us by plan", plan.summary())
-    assert told is not None
     assert sum(saved) == pytest.approx(int(told[1]) - int(told[2]), abs=2)
     text = page(report=report, plan=plan)
     read = Reader(text)
@@ -243,7 +241,6 @@ def test_a_layer_in_a_region_is_shown_with_its_candidates(suffix):
 def test_demo_records_are_shown_too():
     found = Comparison.load(ROOT / "benchmarks/first_light/wukong-2gf/train.json.xz")
     across = found.across
-    assert across is not None
     assert across.ne_percent.value == pytest.approx(-0.05, abs=0.01)  # as its README says
     text = Reader(page(validation=found)).text
     assert "noise: bf16 nudged" in text

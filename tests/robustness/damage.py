@@ -8,17 +8,12 @@ import gzip
 import hashlib
 import json
 import os
-import random
 import re
 import shutil
 import socket
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 from loka.core.storage.files import canonical
-
-Content = Any
 
 
 def truncated(draw, data):
@@ -103,7 +98,7 @@ def header_changed(draw, data):
     return json.dumps(record).encode() + b"\n"
 
 
-BYTES: tuple[Callable[[random.Random, bytes], bytes], ...] = (
+BYTES = (
     truncated,
     flipped,
     inserted,
@@ -118,7 +113,7 @@ BYTES: tuple[Callable[[random.Random, bytes], bytes], ...] = (
     header_changed,
 )
 
-VALUES: tuple[Any, ...] = (
+VALUES = (
     None, True, 0, -1, 3, 1.5, -0.5, 1e308, 2**63, 10**19, "", "x", "1", "nan", "\x1b[2J", "../../etc/passwd",
     "\0", "\ud800", "x" * 100_000, [], {}, [1, 2], {"a": 1}, [[]], [None], {"": None},
 )  # fmt: skip
@@ -161,22 +156,14 @@ def exchanged(draw, content):
 
 def nested(draw, content):
     holder, key = draw.choice(list(_places(content)))
-    value: Any = 1
+    value = 1
     for _ in range(draw.choice((50, 500))):
         value = [value] if draw.random() < 0.5 else {"a": value}
     holder[key] = value
     return content
 
 
-CONTENTS: tuple[Callable[[random.Random, Content], Content], ...] = (
-    another_value,
-    another_value,
-    another_value,
-    left_out,
-    added,
-    exchanged,
-    nested,
-)
+CONTENTS = (another_value, another_value, another_value, left_out, added, exchanged, nested)
 
 
 def with_checksum(record, content):
@@ -223,7 +210,7 @@ def _nothing(path):
     pass
 
 
-PLACES: tuple[Callable[[Path], None], ...] = (_pipe, _device, _loop, _folder, _sparse, _socket, _nothing)
+PLACES = (_pipe, _device, _loop, _folder, _sparse, _socket, _nothing)
 
 
 def put(path, place):
@@ -255,7 +242,7 @@ def bomb(draw, data):
 
 def _places(content):
     """Each holder and key in it; some of the entries of long lists."""
-    entries: Any = ()
+    entries = ()
     if isinstance(content, dict):
         entries = list(content.items())
     elif isinstance(content, list):

@@ -19,11 +19,9 @@ import time
 import traceback
 import warnings
 from collections import Counter
-from collections.abc import Callable
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 for _folder in ("robustness", "data", ""):
     sys.path.append(str(Path(__file__).parents[1] / _folder))
@@ -68,7 +66,7 @@ def damaged_record(number, kinds, *, used=True, raises=False):
     sort = draw.choices(("bytes", "content", "place", "packed"), (50, 38, 7, 5))[0]
     try:
         if sort == "content":
-            change: Callable[..., Any] = draw.choice(CONTENTS)
+            change = draw.choice(CONTENTS)
             meant = change(draw, json.loads(whole)["content"])
             data = with_checksum(record, meant)
             if data is None:  # such as a lone surrogate's: no checksum fits it

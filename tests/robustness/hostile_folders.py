@@ -6,7 +6,6 @@ import struct
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -100,8 +99,7 @@ def shard_folders():
         rows = path.parent / "rows.csv"
         rows.write_text("\n".join(["y,d,c", *GOOD]) + "\n")
         convert(rows, path, schema=SCHEMA, vocabulary=hashed_vocabulary(9), workers=1)
-        content: dict[str, Any] = json.loads((path / "manifest.json").read_text())["content"]
-        return content
+        return json.loads((path / "manifest.json").read_text())["content"]
 
     def forged(**fields):
         def write(path):

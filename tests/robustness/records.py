@@ -158,24 +158,14 @@ def _validated(folder):
         return arms._read(path.parent) or REFUSED
 
     return {
-        "validation": Kind(
-            file=out / "validation.json",
-            read=Validation.load,
-            again=lambda found: _without_derived(encode(found)),
-            named=True,
-        ),
+        "validation": Kind(file=out / "validation.json", read=Validation.load, again=_encoded, named=True),
         "run": Kind(
             file=runs.folder_of(out, "same", 0) / "run.json",
             read=lambda path: runs._record(path.parent),
-            again=lambda found: _without_derived(encode(found)),
+            again=_encoded,
         ),
         "bank": Kind(file=folder / "bank" / "bank.json", read=pair_bank.Bank.load, again=encode, named=True),
-        "comparison": Kind(
-            file=folder / "train" / "train.json",
-            read=Comparison.load,
-            again=lambda found: _without_derived(encode(found)),
-            named=True,
-        ),
+        "comparison": Kind(file=folder / "train" / "train.json", read=Comparison.load, again=_encoded, named=True),
         "arm": Kind(
             file=folder / "arm" / "arm.json",
             read=read_arm,
@@ -185,6 +175,10 @@ def _validated(folder):
 
 
 _DERIVED = {"verdict", "across", "over_seeds", "annealed", "outlook"}
+
+
+def _encoded(found):
+    return _without_derived(encode(found))
 
 
 def _without_derived(content):
@@ -200,7 +194,7 @@ def _without_derived(content):
 
 def _trained(folder):
     """A checkpoint with one before it, a timeline, and the card of a frozen model."""
-    from served import ROW, calibration, plan_for, tower
+    from served import BOTH, frozen, tower
 
     for step in (10, 20):
         state = {"weight": torch.full((8,), float(step))}
@@ -208,9 +202,7 @@ def _trained(folder):
     timeline = Timeline(file=folder / "timeline" / "timeline.json")
     timeline.begin("probe", step=0, rows=0, device=torch.device("cpu"))
     timeline.begin("fp8", step=9, rows=1152, device=torch.device("cpu"), note="3 of 9 steps sampled")
-    model = tower()
-    server = loka.serve.freeze(model, plan_for(model, {"first": ROW, "second": ROW}), calibration=calibration())
-    server.save(folder / "served")
+    frozen(tower(), BOTH).save(folder / "served")
 
     def newest(path):
         found = load_newest(path.parents[1], identity=IDENTITY)

@@ -11,7 +11,6 @@ import inspect
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pytest
 import typer.main
@@ -140,7 +139,7 @@ def test_names_of_python_that_are_advised_exist():
 
 
 def _reached(path):
-    value: Any = loka
+    value = loka
     before = "loka"
     for part in path.split(".")[1:]:
         if not hasattr(value, part):

@@ -1,5 +1,6 @@
 """Networks of round numbers, whose times can be worked out by hand, and a tower on many GPUs of them."""
 
+import sys
 from pathlib import Path
 
 import torch
@@ -37,6 +38,15 @@ def tower(width=2048, depth=3):
 def across(model=None, **options):
     given = {"network": network(), "gpus": (8, 64), "batch_size": ROWS} | options
     return scale_across(model or tower(), torch.randn(4, 2048), **given)
+
+
+def with_module(folder, name, code):
+    """A fixture's `folder` with a module in it, which the command that runs there may import."""
+    (folder / f"{name}.py").write_text(code)
+    before = list(sys.path)
+    yield folder
+    sys.path[:] = before
+    sys.modules.pop(name, None)
 
 
 def row(found, gpus, engine, gather, gradients="bf16"):

@@ -1,17 +1,15 @@
 """Steps on many GPUs: labels, intervals, what is refused, and the command."""
 
 import random
-import sys
 import time
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
 from command_line import loka as run
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from networks import EXAMPLE, ROWS, across, exactly, network, row, tower
+from networks import EXAMPLE, ROWS, across, exactly, network, row, tower, with_module
 from torch import nn
 
 import loka
@@ -235,7 +233,7 @@ def test_a_table_left_out_takes_no_time():
     with fake_mode():
         models = [nn.Sequential(nn.EmbeddingBag(rows, 2048), tower()) for rows in (10, 10_000_000)]
     ids = torch.zeros(4, 3, dtype=torch.long)
-    asked: Any = {"network": network(), "gpus": (8,), "batch_size": ROWS}
+    asked = {"network": network(), "gpus": (8,), "batch_size": ROWS}
     few, many = (scale_across(model, ids, **asked).rows for model in models)
     assert [row.bf16_parts.other for row in few] == [row.bf16_parts.other for row in many]
 
@@ -297,11 +295,7 @@ def build():
 
 @pytest.fixture
 def folder(tmp_path):
-    (tmp_path / "my_many_models.py").write_text(MODELS)
-    before = list(sys.path)
-    yield tmp_path
-    sys.path[:] = before
-    sys.modules.pop("my_many_models", None)
+    yield from with_module(tmp_path, "my_many_models", MODELS)
 
 
 def test_the_command(folder):

@@ -2,7 +2,6 @@
 
 import random
 from dataclasses import replace
-from typing import Any
 from unittest import mock
 
 import pytest
@@ -58,7 +57,6 @@ def test_times_of_a_known_network_are_told_again(name):
             told, is_so = (wire_us(Wire(op, 1 << 24), 6 if name == "node" else 64, n) for n in (found, true(name)))
             assert told == pytest.approx(is_so, rel=0.1)
     else:
-        assert link is not None
         assert (link.alpha_us.origin, link.bandwidth_gbps.origin) == ("assumed", "measured")
         assert link.alpha_us.high > 2 * link.alpha_us.value
 
@@ -69,8 +67,8 @@ def test_every_fitted_time_lies_between_the_ends(seed, name):
     drawn = random.Random(seed)
     given_ = samples(name, noise=lambda: drawn.lognormvariate(0, 0.3))
     found = fitted(name, given_)
-    fast: Any = {n: "high" if "bandwidth" in n else "low" for n in found.quantities}
-    slow: Any = {n: "low" if "bandwidth" in n else "high" for n in found.quantities}
+    fast = {n: "high" if "bandwidth" in n else "low" for n in found.quantities}
+    slow = {n: "low" if "bandwidth" in n else "high" for n in found.quantities}
     for one in given_:
         least, most = (wire_us(Wire(one.op, one.size), one.nodes * one.inner, found, e) for e in (fast, slow))
         assert least <= one.us.low * (1 + 1e-9)
@@ -124,7 +122,7 @@ def job(rank, folder):
         with mock.patch.dict("os.environ", {"LOCAL_WORLD_SIZE": "1"}):
             cards = quick().gpus_per_node
     found = {"text": text, "nodes": (based, cards)}
-    asked: dict[str, dict[str, Any]] = {
+    asked = {
         "apart": {"most_bytes": 1 << (20 + rank)},
         "small": {"most_bytes": 1 << 19},
         "base": {"most_bytes": 1 << 20, "base": network(per_node=1)},
@@ -150,7 +148,6 @@ def test_two_ranks_write_what_a_forecast_reads_or_refuse_together(tmp_path):
     assert [rank["nodes"] for rank in told] == [(8, 1), (8, 1)]
     found = Network.load(tmp_path / "net.json")
     how = found.measured
-    assert how is not None
     assert {(one.op, one.ranks) for one in how.collectives} == {(op, 2) for op in OPS}
     assert (how.backend, how.ranks, how.nodes, how.machine.device) == ("gloo", 2, 1, "cpu")
     assert how.sizes == SMALL

@@ -1,10 +1,9 @@
 """`loka.scale` and `loka scale`: one answer, in words, of models of the zoo and of others."""
 
-import sys
-
 import pytest
 import torch
 from command_line import loka as run
+from networks import with_module
 from torch import nn
 
 import loka
@@ -60,11 +59,7 @@ def without_sites():
 
 @pytest.fixture
 def folder(tmp_path):
-    (tmp_path / "my_scaled_models.py").write_text(MODELS)
-    before = list(sys.path)
-    yield tmp_path
-    sys.path[:] = before
-    sys.modules.pop("my_scaled_models", None)
+    yield from with_module(tmp_path, "my_scaled_models", MODELS)
 
 
 def tower():
@@ -78,7 +73,6 @@ def test_the_function_answers_in_words():
     assert counts["yes"] + counts["perhaps"] == 3
     assert counts["unknown"] == 0
     speedup = found.speedup
-    assert speedup is not None
     assert 1 <= speedup.low < speedup.value < speedup.high
     text = str(found)
     assert "8192x2048x2048" in text
@@ -93,7 +87,6 @@ def test_total_is_that_of_all_layers_at_once():
     found = loka.scale(tower(), torch.randn(4, 512), batch_size=8192)
     left = sum(layer.bf16.value / layer.speedup.low for layer in found.known if layer.speedup)
     low = found.bf16.value / left
-    assert found.speedup is not None
     assert found.speedup.low == pytest.approx(low)
     assert found.bf16.value == pytest.approx(
         sum(s.bf16.value for x in found.layers for s in x.gemms.values() if s.bf16)
@@ -189,7 +182,7 @@ def test_errors_of_the_function():
     with pytest.raises(UnknownName, match="one of h200"):
         loka.scale(tower(), x, gpu="mi300")
     with pytest.raises(UnknownName, match="all, torch"):
-        loka.scale(tower(), x, kernels="fastest")  # type: ignore[arg-type]
+        loka.scale(tower(), x, kernels="fastest")
     with pytest.raises(LokaError, match="a step of -1 rows"):
         loka.scale(tower(), x, batch_size=-1)
     with pytest.raises(LokaError, match="no sites"):

@@ -1,7 +1,6 @@
 """Network files: what is read, and what is refused by the name of its field."""
 
 import json
-from typing import Any
 
 import pytest
 from networks import EXAMPLE
@@ -17,7 +16,7 @@ def test_the_example_network_labels_every_number():
         assert len(quantity.comment) > 20, name
 
 
-_BROKEN: dict[str, Any] = {
+_BROKEN = {
     "gpus_per_node is 0": lambda net: net.update(gpus_per_node=0),
     "inside.alpha_us: 0 < low <= value <= high": lambda net: net["inside"]["alpha_us"].update(low=5),
     "between.bandwidth_gbps: 0 < low": lambda net: net["between"]["bandwidth_gbps"].update(low=-1),

@@ -9,7 +9,7 @@ from networks import network
 
 from loka.core.exceptions import LokaError
 from loka.scaling.cluster.collectives import HOPS, Wire, check_groups, check_ranks, spread, wire_us
-from loka.scaling.cluster.schedule import Blocking, Compute, Copied, Gather, Item, Join, Reduce, Replicate, schedule
+from loka.scaling.cluster.schedule import Blocking, Compute, Copied, Gather, Join, Reduce, Replicate, schedule
 
 
 def test_ddp_hides_buckets_behind_backward():
@@ -33,7 +33,7 @@ def test_a_hook_that_waits_hides_nothing():
 def test_fsdp2_gathers_ahead_in_forward():
     """Units of 10 with gathers of 6: the first is exposed, the second runs at once behind it, the third from
     the first's copy-out on, at 6, when the wire is free at 12. compute: 6 to 16, to 26, to 36."""
-    unit: list[Item] = [Gather(6, backward=False), Copied(), Compute(10)]
+    unit = [Gather(6, backward=False), Copied(), Compute(10)]
     assert schedule(unit * 3).total == 36
 
 
@@ -90,7 +90,7 @@ _us = st.floats(min_value=0, max_value=1e4)
 
 @st.composite
 def _steps(draw):
-    items: list[Item] = []
+    items = []
     for _ in range(draw(st.integers(1, 8))):
         items += [Gather(draw(_us), backward=draw(st.booleans())), Copied(), Compute(draw(_us))]
         items.append(draw(st.sampled_from([Reduce(draw(_us), True), Reduce(draw(_us), False), Blocking(draw(_us))])))

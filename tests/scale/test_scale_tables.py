@@ -2,7 +2,6 @@
 
 import sys
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
@@ -63,7 +62,7 @@ def test_a_step_waits_for_lookups_embeddings_and_their_gradients():
     assert "tables: 1 of 32000 elements, 1 ids" in str(given)
 
 
-_TWO: Any = {"table_group": 4, "sync_every": 1}
+_TWO = {"table_group": 4, "sync_every": 1}
 
 
 def test_two_dimensions_by_hand():

@@ -4,6 +4,7 @@ import pytest
 import torch
 from foreign.registry import FOREIGN
 from foreign.spec import call
+from models import stats_of
 from torch import nn
 
 import loka
@@ -135,9 +136,8 @@ def test_what_does_not_run_is_told():
 
 def test_a_converted_model_is_refused():
     model = nn.Sequential(nn.Linear(16, 32), nn.Linear(32, 16))
-    with loka.Probe(model, every=1, effect_samples=0) as probe:
-        model(torch.randn(64, 16)).sum().backward()
-    report = loka.measure(probe.stats(), device="cpu", candidates=["emulated:tensorwise_e4m3"])
+    stats = stats_of(model, torch.randn(64, 16), torch.sum, effect_samples=0)
+    report = loka.measure(stats, device="cpu", candidates=["emulated:tensorwise_e4m3"])
     loka.convert(model, loka.plan(report, force={"*": "emulated:tensorwise_e4m3"}))
     with pytest.raises(NotConverted, match="revert"):
         loka.scale(model, torch.randn(64, 16))

@@ -12,9 +12,11 @@ from loka.core.problem import linear_problem
 from loka.core.recipe import Gemm
 from loka.core.records.plan import Decision, Plan
 from loka.nn import signature
+from loka.serve import freeze
 
 ROW, POW2, GROUP = "emulated:rowwise_e4m3", "emulated:rowwise_e4m3_pow2", "emulated:blockwise_e4m3"
 TENSOR, BLOCK, TORCH = "emulated:tensorwise_e4m3", "emulated:block128_e4m3", "torch:rowwise_e4m3"
+BOTH = {"first": ROW, "second": ROW}
 
 
 class Tower(nn.Module):
@@ -87,6 +89,11 @@ def rows(count, seed=0, scale=1.0):
 
 def calibration(batches=4, count=40):
     return [rows(count, seed=100 + batch) for batch in range(batches)]
+
+
+def frozen(model, candidates, **options):
+    """By a plan of `candidates`, and calibrated by `calibration()` unless `options` have rows."""
+    return freeze(model, plan_for(model, candidates), **{"calibration": calibration(), **options})
 
 
 def converted(model, plan):

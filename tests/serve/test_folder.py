@@ -7,20 +7,18 @@ from dataclasses import replace
 import pytest
 import torch
 from forked import run_script
-from served import GROUP, ROW, TENSOR, Tower, calibration, plan_for, rows, tower
+from served import BOTH, GROUP, ROW, TENSOR, Tower, calibration, frozen, plan_for, rows, tower
 from torch import nn
 
 from loka.core.exceptions import FileRefused, NoKernelFits, NotWritten, PlanMismatch, ServeRefused
 from loka.core.storage.files import sha256_of_file
-from loka.serve import freeze, load
+from loka.serve import load
 from loka.serve.card import Folder
-
-BOTH = {"first": ROW, "second": ROW}
 
 
 def saved(folder, candidate=ROW, **options):
     model = tower()
-    server = freeze(model, plan_for(model, dict.fromkeys(BOTH, candidate)), calibration=calibration(), **options)
+    server = frozen(model, dict.fromkeys(BOTH, candidate), **options)
     server.save(folder)
     return server
 
@@ -64,7 +62,7 @@ def test_weights_lie_in_eight_bits(tmp_path):
         pass
 
     model = Wide(nn.Linear(256, 512), nn.ReLU(), nn.Linear(512, 256)).eval()
-    freeze(model, plan_for(model, {"0": ROW, "2": ROW}), calibration=[torch.randn(64, 256)]).save(tmp_path)
+    frozen(model, {"0": ROW, "2": ROW}, calibration=[torch.randn(64, 256)]).save(tmp_path)
     size = (tmp_path / "weights.safetensors").stat().st_size
     assert size < 0.55 * 2 * 2 * 256 * 512
     assert not (tmp_path / "precise.safetensors").exists()
@@ -214,5 +212,5 @@ def test_the_card_holds_what_it_says(tmp_path):
     assert content["machine"]["torch"] == torch.__version__
     assert 20 < content["sites"]["first"]["sqnr_db"] < 40
     assert 0 < content["answers"]["mean_abs"] < content["answers"]["max_abs"] < content["answers"]["rms"]
-    other = freeze(tower(), plan_for(tower(), BOTH), calibration=[*calibration()[:3], rows(40, seed=9)])
+    other = frozen(tower(), BOTH, calibration=[*calibration()[:3], rows(40, seed=9)])
     assert other.card.calibration.sha256 != content["calibration"]["sha256"]

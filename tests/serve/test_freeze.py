@@ -9,6 +9,7 @@ import pytest
 import torch
 from served import (
     BLOCK,
+    BOTH,
     GROUP,
     POW2,
     ROW,
@@ -19,6 +20,7 @@ from served import (
     calibration,
     converted,
     cross_plan,
+    frozen,
     plan_for,
     rows,
     tower,
@@ -34,8 +36,6 @@ from loka.serve import freeze
 from loka.serve.card import AnswerError
 from loka.serve.freeze import HEADROOM, LEAST_ROWS
 from loka.serve.rows import form_of, pad
-
-BOTH = {"first": ROW, "second": ROW}
 
 
 def answered(model, inputs, autocast):
@@ -96,7 +96,7 @@ def test_the_model_stays_as_it_was(before):
 
 def test_weights_are_kept_once_and_in_eight_bits():
     model = tower()
-    server = freeze(model, plan_for(model, BOTH), calibration=calibration())
+    server = frozen(model, BOTH)
     assert server.card.dropped == ("first.weight", "second.weight")
     held = server._current.module.state_dict()
     assert [key for key, value in held.items() if value.is_meta] == ["first.weight", "second.weight"]
@@ -123,11 +123,10 @@ def test_a_weight_with_another_reader_is_kept():
 
 def test_tensor_scales_are_static_and_from_the_calibration_rows():
     model = tower()
-    server = freeze(model, plan_for(model, {"first": TENSOR}), calibration=calibration(), buckets=(8, 64))
+    server = frozen(model, {"first": TENSOR}, buckets=(8, 64))
     with torch.no_grad():
         inputs = [torch.cat([dense, model.table(ids)], dim=1) for dense, ids in calibration()]
         cast = RECIPES["tensorwise_e4m3"].output
-        assert cast is not None
         scale = scale_of(torch.cat(inputs).abs().amax().reshape(1) * HEADROOM, cast[0])
         assert torch.equal(server._scales["first"], scale)
         low_x = quantize(inputs[0], cast[0], scale=scale)
@@ -167,7 +166,7 @@ def test_buckets_pad_split_and_slice_exactly():
 @pytest.mark.parametrize("candidate", [ROW, GROUP, TENSOR])
 def test_nan_stays_in_its_row(candidate):
     model = tower()
-    server = freeze(model, plan_for(model, dict.fromkeys(BOTH, candidate)), calibration=calibration())
+    server = frozen(model, dict.fromkeys(BOTH, candidate))
     dense, ids = rows(20)
     sound = server((dense, ids)).output
     dense = dense.clone()
@@ -203,7 +202,7 @@ def test_models_whose_rows_are_not_answered_by_themselves(build, told, first):
     torch.manual_seed(0)
     model = build().eval()
     with pytest.raises(ServeRefused, match=told):
-        freeze(model, plan_for(model, BOTH), calibration=[rows(first), *calibration()])
+        frozen(model, BOTH, calibration=[rows(first), *calibration()])
 
 
 def _with(value):
@@ -229,7 +228,7 @@ def _with(value):
 def test_calibration_rows_that_say_nothing(given, told):
     model = tower()
     with pytest.raises(ServeRefused, match=told) as refused:
-        freeze(model, plan_for(model, BOTH), calibration=given)
+        frozen(model, BOTH, calibration=given)
     assert refused.value.way_out
 
 
@@ -239,7 +238,7 @@ def test_a_site_that_sees_zeros_only():
         model.norm.weight.zero_()
         model.norm.bias.fill_(-1.0)  # behind the ReLU nothing is left
     with pytest.raises(ServeRefused, match="second: zero in all rows"):
-        freeze(model, plan_for(model, BOTH), calibration=calibration())
+        frozen(model, BOTH)
 
 
 def test_plans_that_do_not_fit():
@@ -248,16 +247,16 @@ def test_plans_that_do_not_fit():
     with pytest.raises(PlanMismatch, match="second"):
         freeze(model, plan_for(other, BOTH), calibration=calibration())
     with pytest.raises(ServeRefused, match="depend on their neighbours"):
-        freeze(model, plan_for(model, {"first": BLOCK}), calibration=calibration())
+        frozen(model, {"first": BLOCK})
     centred = plan_for(model, {"first": "emulated:rowwise_e4m3_centred"})
     centred = replace(centred, centres={"first": (0.5,) * 24})
     with pytest.raises(ServeRefused, match="takes a vector off its input"):
         freeze(model, centred, calibration=calibration())
     with pytest.raises(ServeRefused, match="nothing to freeze"):
-        freeze(model, plan_for(model, {"first": "hp"}), calibration=calibration())
+        frozen(model, {"first": "hp"})
     for buckets in ((), (4, 2), (0, 4)):
         with pytest.raises(ServeRefused, match="rising"):
-            freeze(model, plan_for(model, BOTH), calibration=calibration(), buckets=buckets)
+            frozen(model, BOTH, buckets=buckets)
 
 
 class TwoPaths(Tower):
@@ -272,12 +271,12 @@ class TwoPaths(Tower):
 def test_a_site_that_no_row_reached_raises_when_one_does():
     torch.manual_seed(0)
     model = TwoPaths().eval()
-    server = freeze(model, plan_for(model, BOTH), calibration=calibration())
+    server = frozen(model, BOTH)
     assert server.card.unreached == ("second",)
     with pytest.raises(ServeRefused, match="second runs now and did not"):
         server(rows(64, scale=100))
     with pytest.raises(ServeRefused, match=r"(?s)not for the rows that refresh.*second"):
-        freeze(model, plan_for(model, BOTH), calibration=[rows(64), rows(64, scale=100)])
+        frozen(model, BOTH, calibration=[rows(64), rows(64, scale=100)])
 
 
 class KeepsInput(Tower):
@@ -290,9 +289,9 @@ def test_a_forward_that_writes_to_the_model_answers_one_request_at_a_time():
     torch.manual_seed(0)
     model = KeepsInput().eval()
     model(rows(8)[0].requires_grad_() * 1, rows(8)[1])  # what it keeps has a graph
-    server = freeze(model, plan_for(model, BOTH), calibration=calibration())
+    server = frozen(model, BOTH)
     assert server.card.scratch == ("seen",)
-    assert not freeze(tower(), plan_for(tower(), BOTH), calibration=calibration()).card.scratch
+    assert not frozen(tower(), BOTH).card.scratch
     requests = [rows(16, seed=seed) for seed in range(40)]
     expected = [server(request).output for request in requests]
     with ThreadPoolExecutor(8) as pool:
@@ -303,7 +302,7 @@ def test_a_forward_that_writes_to_the_model_answers_one_request_at_a_time():
 @pytest.mark.parametrize("count", [600, pytest.param(100_000, marks=pytest.mark.slow)])
 def test_eight_threads_get_the_answers_of_one(count):
     model = tower()
-    server = freeze(model, plan_for(model, BOTH), calibration=calibration(), buckets=(4, 8))
+    server = frozen(model, BOTH, buckets=(4, 8))
     requests = [rows(1 + seed % 8, seed=seed) for seed in range(20)]
     expected = [server(request).output for request in requests]
     with ThreadPoolExecutor(8) as pool:

@@ -2,7 +2,6 @@
 
 import threading
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
 
 import pytest
 import torch
@@ -43,14 +42,13 @@ def test_every_bucket_answers_as_its_program():
     model = model_of(0)
     server = frozen(model, plans(model))
     capturer = server._capturer
-    assert capturer is not None
     for count in (1, 2, 9, 16):
         x = rows(count)
         answer = server(x)
         (bucket,) = answer.buckets
         padded = [torch.cat([x, x[-1:].expand(bucket - count, 16)])]
         graphs._plan_for(capturer._template, bucket)
-        program: Any = capturer._programs[bucket]
+        program = capturer._programs[bucket]
         assert torch.equal(answer.output, server._run(program, padded)[:count])
         with answering(bucket):
             eager = server._run(server.current.module, padded)

@@ -6,19 +6,15 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from served import ROW, TENSOR, Cross, calibration, converted, cross_plan, plan_for, rows, tower
+from served import BOTH, ROW, TENSOR, Cross, converted, cross_plan, frozen, plan_for, rows, tower
 from torch import nn
 
 from loka.core.exceptions import ServeRefused
-from loka.serve import Answer, freeze, load
-
-BOTH = {"first": ROW, "second": ROW}
+from loka.serve import freeze, load
 
 
 def served(shadow=0.0, candidate=ROW):
-    model = tower()
-    plan = plan_for(model, dict.fromkeys(BOTH, candidate))
-    return freeze(model, plan, calibration=calibration(), buckets=(8, 64), shadow=shadow)
+    return frozen(tower(), dict.fromkeys(BOTH, candidate), buckets=(8, 64), shadow=shadow)
 
 
 def test_refreshed_equals_frozen_from_the_new_weights():
@@ -68,7 +64,7 @@ def test_no_answer_mixes_versions_and_none_is_lost(candidate):
         version = server.refresh(state)
         expected[version] = server(request).output
     assert not torch.equal(expected[1], expected[2])
-    answers: list[Answer] = []
+    answers = []
     stop = threading.Event()
 
     def ask():

@@ -11,12 +11,12 @@ import sys
 import pytest
 import torch
 from joint import JointBackend
+from models import stats_of
 from served import POW2, ROW, converted, plan_for, plan_of
 from sweeps import sweep
 from torch import nn
 from torch._dynamo.utils import counters
 
-import loka
 from loka.compiler.gemms import region_gemm
 from loka.core.exceptions import ServeRefused, WrongResults
 from loka.kernels.quantize.int8_weights import int8_weights
@@ -55,8 +55,8 @@ def inputs(count, seed=0):
 
 
 bind, plan_rows = graphs._bind, graphs._plan_for
-bound: list[tuple[nn.Module, nn.Module]] = []
-planned: list[tuple[nn.Module, int]] = []
+bound = []
+planned = []
 
 
 class Replayed:
@@ -302,9 +302,7 @@ def test_new_weights_of_raw_parameters_are_taken(backend):
     """A compiled site finds its weight by its parameter, which is another one in each version."""
     torch.manual_seed(0)
     model, newer = Raw().eval(), Raw().eval()
-    with loka.Probe(model, every=1, effect_samples=0) as probe:
-        model(inputs(32)).sum().backward()
-    layers = probe.stats().model
+    layers = stats_of(model, inputs(32), torch.sum, effect_samples=0).model
     plan = plan_of(layers, dict.fromkeys(layers.layers, POW2))
     server = freeze(model, plan, calibration=[inputs(40)], autocast=torch.bfloat16, buckets=BUCKETS)
     assert len(server.card.sites) == 3
@@ -321,7 +319,7 @@ def test_what_forward_makes_once_is_no_hindrance(backend):
     """A model that keeps a constant from its first call on is recorded, and keeps it to itself."""
 
     class Lazy(Wide):
-        mask: torch.Tensor | None = None
+        mask = None
 
         def forward(self, x):
             if self.mask is None:

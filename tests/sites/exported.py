@@ -2,8 +2,6 @@
 first, which is what finding E1 needs.
 """
 
-from typing import Any
-
 import torch
 
 import loka
@@ -15,7 +13,7 @@ def run_all(folder):
     plan = loka.Plan.load(folder / "other.json")
     loka.convert(other, plan)
     other(torch.randn(8, 64))
-    found: dict[str, Any] = {}
+    found = {}
     for path in sorted(folder.glob("*.pt2")):
         before = sum(loka.kernel_runs().values())
         args, kwargs = torch.load(folder / f"{path.stem}.inputs", weights_only=False)

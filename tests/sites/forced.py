@@ -3,6 +3,7 @@
 import functools
 from dataclasses import dataclass
 
+import pytest
 from foreign.registry import FOREIGN
 from foreign.spec import Foreign, train_step
 from oracle import ROW
@@ -11,6 +12,7 @@ import loka
 from loka.core.records.report import HP
 from loka.measurement.settings import Settings
 
+OTHERS_WARN = [pytest.mark.filterwarnings(f"ignore::{kind}Warning") for kind in ("Future", "User", "Deprecation")]
 QUICK = Settings(rows=32, min_draws=2, max_draws=2)
 
 

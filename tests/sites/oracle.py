@@ -84,9 +84,9 @@ class SiteBySite(TorchDispatchMode):
         self._memory = Memory(model)
         self._but, self._candidate = frozenset(but), candidate
         self._vectors = {name for name, p in model.named_parameters() if p.dim() < 2}
-        self._inputs: dict[int, set[int]] = {}  # memory of what was multiplied -> sizes of weights
-        self._kept: list[torch.Tensor] = []  # so that no address is used again
-        self.counts: Counter[str] = Counter()
+        self._inputs = {}  # memory of what was multiplied -> sizes of weights
+        self._kept = []  # so that no address is used again
+        self.counts = Counter()
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}

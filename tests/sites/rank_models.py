@@ -1,10 +1,10 @@
 """A model with sites of every kind, a plan that forces FP8 on it, and training steps with counted sites."""
 
 import functools
-from collections.abc import Callable, Iterable
 
 import torch
 import torch.nn.functional as F
+from foreign.spec import seeded
 from torch import nn
 
 import loka
@@ -88,10 +88,7 @@ def _normal(*shape):
     return nn.Parameter(torch.randn(*shape) / shape[-1] ** 0.5)
 
 
-def mixed():
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        return Mixed().train()
+mixed = seeded(Mixed)
 
 
 def rows(step, batch=BATCH):
@@ -141,9 +138,6 @@ def sgd(parameters):
 
 def adamw(parameters):
     return torch.optim.AdamW(parameters, 1e-3)
-
-
-Make = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 
 
 def train(model, optimizer, parts):

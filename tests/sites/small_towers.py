@@ -1,20 +1,25 @@
 """Small towers for the tests of findings, plain, converted and by hand, all from the same weights."""
 
+import pytest
 import torch
 from forced import plan_of
 from oracle import by_hand
+from sweeps import sweep
 from torch import nn
 
 import loka
 
 ROWS = 128
+BOTH_WAYS = pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+EAGER_FIRST = pytest.mark.parametrize("compiled", sweep((False, True), [False]), ids=["eager", "compiled"])
+"""Compiled they are slow."""
 
 
 def tower(norm=False, dropout=None):
     """64 -> 64 -> 64 -> 64 -> 1."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        layers: list[nn.Module] = []
+        layers = []
         for _ in range(3):
             layers.append(nn.Linear(64, 64))
             layers += [nn.LayerNorm(64)] if norm else []
@@ -29,6 +34,6 @@ def batch(rows=ROWS, seed=1):
 
 def pair(**options):
     """The converted tower, and one of the same weights by hand."""
-    plain = tower(**options)  # type: ignore[arg-type]
-    found = loka.convert(tower(**options), plan_of(plain, batch().requires_grad_()))  # type: ignore[arg-type]
-    return found, by_hand(tower(**options))  # type: ignore[arg-type,return-value]
+    plain = tower(**options)
+    found = loka.convert(tower(**options), plan_of(plain, batch().requires_grad_()))
+    return found, by_hand(tower(**options))

@@ -22,7 +22,6 @@ def test_nearly_all_flops_are_seen(name):
     model = foreign.build()
     counted = count_flops(model, lambda: call(model, foreign.inputs(ROWS)))
     none = sum(counted.by_parameter[parameter] for parameter in (*foreign.not_sites, *BY_RULE.get(name, ())))
-    assert coverage is not None
     seen = sum(gemms["output"] for gemms in coverage.sites.values())
     if name == "weight_norm":  # its weights are computed by torch's own parametrization, and are sites
         assert seen == 2 * ROWS * (2 * 64 * 96 + 64)
@@ -35,7 +34,6 @@ def test_all_that_is_seen_is_converted_and_runs(name):
     """It fails where a site is planned and not attached, or attached and passed by in the step."""
     known = planned(name)
     coverage = known.stats.coverage
-    assert coverage is not None
     sites = {f"{site}/{gemm}" for site, gemms in coverage.sites.items() for gemm in gemms}
     assert sites == known.fp8
     model = known.converted()
@@ -49,7 +47,6 @@ def test_a_plan_prints_its_coverage(name):
     """The share of the sites and a line for every other part, whose shares add up to all."""
     known = planned(name)
     coverage = known.stats.coverage
-    assert coverage is not None
     assert known.plan.coverage == coverage
     text = str(known.plan)
     lines = coverage.lines()
@@ -64,7 +61,6 @@ def test_a_plan_prints_its_coverage(name):
 def test_an_lstm_is_named_with_its_share():
     known = planned("lstm_tower")
     coverage = known.stats.coverage
-    assert coverage is not None
     (lstm,) = (rest for rest in coverage.uncovered if "LSTM" in rest.reason)
     assert lstm.where == "lstm"
     model = known.foreign.build()
@@ -81,5 +77,4 @@ def test_a_weight_that_is_computed_is_named_with_its_reason():
     assert set(known.stats.skipped) == {"0", "2"}
     assert all("computes otherwise" in reason for reason in known.stats.skipped.values())
     coverage = known.stats.coverage
-    assert coverage is not None
     assert {rest.where for rest in coverage.uncovered} == {"0", "2"}

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
+from models import stats_of
 from torch import nn
 from torch._dynamo.backends.common import aot_autograd
 
@@ -22,7 +23,7 @@ def forced_plan(stats):
 class OwnAttention(nn.MultiheadAttention):
     """Calls torch's function by itself, as models that change what goes around it do."""
 
-    def forward(self, x):  # type: ignore[override]
+    def forward(self, x):
         x = x.transpose(0, 1)
         out, _ = F.multi_head_attention_forward(
             x, x, x, self.embed_dim, self.num_heads, self.in_proj_weight, self.in_proj_bias, None, None,
@@ -84,10 +85,9 @@ def test_a_site_is_forced_and_kept_by_its_very_name():
             return F.linear(F.linear(x, self.w), self.w[:16])
 
     model = Slices()
-    with loka.Probe(model, every=1, effect_samples=0) as probe:
-        model(torch.randn(64, 32)).square().mean().backward()
+    stats = stats_of(model, torch.randn(64, 32), effect_samples=0)
     settings = Settings(rows=32, min_draws=2, max_draws=2)
-    report = loka.measure(probe.stats(), device="cpu", candidates=[FP8], settings=settings)
+    report = loka.measure(stats, device="cpu", candidates=[FP8], settings=settings)
     plan = loka.plan(report, loka.Budget(keep=("w[:16]",)), force={"w/output": "hp", "w[[]:16]/output": FP8})
     runs = {site: decision.candidate for site, decision in plan.decisions.items()}
     assert runs["w[:16]/output"] == FP8
@@ -111,9 +111,7 @@ class Mixture(nn.Module):
 def test_experts_of_an_iteration_are_sites_in_compiled_graphs():
     """Dynamo tells no mode of items: they ran in high precision, a row beside them raised."""
     model, x = Mixture(), torch.randn(8, 32)
-    with loka.Probe(model, every=1, effect_samples=0) as probe:
-        model(x).sum().backward()
-    loka.convert(model, forced_plan(probe.stats()))
+    loka.convert(model, forced_plan(stats_of(model, x, torch.sum, effect_samples=0)))
     torch.testing.assert_close(torch.compile(model, backend="aot_eager", fullgraph=True)(x), model(x))
     assert [counts["runs"] for site, counts in loka.health_of(model).items() if site.endswith("/output")] == [2] * 13
 
@@ -130,9 +128,7 @@ class Experts(nn.Module):
 def experts(inputs=32):
     torch.manual_seed(0)
     model, x = Experts(inputs), torch.randn(4, 64, inputs)
-    with loka.Probe(model, every=1, effect_samples=0) as probe:
-        model(x).square().mean().backward()
-    return model, x, probe.stats()
+    return model, x, stats_of(model, x, effect_samples=0)
 
 
 def test_a_stack_of_one_input_is_measured():

@@ -75,7 +75,7 @@ def test_a_sample_of_rows_is_quantized_with_the_scales_of_the_whole():
 def test_batches_merge_and_memory_stays():
     wanted = depths.layouts("grad_output")
     batches = [heavy(64, 96, seed) for seed in range(3)]
-    so_far: depths.Depths = {}
+    so_far = {}
     for batch in batches:
         so_far = depths.merge(so_far, depths.collect(batch, wanted))
     sizes = [sum(t.nbytes for t in found.values()) for found in (so_far, depths.collect(batches[0], wanted))]

@@ -13,7 +13,6 @@ from loka.statistics.sample_coherence import SUMS, merge_samples, samples_of, wi
 
 CPU = torch.device("cpu")
 SAMPLES, ROWS = 64, 12
-Batch = tuple[torch.Tensor, torch.Tensor]
 FIXED = torch.Generator().manual_seed(0)
 PLACES = torch.randn(ROWS, 2, generator=FIXED)
 TO_X, TO_G = torch.randn(2, 20, generator=FIXED), torch.randn(2, 10, generator=FIXED)

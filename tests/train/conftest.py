@@ -1,6 +1,1 @@
-"""Makes `small_run` importable whatever import mode pytest runs in."""
-
-import sys
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).parent))
+"""Pytest puts the folder of this file on the path, so that folders below find what stands in it."""

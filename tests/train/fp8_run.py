@@ -32,8 +32,6 @@ AUTO = AutoConfig(
 
 
 class Tower(nn.Module):
-    largest: torch.Tensor
-
     def __init__(self):
         super().__init__()
         self.table = nn.Embedding(IDS, 8, sparse=True)

@@ -6,7 +6,6 @@ In: folders. Out: `pid N`, `step N` after each, `end {..}` where it gets that fa
 
 import json
 import os
-from collections.abc import Callable
 
 import torch
 from fp8_run import CONFIG, digest, make_plan, tower
@@ -15,8 +14,6 @@ from small_run import RandomRows
 from loka.planner import convert
 from loka.train import load_newest, train
 from loka.train.checkpointing.state import plan_in
-
-Say = Callable[[str], None]
 
 
 def serve(client, steps):
@@ -50,6 +47,5 @@ def run(folder, plan, steps, say):
         on_step=lambda step: say(f"step {step}"),
     )
     end = load_newest(folder)
-    assert end is not None
     said = {"resumed": result.resumed_from, "state": digest(end.state), "reading": repr(result.reading)}
     say(f"end {json.dumps(said)}")

@@ -9,7 +9,7 @@ from fp8_run import AUTO, digest, make_plan, tower
 from fp8_run import CONFIG as FP8_CONFIG
 from hypothesis import given
 from hypothesis import strategies as st
-from small_run import IDS, RandomRows, small_model
+from small_run import IDS, RandomRows, small_model, stop_at
 from torch import nn
 
 from loka.core.exceptions import CheckpointRefused, LokaError
@@ -68,13 +68,9 @@ def test_the_mean_covers_its_share_and_costs_few_passes(steps, share):
 def test_a_killed_run_ends_with_the_same_mean(tmp_path, kind, stop):
     config = replace(CONFIG, average=kind)
 
-    def kill(step):
-        if step == stop:
-            raise MemoryError
-
     _, straight = recorded(config)
     with pytest.raises(MemoryError):
-        train(small_model(), ROWS, config=config, checkpoints=tmp_path, on_step=kill)
+        train(small_model(), ROWS, config=config, checkpoints=tmp_path, on_step=stop_at(stop, MemoryError))
     result = train(small_model(seed=9), ROWS, config=config, checkpoints=tmp_path)
     assert result.resumed_from == stop - stop % 3
     assert digest(dict(result.average.state_dict())) == digest(dict(straight.state_dict()))
@@ -142,14 +138,9 @@ def test_the_mean_goes_through_auto_and_its_conversion_to_the_bit(tmp_path):
     rows, config = RandomRows(16 * 30), replace(FP8_CONFIG, average="tail", average_share=0.8)
 
     def trained(folder, stop=0, seed=0):
-        def kill(step):
-            if step == stop:
-                raise MemoryError
-
         model = tower(seed)
-        return model, train(
-            model, rows, config=config, callback=Auto(AUTO), checkpoints=folder, on_step=kill if stop else None
-        )
+        end = stop_at(stop, MemoryError)
+        return model, train(model, rows, config=config, callback=Auto(AUTO), checkpoints=folder, on_step=end)
 
     straight, expected = trained(None)
     for stop in (8, 22):

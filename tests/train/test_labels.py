@@ -8,7 +8,6 @@ from hypothesis import strategies as st
 from small_run import RandomRows, SmallModel
 
 from loka.core.exceptions import DataRefused
-from loka.data.batch import Batch
 from loka.train import TrainConfig
 from loka.train.labels import Labels, count_labels, require_both
 from loka.validation.arms import ArmSpec
@@ -26,7 +25,7 @@ class Labelled(RandomRows):
         for batch in super().batches(batch_size, start=start):
             rows = range(first, first + len(batch))
             label = batch.label.new_tensor([float(row < self.positive) for row in rows])
-            yield Batch(dense=batch.dense, sparse=batch.sparse, label=label)
+            yield replace(batch, label=label)
             first += len(batch)
 
 

@@ -1,17 +1,16 @@
 """Rows with several labels: losses add up, metrics are of each task, and a run resumes as one of one task."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
 import torch
-from small_run import IDS, RandomRows
+from small_run import IDS, RandomRows, stop_at
 from torch import nn
 from torch.nn import functional
 
 from loka.core.exceptions import DataRefused, LokaError
 from loka.core.numerics.label_rate import LabelRate
-from loka.data.batch import Batch
 from loka.train import Segments, TrainConfig, evaluate, quality, train
 from loka.train.automatic.auto import Auto, AutoConfig
 from loka.train.labels import count_labels, require_both
@@ -39,7 +38,7 @@ class TwoLabels(RandomRows):
     def batches(self, batch_size, *, start=0):
         for batch in super().batches(batch_size, start=start):
             bought = batch.label * (batch.dense[:, 1] > 0.4)
-            yield Batch(dense=batch.dense, sparse=batch.sparse, label=torch.stack([batch.label, bought], dim=1))
+            yield replace(batch, label=torch.stack([batch.label, bought], dim=1))
 
 
 class TwoLogits(nn.Module):
@@ -121,12 +120,8 @@ def test_an_interrupted_run_of_two_tasks_resumes_exactly(tmp_path):
     expected = fresh()
     whole = train(expected, TwoLabels(), config=config)
 
-    def interrupt(step):
-        if step == 7:
-            raise KeyboardInterrupt
-
     with pytest.raises(KeyboardInterrupt):
-        train(fresh(), TwoLabels(), config=config, checkpoints=tmp_path, on_step=interrupt)
+        train(fresh(), TwoLabels(), config=config, checkpoints=tmp_path, on_step=stop_at(7))
     model = fresh(seed=9)
     result = train(model, TwoLabels(), config=config, checkpoints=tmp_path)
     assert result.resumed_from == 7
@@ -151,7 +146,7 @@ class _Never(TwoLabels):
     def batches(self, batch_size, *, start=0):
         for batch in super().batches(batch_size, start=start):
             label = torch.stack([batch.label[:, 0], torch.zeros(len(batch))], dim=1)
-            yield Batch(dense=batch.dense, sparse=batch.sparse, label=label)
+            yield replace(batch, label=label)
 
 
 def test_equal_labels_of_one_task_are_named():
@@ -226,7 +221,7 @@ def test_runs_curves_and_the_bank_are_by_task(judged):
 
 def test_a_task_that_is_not_known_well_enough_keeps_auto_in_bf16(tmp_path):
     """32 rows of it cannot tell: no plan, no crash in the middle of a run, and a reason."""
-    said: list[str] = []
+    said = []
     auto = Auto(AutoConfig(every=1, most_steps=1, base_rate=(0.5, 0.2)), folder=tmp_path, say=said.append)
     result = train(fresh(), TwoLabels(64), config=TrainConfig(batch_size=32), callback=auto)
     assert auto.phase == "bf16"

@@ -1,13 +1,10 @@
 """What is written for TensorBoard, with a stand-in for its writer."""
 
-from __future__ import annotations
-
 import sys
 import types
-from typing import ClassVar
 
 import pytest
-from small_run import RandomRows, small_model
+from small_run import RandomRows, small_model, stop_at
 
 from loka.core.exceptions import MissingLibrary
 from loka.train import Segments, TrainConfig, train
@@ -17,11 +14,9 @@ CONFIG = TrainConfig(batch_size=64, precision="fp32", log_every=4)
 
 
 class Writer:
-    made: ClassVar[list[Writer]] = []
-
     def __init__(self, folder, purge_step):
         self.folder, self.purge_step, self.closed = folder, purge_step, False
-        self.scalars: dict[tuple[str, int], float] = {}
+        self.scalars = {}
         self.made.append(self)
 
     def add_scalar(self, name, value, step):
@@ -64,11 +59,7 @@ def test_log_lines_become_scalars(tmp_path, writers):
 
 
 def test_a_resumed_run_replaces_what_it_does_again(tmp_path, writers):
-    def stop(step):
-        if step == 7:
-            raise KeyboardInterrupt
-
-    for on_step in (stop, None):
+    for on_step in (stop_at(7), None):
         with TensorBoard(tmp_path / "board") as board:
             try:
                 train(

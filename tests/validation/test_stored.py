@@ -9,10 +9,8 @@ import json
 import lzma
 import math
 import shutil
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, Phase, given, settings
@@ -42,11 +40,7 @@ STORED = Path(__file__).parent / "stored"
 TIMELINE = Path(__file__).parents[2] / "benchmarks/auto/wukong_2gf.timeline.json"
 CONFIG = TrainConfig(batch_size=64, seed=3, lr=1e-2, average="tail")
 SHIFTED = ArmSpec(name="shifted", apply=lambda model: pytest.fail("it trains"), identity={"shift": 0.25})
-FILES: dict[str, type[Validation] | type[Bank] | type[Comparison]] = {
-    "validation.json": Validation,
-    "bank.json": Bank,
-    "train.json": Comparison,
-}
+FILES = {"validation.json": Validation, "bank.json": Bank, "train.json": Comparison}
 
 
 def stored(name, folder):
@@ -55,6 +49,17 @@ def stored(name, folder):
     data = lzma.decompress(packed.read_bytes()) if packed.exists() else (STORED / name).read_bytes()
     (folder / name).write_bytes(data)
     return folder / name
+
+
+def write_again(file, *path, value=None, version=1):
+    """The record in `file`, with `value` at `path` of its content."""
+    record = json.loads(file.read_bytes())
+    held = record["content"]
+    for step in path[:-1]:
+        held = held[step]
+    if path:
+        held[path[-1]] = value
+    write_record(file, kind=record["kind"], version=version, content=record["content"])
 
 
 def content_of(file):
@@ -123,10 +128,7 @@ def test_a_stored_run_is_not_trained_again(tmp_path):
 )
 def test_a_damaged_run_is_refused_by_its_place(path, value, why, tmp_path):
     shutil.copytree(STORED / "runs", tmp_path / "runs")
-    file = tmp_path / "runs/shifted-3/run.json"
-    record = json.loads(file.read_bytes())
-    put(record["content"], *path, value=value)
-    write_record(file, kind=record["kind"], version=1, content=record["content"])
+    write_again(tmp_path / "runs/shifted-3/run.json", *path, value=value)
     with pytest.raises(FileRefused, match=why):
         held_out(tmp_path, "shifted", 3)
 
@@ -148,17 +150,10 @@ def test_a_stored_timeline_is_read_and_written_again_as_it_was(tmp_path):
 @pytest.mark.parametrize("name", FILES)
 @pytest.mark.parametrize("version", [0, 2])
 def test_other_versions_are_refused_with_a_way_out(name, version, tmp_path):
-    record = json.loads(stored(name, tmp_path).read_bytes())
-    write_record(tmp_path / name, kind=record["kind"], version=version, content=record["content"])
+    write_again(stored(name, tmp_path), version=version)
     with pytest.raises(FileRefused, match=f"it has format version {version}, and this LoKA reads 1") as caught:
         FILES[name].load(tmp_path / name)
     assert caught.value.way_out
-
-
-def put(content, *path, value):
-    for step in path[:-1]:
-        content = content[step]
-    content[path[-1]] = value
 
 
 @pytest.mark.parametrize(
@@ -179,17 +174,14 @@ def put(content, *path, value):
     ],
 )
 def test_damaged_content_is_refused_by_its_place(name, path, value, why, tmp_path):
-    record = json.loads(stored(name, tmp_path).read_bytes())
-    put(record["content"], *path, value=value)
-    write_record(tmp_path / name, kind=record["kind"], version=record["version"], content=record["content"])
+    write_again(stored(name, tmp_path), *path, value=value)
     with pytest.raises(FileRefused, match=why):
         FILES[name].load(tmp_path / name)
 
 
 def test_a_damaged_timeline_is_refused_by_its_place(tmp_path):
-    record = json.loads(TIMELINE.read_bytes())
-    put(record["content"], "events", 1, "step", value="late")
-    write_record(tmp_path / "t.json", kind=record["kind"], version=1, content=record["content"])
+    shutil.copy(TIMELINE, tmp_path / "t.json")
+    write_again(tmp_path / "t.json", "events", 1, "step", value="late")
     with pytest.raises(FileRefused, match=r"events\[1\].step has to be a whole number, and is 'late'"):
         load_timeline(tmp_path / "t.json")
 
@@ -256,7 +248,7 @@ ARMS = st.builds(
     runs=st.dictionaries(TEXTS, COUNTS, max_size=2),
 )
 PAIRS = st.lists(st.builds(Pair, seed=COUNTS, bf16=ARMS, fp8=ARMS, difference=DIFFERENCES), max_size=3)
-RECORDS: dict[type, Callable[[], st.SearchStrategy[Any]]] = {
+RECORDS = {
     Run: lambda: RUNS,
     RowsVerdict: lambda: VERDICTS,
     Annealed: lambda: ANNEALED,

@@ -62,7 +62,6 @@ def judged(tmp_path_factory):
 def test_an_arm_that_changes_nothing_passes_and_a_damaged_one_fails(judged):
     _, found = judged
     same, worse = found.arms
-    assert same.average is not None
     assert same.average.ne_percent.value == same.average.ne_percent.high == 0.0
     assert same.average.verdict == "pass"
     # Two ids of fifty have too few clicks: named, undecided, and so is the whole.
@@ -72,7 +71,6 @@ def test_an_arm_that_changes_nothing_passes_and_a_damaged_one_fails(judged):
     assert worse.verdict == found.verdict == "fail"
     assert worse.segments[0].verdict == "fail"
     assert {segment.tail for segment in worse.segments} == {0.05 / 5}
-    assert worse.average is not None
     assert worse.average.tail == 0.05
     assert (worse.average.limit, worse.segments[0].limit) == (0.5, 0.6)
 

@@ -28,8 +28,8 @@ SAME = ArmSpec(name="same", apply=lambda model: model, identity={"what": "nothin
 LIMIT = 0.02
 
 
-def prior(between, rows_error=0.0, rows=10**6):
-    return PairVariance(mean=0.0, pairs=8, rows=rows, between_pairs=between, rows_error=rows_error)
+def prior(between, rows_error=0.0, rows=10**6, pairs=8):
+    return PairVariance(mean=0.0, pairs=pairs, rows=rows, between_pairs=between, rows_error=rows_error)
 
 
 @pytest.mark.parametrize("between", [0.01, 0.025, 0.06])
@@ -262,7 +262,7 @@ def test_more_rows_reduce_the_part_that_rows_make():
         differences.append(paired_difference(z, z + 0.1 * rng.normal(size=rows), labels))
     pairs = tuple(SeedPair(seed=seed, difference=found) for seed, found in enumerate(differences))
     between = float(np.std([found.ne_percent.value for found in differences], ddof=1))
-    variance = PairVariance(mean=0.0, pairs=800, rows=rows, between_pairs=between, rows_error=0.0)
+    variance = prior(between, rows=rows, pairs=800)
     judged = RowsVerdict(name="all rows", variance=variance, clicks=300, limit=LIMIT, tail=ERROR)
     by_rows = deviation_by_rows(ArmVerdict(name="a", pairs=pairs, average=judged))
     # A standard deviation of 800 values is known to 2.5 %: three times that.
@@ -323,7 +323,7 @@ def test_a_nudged_control_is_an_a_a_arm(found):
 
 def test_arms_draw_the_same_random_numbers(tmp_path):
     """The model has dropout: FP8 must not shift whose activations are dropped, or pairs share nothing."""
-    masks: dict[str, list[torch.Tensor]] = {}
+    masks = {}
 
     def watched(arm):
         def apply(model):

@@ -43,6 +43,14 @@ def pairs_of_losses(rng, pairs, rows, effect, *, seed_sd=0.004, row_sd=0.6, rest
         yield control, control * (1 + moved + shared + rest)
 
 
+def variance_of(**given):
+    return PairVariance(**{"mean": 0.0, "pairs": 4, "rows": 1000, "between_pairs": 0.0, "rows_error": 0.0, **given})
+
+
+def covers(interval, truth=0.05):
+    return interval.low <= truth <= interval.high
+
+
 def judged(variance, *, limit=LIMIT, tail=ERROR, name="all rows"):
     return RowsVerdict(name=name, variance=variance, clicks=variance.rows // 3, limit=limit, tail=tail)
 
@@ -60,9 +68,9 @@ def test_the_interval_covers_the_truth_whatever_the_noise_is_made_of(seed_sd, ro
     for _ in range(simulations):
         losses = pairs_of_losses(rng, 4, rows, 0.05, seed_sd=seed_sd, row_sd=row_sd, rest_sd=rest_sd)
         (variance,) = pair_variances(losses, groups, 1)
-        covered += variance.interval(ERROR).low <= 0.05 <= variance.interval(ERROR).high
+        covered += covers(variance.interval(ERROR))
         blind = variance.over_seeds(ERROR)
-        over_seeds += blind.low <= 0.05 <= blind.high
+        over_seeds += covers(blind)
         wider.append(variance.half_width(ERROR) / (blind.high - blind.low) * 2)
     # 95 % over 400 simulations has a standard deviation of 1.1 %: three of them below.
     assert covered / simulations >= 0.917
@@ -113,8 +121,7 @@ def test_segments_hold_together_as_often_as_they_say():
     together = 0
     for _ in range(simulations):
         losses = pairs_of_losses(rng, 4, rows, 0.0, seed_sd=0.01, row_sd=0.5, rest_sd=0.5)
-        intervals = [variance.interval(ERROR / count) for variance in pair_variances(losses, groups, count)]
-        together += all(i.low <= 0 <= i.high for i in intervals)
+        together += all(covers(v.interval(ERROR / count), 0) for v in pair_variances(losses, groups, count))
     assert together / simulations >= 0.91  # 95 % less three standard deviations of 1.4 %
 
 
@@ -132,7 +139,7 @@ def test_pair_variances_are_the_means_of_the_pairs_own_differences():
 
 @pytest.mark.parametrize(("mean", "between"), [(0.004, 0.02), (-0.011, 0.05), (0.0, 0.2)])
 def test_pairs_needed_is_the_smallest_number_that_decides(mean, between):
-    variance = PairVariance(mean=mean, pairs=5, rows=10**6, between_pairs=between, rows_error=0.0005)
+    variance = variance_of(mean=mean, pairs=5, rows=10**6, between_pairs=between, rows_error=0.0005)
     needed = judged(variance).pairs_needed
     margin = LIMIT - abs(mean)
 
@@ -140,7 +147,6 @@ def test_pairs_needed_is_the_smallest_number_that_decides(mean, between):
         t = student_t(pairs - 1, ERROR)
         return math.hypot(t * between / math.sqrt(pairs), 1.96 * 0.0005)
 
-    assert needed is not None
     assert needed >= MIN_PAIRS
     assert half(needed) <= margin
     assert needed == MIN_PAIRS or half(needed - 1) > margin
@@ -148,37 +154,37 @@ def test_pairs_needed_is_the_smallest_number_that_decides(mean, between):
 
 
 def test_what_no_number_of_pairs_decides_is_said():
-    beyond = PairVariance(mean=0.021, pairs=4, rows=10**6, between_pairs=0.01, rows_error=0.0)
+    beyond = variance_of(mean=0.021, rows=10**6, between_pairs=0.01)
     told = judged(beyond).outlook
     assert "a pass is not attainable at this mean (were it 0: 1 more pair)" in told
     fail = beyond.pairs_to(0.001, ERROR)
     assert f"a fail: {fail - 4} more pairs" in told
-    few_rows = PairVariance(mean=0.0, pairs=4, rows=1000, between_pairs=0.0, rows_error=0.05)
+    few_rows = variance_of(rows_error=0.05)
     assert few_rows.pairs_to(LIMIT, ERROR) is None
     told = judged(few_rows).outlook
     assert "no number of pairs" in told
     rows = int(told.rpartition("about ")[2].split()[0])
-    grown = PairVariance(mean=0.0, pairs=4, rows=rows, between_pairs=0.0, rows_error=0.05 * math.sqrt(1000 / rows))
+    grown = variance_of(rows=rows, rows_error=0.05 * math.sqrt(1000 / rows))
     assert judged(grown).verdict == "pass"
 
 
 def test_too_little_to_judge_is_undecided_and_says_why():
-    clear = PairVariance(mean=0.0, pairs=4, rows=1000, between_pairs=1e-9, rows_error=1e-9)
+    clear = variance_of(between_pairs=1e-9, rows_error=1e-9)
     assert judged(clear).verdict == "pass"
-    three = PairVariance(mean=0.0, pairs=3, rows=1000, between_pairs=1e-9, rows_error=1e-9)
+    three = variance_of(pairs=3, between_pairs=1e-9, rows_error=1e-9)
     assert judged(three).verdict == "undecided"
     assert "1 more pair" in judged(three).outlook
     no_clicks = RowsVerdict(name="s", variance=clear, clicks=3, limit=LIMIT, tail=ERROR)
     assert no_clicks.verdict == "undecided"
     assert "3 clicks" in no_clicks.outlook
-    one = PairVariance(mean=0.0, pairs=1, rows=1000, between_pairs=math.nan, rows_error=0.0)
+    one = variance_of(pairs=1, between_pairs=math.nan)
     assert judged(one).verdict == "undecided"
     empty = pair_variances([(np.ones(5), np.ones(5))] * 4, np.zeros(5, np.int64), 2)[1]
     assert RowsVerdict(name="none", variance=empty, clicks=0, limit=1, tail=0.05).verdict == "undecided"
 
 
 def test_a_margin_that_no_number_of_rows_reaches_is_undecided():
-    at_the_limit = PairVariance(mean=1e-300, pairs=4, rows=1000, between_pairs=0.0, rows_error=1.0)
+    at_the_limit = variance_of(mean=1e-300, rows_error=1.0)
     found = judged(at_the_limit, limit=2e-300)
     assert at_the_limit.rows_to(1e-300, ERROR) is None
     assert found.verdict == "undecided"
@@ -186,7 +192,7 @@ def test_a_margin_that_no_number_of_rows_reaches_is_undecided():
 
 
 def test_a_verdict_is_read_back_as_it_was():
-    variance = PairVariance(mean=0.003, pairs=1, rows=1000, between_pairs=math.nan, rows_error=0.01)
+    variance = variance_of(mean=0.003, pairs=1, between_pairs=math.nan, rows_error=0.01)
     before = RowsVerdict(name="dense:0 in (0, 1]", variance=variance, clicks=100, limit=LIMIT, tail=0.01)
     after = decode(RowsVerdict, encode(before))
     assert encode(after) == encode(before)
@@ -205,7 +211,7 @@ def test_rows_that_come_together_count_as_one_draw():
         losses = [(base, base * moved * (1 + 0.002 * rng.normal(size=rows))) for _ in range(4)]
         for clusters in (None, user):
             (variance,) = pair_variances(losses, np.zeros(rows, np.int64), 1, clusters=clusters)
-            held = variance.interval(ERROR).low <= 0.05 <= variance.interval(ERROR).high
+            held = covers(variance.interval(ERROR))
             if clusters is None:
                 alone += held
             else:
@@ -227,7 +233,7 @@ def test_a_cluster_of_half_the_rows_is_nearly_alone():
         losses = [(base, base * moved * (1 + 0.002 * rng.normal(size=rows))) for _ in range(4)]
         (variance,) = pair_variances(losses, np.zeros(rows, np.int64), 1, clusters=user)
         assert (variance.clusters, variance.effective_clusters) == (201, 3)
-        held += variance.interval(ERROR).low <= 0.05 <= variance.interval(ERROR).high
+        held += covers(variance.interval(ERROR))
     assert held / simulations > 0.85  # its own residual is small because it pulls the mean: not 95 %
 
 

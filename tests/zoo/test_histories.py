@@ -1,7 +1,6 @@
 """Models that read histories: what padding must not do, what events must do, and what tools do with them."""
 
 from collections import Counter
-from typing import Any
 
 import numpy as np
 import pytest
@@ -25,6 +24,8 @@ VOCAB = (4, 7, 3, 9)
 ITEM = HistoryTable(column=3)
 OWN = HistoryTable(vocab_size=9)
 READERS = (*TAKE_HISTORIES, "hstu:hybrid")
+EACH_READER = pytest.mark.parametrize("name", READERS)
+EACH_HISTORY = pytest.mark.parametrize("history", [ITEM, OWN], ids=["item", "own"])
 # float64, so that what must not matter stands clear of rounding in sums of another order.
 CLOSE = {"rtol": 1e-10, "atol": 1e-10}
 
@@ -47,8 +48,8 @@ def padded(sequence, lengths):
     return torch.arange(sequence.shape[1]) >= lengths[:, None]
 
 
-@pytest.mark.parametrize("history", [ITEM, OWN], ids=["item", "own"])
-@pytest.mark.parametrize("name", READERS)
+@EACH_HISTORY
+@EACH_READER
 def test_padding_is_never_read(name, history):
     model = made(name, history).double()
     dense, sparse, sequence, lengths = rows(14)
@@ -65,8 +66,8 @@ def test_padding_is_never_read(name, history):
     assert not model.front.embeddings.table.weight.grad.to_dense()[-1].any()
 
 
-@pytest.mark.parametrize("history", [ITEM, OWN], ids=["item", "own"])
-@pytest.mark.parametrize("name", READERS)
+@EACH_HISTORY
+@EACH_READER
 def test_every_event_is_read_by_its_own_row(name, history):
     model = made(name, history).double()
     dense, sparse, sequence, _ = rows(5)
@@ -79,7 +80,7 @@ def test_every_event_is_read_by_its_own_row(name, history):
         assert moved.tolist() == [False, False, True, False, False], place
 
 
-@pytest.mark.parametrize("name", READERS)
+@EACH_READER
 def test_whether_the_order_of_events_matters(name):
     """DHEN pools events as a set; the others have positions."""
     model, ordered = made(name).double(), name != "dhen"
@@ -91,14 +92,14 @@ def test_whether_the_order_of_events_matters(name):
     assert bool((turned.abs() < 1e-12).all()) != ordered
 
 
-@pytest.mark.parametrize("history", [ITEM, OWN], ids=["item", "own"])
-@pytest.mark.parametrize("name", READERS)
+@EACH_HISTORY
+@EACH_READER
 def test_every_parameter_is_trained(name, history):
     assert_every_parameter_is_trained(made(name, history), rows(64, dtype=torch.float32))
 
 
 @pytest.mark.parametrize("slots", [0, 3])
-@pytest.mark.parametrize("name", READERS)
+@EACH_READER
 def test_rows_without_a_single_event(name, slots):
     model = made(name)
     dense, sparse, _, _ = rows(4, dtype=torch.float32)
@@ -120,7 +121,7 @@ def test_an_items_history_shares_its_table():
     assert torch.equal(own.front.events(ids, lengths)[0][0], table[[23 + 1, 23 + 8]])
 
 
-@pytest.mark.parametrize("name", READERS)
+@EACH_READER
 def test_the_dense_part_takes_looked_up_rows(name):
     model = made(name).double()
     dense, sparse, sequence, lengths = rows(9)
@@ -157,7 +158,7 @@ def test_wrong_histories_are_refused():
         made("hstu", HistoryTable(column=4))
 
 
-@pytest.mark.parametrize("name", READERS)
+@EACH_READER
 def test_a_seed_gives_the_model(name):
     first, again, other = made(name, seed=3), made(name, seed=3), made(name, seed=4)
     for path, value in first.state_dict().items():
@@ -175,7 +176,7 @@ def test_the_forward_compiles_without_a_break(name):
     torch.testing.assert_close(compiled(*inputs), model(*inputs), rtol=1e-6, atol=1e-6)
 
 
-@pytest.mark.parametrize("name", READERS)
+@EACH_READER
 def test_bf16_autocast_is_near_float32(name):
     """bf16 has 8 bits: an error of 2^-9 a rounding, of which a logit collects a few dozen at random."""
     model = made(name)
@@ -188,7 +189,7 @@ def test_bf16_autocast_is_near_float32(name):
     assert all(torch.isfinite(p.grad.to_dense()).all() for p in model.parameters())
 
 
-@pytest.mark.parametrize("name", READERS)
+@EACH_READER
 def test_mods_and_the_probe_reach_every_layer(name):
     model = made(name)
     changes = mods.apply(model, [mods.NoBias(), mods.BlockNorm(256), mods.HardSwish()])
@@ -229,7 +230,7 @@ def test_models_learn_whether_the_item_is_in_the_history(name, steps):
     # Kunlun sets off late: after 300 steps it has NE 1.00, 0.51 and 0.54 with seeds 0 to 2.
     model = made(name, seed=int(name == "kunlun"))
     dense = [p for path, p in model.named_parameters() if "table" not in path]
-    optimizers: list[Any] = [
+    optimizers = [
         torch.optim.Adam(dense, lr=3e-3),
         torch.optim.SparseAdam([model.front.embeddings.table.weight], lr=0.2),
     ]
@@ -266,7 +267,6 @@ def test_models_learn_from_rows_without_a_history(name):
 def test_the_trainer_feeds_a_sources_history():
     """What `loka.data` hands out is what the models take."""
     world = SyntheticClicks(rows=600, seed=1, vocab_sizes=(20, 30), dense_features=4, history=8)
-    assert world.history is not None
     torch.manual_seed(0)
     table = HistoryTable(vocab_size=world.history.vocab_size)
     model = build("hstu", dense_features=4, vocab_sizes=(20, 30), history=table)

@@ -32,7 +32,7 @@ def test_the_suite_has_the_flop_of_its_sources():
     shapes = lrm_gemm_shapes()
     assert Counter(shape.kind for shape in shapes) == {"linear": 99, "bmm": 25, "grouped": 6}
     assert len({(s.m, s.k, s.n) for s in shapes if s.kind == "linear"}) == 71
-    gflop: Counter[str] = Counter()
+    gflop = Counter()
     for s in shapes:
         gflop[s.model] += 2e-9 * s.batch * s.m * s.k * s.n * s.count
     assert gflop == {model: pytest.approx(told, abs=0.01) for model, told in GFLOP.items()}

@@ -3,7 +3,6 @@
 import itertools
 import re
 from collections import Counter
-from typing import Any
 
 import pytest
 import torch
@@ -264,7 +263,7 @@ def test_mlp_order_of_layers():
 
 
 def test_unknown_names_list_the_known_ones():
-    wrong: list[dict[str, Any]] = [{"name": "dhem"}, {"name": "dlrm", "size": "2gf"}]
+    wrong = [{"name": "dhem"}, {"name": "dlrm", "size": "2gf"}]
     for arguments in wrong:
         with pytest.raises(UnknownName) as error:
             build(**arguments, dense_features=1, vocab_sizes=(2,))

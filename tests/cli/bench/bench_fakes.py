@@ -1,41 +1,37 @@
 """Races on given times, without a GPU, for the GEMM benchmark."""
 
 import dataclasses
-import sys
-from collections.abc import Mapping
-from contextlib import contextmanager
 
 import torch
+from planted import registered, time_on_cpu
 
 from loka.core.error import Estimate
 from loka.core.records.report import HP, REGION, Measurement
 from loka.core.timing import race
-from loka.kernels.gemm import registry
 from loka.kernels.gemm.adapters.emulated import EMULATED
 
-Times = Mapping[tuple[str, tuple[int, ...]], float]
-"""(candidate, shape of its result) -> microseconds; "hp" takes 100, and so does what is not named."""
+
+def _raced(known, baseline, **options):
+    def sample(names, rounds):
+        return {name: [known[name]] * rounds for name in names}
+
+    return race(sample, list(known), baseline=baseline, **options)
 
 
 class ByResult:
-    """Stands in for `time_interleaved`. Runs every function once and looks its time up by name and result.
+    """Stands in for `time_interleaved`. Runs every function once and looks its time up by name and result:
+    `times` are microseconds by (candidate, shape of its result), 100 for "hp" and what is not named.
 
     A layer's candidates "a | b | c" take the sum of what each takes for its result.
     """
 
     def __init__(self, times):
         self.times = dict(times)
-        self.races: list[list[str]] = []
+        self.races = []
 
     def __call__(self, functions, *, baseline, device, seed=0, **options):
         self.races.append(list(functions))
-        known = {name: self._time(name, function()) for name, function in functions.items()}
-        return race(
-            lambda names, rounds: {name: [known[name]] * rounds for name in names},
-            list(functions),
-            baseline=baseline,
-            **options,  # type: ignore[arg-type]
-        )
+        return _raced({name: self._time(name, function()) for name, function in functions.items()}, baseline, **options)
 
     def _time(self, name, results):
         if isinstance(results, torch.Tensor):
@@ -53,13 +49,7 @@ class Passes:
 
     def __call__(self, functions, **options):
         known = {name: 20.0 if "" in name.split("+") else 40.0 - self.saved for name in functions}
-        baseline = str(options["baseline"])
-        return race(
-            lambda names, rounds: {name: [known[name]] * rounds for name in names},
-            list(functions),
-            baseline=baseline,
-            keep=list(functions),
-        )
+        return _raced(known, str(options["baseline"]), keep=list(functions))
 
 
 def _in_regions(*args, **options):
@@ -74,9 +64,7 @@ def _in_regions(*args, **options):
 def install(monkeypatch, *, measured, confirmed=None, saved=0.0):
     """`measure` and `confirm` time on the CPU, by these tables; returns the timer of `confirm`."""
     timer = ByResult(measured if confirmed is None else confirmed)
-    measure = sys.modules["loka.measurement.measure"]
-    monkeypatch.setattr(measure, "timeable", lambda device: True)
-    monkeypatch.setattr(measure, "compile_regions_ahead", lambda *cells: [])
+    time_on_cpu(monkeypatch)
     monkeypatch.setattr("loka.measurement.times.site_times.time_interleaved", ByResult(measured))
     monkeypatch.setattr("loka.measurement.times.quantize_once_savings.time_interleaved", Passes(saved))
     monkeypatch.setattr("loka.measurement.rerace.time_interleaved", timer)
@@ -84,22 +72,7 @@ def install(monkeypatch, *, measured, confirmed=None, saved=0.0):
     return timer
 
 
-@contextmanager
 def libraries(*names):
     """For a while only these libraries exist: emulation under their names, rowwise_e4m3 alone."""
-    caches = (registry.all_candidates, registry.candidate_named, registry.require_supported)
-    before = dict(registry.KERNELS)
-    try:
-        registry.KERNELS.clear()
-        for name in names:
-            registry.KERNELS[name] = dataclasses.replace(
-                EMULATED, name=name, library=name, recipes=("rowwise_e4m3",), emulates=False
-            )
-        for cache in caches:
-            cache.cache_clear()
-        yield
-    finally:
-        registry.KERNELS.clear()
-        registry.KERNELS.update(before)
-        for cache in caches:
-            cache.cache_clear()
+    of = {"recipes": ("rowwise_e4m3",), "emulates": False}
+    return registered(*(dataclasses.replace(EMULATED, name=name, library=name, **of) for name in names), alone=True)

@@ -5,7 +5,6 @@ import functools
 import sys
 import types
 from collections import Counter
-from typing import Any
 
 import pytest
 import torch
@@ -27,7 +26,7 @@ from loka.nn.linears import find_linears, is_prediction
 from loka.planner import plan
 from loka.probe import Probe
 from loka.train.steps import step_time
-from loka.train.steps.step_time import Arm, StepTime
+from loka.train.steps.step_time import StepTime
 
 ROWWISE = "emulated:rowwise_e4m3"
 TORCHAO = [
@@ -44,11 +43,11 @@ class FakeSteps:
     """Stands in for `time_steps`: builds no arm, and says what it was told to say of each."""
 
     def __init__(self):
-        self.arms: dict[str, Arm] = {}
-        self.baseline: Arm | None = None
+        self.arms = {}
+        self.baseline = None
         self.rows = 0
-        self.options: dict[str, Any] = {}
-        self.failures: dict[str, str] = {}
+        self.options = {}
+        self.failures = {}
 
     def __call__(self, baseline, arms, batch, *, on_result, **options):
         self.baseline, self.arms, self.rows, self.options = baseline, dict(arms), len(batch), options
@@ -76,6 +75,10 @@ def steps(monkeypatch):
     monkeypatch.setattr(step, "time_steps", fake)
     monkeypatch.setattr(step_time, "has_graphs", lambda device: True)
     return fake
+
+
+def recorded(folder):
+    return read_record(folder / "step.json", kind="loka-bench-step", version=1, way_out="", parse=lambda c: c)
 
 
 def config_in(out, **changes):
@@ -132,12 +135,10 @@ def test_what_is_written(steps, tmp_path, monkeypatch):
     done = CliRunner().invoke(app, command, catch_exceptions=False)
     assert done.exit_code == 0
 
-    assert steps.baseline is not None
     assert (steps.baseline.name, list(steps.arms), steps.rows) == ("bf16", ALL, 32)
     assert steps.options == {"device": torch.device("cpu"), "compile_blocks": False, "rounds": 11}
 
-    path = tmp_path / "step.json"
-    content = read_record(path, kind="loka-bench-step", version=1, way_out="", parse=lambda c: c)
+    content = recorded(tmp_path)
     assert list(content["arms"]) == ["bf16", *ALL]
     assert content["arms"][broken] == {
         "microseconds": None,
@@ -181,8 +182,7 @@ def test_results_are_kept_as_they_come(steps, data, tmp_path, monkeypatch):
         patch.setattr(step, "time_steps", dies)
         with pytest.raises(torch.AcceleratorError):
             run_step_bench(config, data)
-    path = tmp_path / "step.json"
-    arms = read_record(path, kind="loka-bench-step", version=1, way_out="", parse=lambda c: c["arms"])
+    arms = recorded(tmp_path)["arms"]
     assert arms["bf16"]["microseconds"] == [9.0, 8.0, 10.0]
     assert list(arms) == ["bf16"]
 
@@ -193,10 +193,7 @@ def test_torchao_alone_needs_no_report(steps, data, tmp_path, monkeypatch):
     found = run_step_bench(config_in(tmp_path, arms=(TORCHAO[2], TORCHAO[0])), data)
     assert list(found) == ["bf16", TORCHAO[2], TORCHAO[0]], "in the order asked for"
     assert {path.name for path in tmp_path.iterdir()} == {"step.json"}
-    summary = read_record(
-        tmp_path / "step.json", kind="loka-bench-step", version=1, way_out="", parse=lambda c: c["plan"]
-    )
-    assert summary is None
+    assert recorded(tmp_path)["plan"] is None
 
 
 def test_one_candidate_everywhere(measured, data, tmp_path):
@@ -264,7 +261,7 @@ def test_without_torchao_its_arms_say_how_to_get_it(data, tmp_path, monkeypatch)
 
 def test_torchao_gets_the_layers_that_its_recipe_runs(data, tmp_path, monkeypatch):
     """With a stand-in that records what it was asked: sides of 16, no prediction, no views for rowwise."""
-    taken: dict[str, list[str]] = {}
+    taken = {}
 
     def convert(model, *, config, module_filter_fn):
         taken[config] = [path for path, module in model.named_modules() if module_filter_fn(module, path)]
@@ -322,7 +319,7 @@ def test_the_same_weights_for_every_arm(data, tmp_path):
 
 
 def test_effects_are_by_the_labels_or_by_the_given_rate(data, tmp_path, monkeypatch):
-    told: list[Any] = []
+    told = []
 
     def probe(model, **options):
         told.append(options["base_rate"])

@@ -134,7 +134,7 @@ def test_what_it_refuses(tmp_path):
 
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
 def test_a_signal_saves_and_says_where(tmp_path, monkeypatch, number, status):
-    sent: list[object] = []
+    sent = []
 
     def send(model):
         if not sent:

@@ -6,14 +6,13 @@ import shutil
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 from unittest import mock
 
 import command_line
 import pytest
 import test_torchrun
-import torch
 import torch.distributed as dist
+from models import as_gathered
 from ranks import on_ranks
 
 import loka
@@ -53,16 +52,16 @@ def forced(stats):
     return loka.plan(report, loka.Budget(min_sqnr_db=None), force={"*": POW2})
 
 
+def adding(losses):
+    return lambda line: losses.append(line.reading.lifetime.logloss * line.rows)
+
+
 def logged(folder, *arguments, fails=False):
     """What the command says, and the sum of the losses of this rank's rows after each step."""
-    losses: list[float] = []
-
-    def note(line):
-        losses.append(line.reading.lifetime.logloss * line.rows)
-
+    losses = []
     if dist.is_initialized():
         dist.barrier()
-    with mock.patch.object(command, "show_log", note):
+    with mock.patch.object(command, "show_log", adding(losses)):
         said = command_line.loka("train", *MODEL, *arguments, cwd=folder, fails=fails)
     return {"said": said, "losses": losses}
 
@@ -94,7 +93,7 @@ class Job:
         """Gathers in FP8, gradients in torch's own way, as the clock says; on from a checkpoint; and as if
         four ranks had chosen units, and two a codec."""
         fp8, asked = 10.0 + rank, 0
-        sent: list[str] = []
+        sent = []
 
         def timer(ways, device):
             nonlocal asked
@@ -118,7 +117,7 @@ class Job:
                 timed = functools.partial(choose, timer=timer)
                 held.enter_context(mock.patch.object(run, name, timed))
             held.enter_context(mock.patch.object(run, "send_gradients", send))
-            said: dict[str, Any] = {"sent": sent}
+            said = {"sent": sent}
             for name in ("began", "goes on", "elsewhere"):
                 if name != "began":
                     dist.barrier()
@@ -154,28 +153,14 @@ def alone(plan, names):
     real = steps._backward
 
     def backward(model, *arguments):
-        masters = {name: p.detach().clone() for name, p in model.named_parameters() if name in names}
-        for name, p in model.named_parameters():
-            if name in names:
-                scale = 2.0 ** (torch.log2(p.detach().abs().max().double()).ceil() - 8).item()
-                p.data = (p.detach() / scale).to(torch.float8_e4m3fn).float().mul(scale)
-        found = real(model, *arguments)
-        for name, p in model.named_parameters():
-            if name in names:
-                p.data = masters[name]
-        return found
+        with as_gathered(model, names):
+            return real(model, *arguments)
 
-    losses: list[float] = []
+    losses = []
     rows = open_data(None, rows=ROWS, seed=0, parts=2).train
     config = TrainConfig(batch_size=2 * BATCH, accumulate=2, precision="fp32", log_every=1)
     with mock.patch.object(steps, "_backward", backward):
-        train(
-            built(),
-            rows,
-            config=config,
-            plan=plan,
-            on_log=lambda line: losses.append(line.reading.lifetime.logloss * line.rows),
-        )
+        train(built(), rows, config=config, plan=plan, on_log=adding(losses))
     return losses
 
 

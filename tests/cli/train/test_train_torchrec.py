@@ -8,7 +8,6 @@ import re
 import shutil
 import sys
 from dataclasses import replace
-from typing import Any
 
 import command_line
 import numpy as np
@@ -16,7 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranks import on_ranks
-from test_train_fsdp2 import BATCH, POW2, ROWS, STEPS, built, forced, held_out, logged, make_plan
+from test_train_fsdp2 import AUTO, BATCH, ROWS, STEPS, built, forced, held_out, logged, make_plan
 from torch import nn
 
 import loka
@@ -51,7 +50,7 @@ def write_rows(folder):
 def on_two(rank, folder):
     planned = (*SHARDED, "--data", "criteo", "--plan", "plan.json")
     kept = (*planned, "--checkpoints", "kept", "--checkpoint-every", "2")
-    found: dict[str, Any] = {"pipeline": logged(folder, *kept), "one by one": logged(folder, *planned, "--no-pipeline")}
+    found = {"pipeline": logged(folder, *kept), "one by one": logged(folder, *planned, "--no-pipeline")}
     dist.barrier()
     if rank == 0:
         shutil.rmtree(folder / "kept" / f"step-{STEPS:08d}")
@@ -153,7 +152,7 @@ def as_the_other(name):
 
 def losses_of(model, rows, config):
     """The mean loss of this rank's rows so far, after each step."""
-    seen: list[float] = []
+    seen = []
     train(model, rows, config=config, on_log=lambda line: seen.append(line.reading.lifetime.logloss))
     return seen
 
@@ -215,7 +214,7 @@ def test_state_comes_back_bit_for_bit_on_two_ranks_and_on_one(two, one, folder):
 
 
 def read_all(path):
-    into: dict[str, torch.Tensor] = {}
+    into = {}
 
     def wanted(there):
         into.update({n: torch.zeros(found.size, dtype=found.properties.dtype) for n, found in there.items()})
@@ -309,9 +308,6 @@ def test_one_process_probes_the_model_of_sharded_tables(two, folder):
     common = ("--model", "dcnv2", "--rows", ROWS, "--batch-size", 32, "--device", "cpu")
     said = command_line.loka("probe", *common, "--checkpoint", "dcn", cwd=folder)
     assert f"step-{STEPS:08d}, after {STEPS} steps" in said
-
-
-AUTO = ("--auto", "--probe-every", 2, "--probe-steps", 3, "--candidate", POW2, "--no-cache")
 
 
 def joined(rank, folder):

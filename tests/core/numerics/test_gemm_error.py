@@ -74,7 +74,6 @@ def test_the_direction_of_a_gradient():
     fold = Fold(2, 2, mean_row=False, device=product.device)
     found, turn = errors_of(out, Truth(product, by_row=False, fold=fold))
     assert found["angle"] == pytest.approx(0.1, rel=1e-5)
-    assert turn is not None
     assert turn.cross / turn.signal == pytest.approx(0.5 * math.cos(0.1) - 1, rel=1e-5)
     assert turn.signal == 25
     assert torch.allclose(turn.error, fold(out - product))

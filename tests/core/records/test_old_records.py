@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from models import stats_of
 from torch import nn
 
 import loka
@@ -55,9 +56,7 @@ class Gated(nn.Module):
 def stats():
     torch.manual_seed(0)  # errors near the default limit decide what is planned
     model = Gated()
-    with loka.Probe(model, every=1) as probe:
-        model(torch.randn(64, 32, requires_grad=True)).square().mean().backward()
-    return probe.stats()
+    return stats_of(model, torch.randn(64, 32, requires_grad=True))
 
 
 @pytest.fixture(scope="module")
@@ -128,9 +127,15 @@ def test_report(report, tmp_path):
     assert loka.Report.load(file) == report
 
 
-def test_plan(report, tmp_path):
-    plan, file = loka.plan(report), tmp_path / "plan.json"
-    plan.save(file)
+@pytest.fixture
+def saved(report, tmp_path):
+    plan = loka.plan(report)
+    plan.save(tmp_path / "plan.json")
+    return plan, tmp_path / "plan.json"
+
+
+def test_plan(saved):
+    plan, file = saved
     times = {"microseconds": [50.0, 49.0, 51.0], "hp_microseconds": None, "speedup": None}
     aged(file, shared=[{"group": GROUP, "reason": "fastest as one", **times}])
     old = Plan.load(file)
@@ -171,9 +176,8 @@ def test_a_report_with_their_times(report, tmp_path):
 
 
 @pytest.mark.parametrize("allowed", ["measured", "always", "never"])
-def test_a_plan_without_them_and_the_budget_of_before(report, tmp_path, allowed):
-    plan, file = loka.plan(report), tmp_path / "plan.json"
-    plan.save(file)
+def test_a_plan_without_them_and_the_budget_of_before(saved, allowed):
+    plan, file = saved
     budget = {**encode(plan.budget), "chains": allowed, "chain_recipes": ["e4m3_row_z8", "e4m3_row"]}
     aged(file, chains={}, crosses={}, turned={}, budget=budget)
     assert Plan.load(file) == plan
@@ -186,9 +190,8 @@ def test_a_plan_without_them_and_the_budget_of_before(report, tmp_path, allowed)
     ("kind", "told"),
     [("chains", "chains: up"), ("crosses", "stacks of cross layers: c"), ("turned", "turned layers: gate")],
 )
-def test_a_plan_by_which_layers_run_together_is_refused(report, tmp_path, kind, told):
-    plan, file = loka.plan(report), tmp_path / "plan.json"
-    plan.save(file)
+def test_a_plan_by_which_layers_run_together_is_refused(saved, kind, told):
+    plan, file = saved
     aged(file, **{kind: TOGETHER[kind]})
     with pytest.raises(FileRefused, match="planned by an earlier version") as refused:
         Plan.load(file)

@@ -70,7 +70,7 @@ def test_a_file_that_is_left_is_no_lock(tmp_path, left):
 def test_a_lock_on_a_name_that_is_gone_is_taken_again(tmp_path, monkeypatch):
     """Between the opening and the lock the holder removes the file: the lock would be on nothing."""
     flock = fcntl.flock
-    calls: list[int] = []
+    calls = []
 
     def removed_first(handle, operation):
         if not calls:

@@ -10,12 +10,10 @@ import numpy as np
 import pytest
 import torch
 from click_files import assert_same, gather, made_up, write_csv, write_tsv
+from with_pyarrow import pa, parquet
 
 from loka.core.exceptions import DataRefused, MissingLibrary, UnknownName
 from loka.data import CRITEO, Schema, TableClicks, build_vocabulary, hashed_vocabulary, open_table
-
-pa = pytest.importorskip("pyarrow", reason="pyarrow is not installed (pip install 'loka[data]')")
-from pyarrow import parquet  # noqa: E402
 
 REAL = Path(__file__).parents[4] / "shared" / "data" / "criteo_80k.parquet"
 TINY = Schema(label="y", dense=("d",), sparse=("c",))
@@ -165,7 +163,7 @@ def test_rows_without_a_meaning_are_refused(tmp_path, text, says):
 
 def test_parquet_values_without_a_meaning_are_refused(tmp_path):
     path = tmp_path / "t.parquet"
-    cases: list[tuple[dict[str, list[object]], str]] = [
+    cases = [
         ({"y": [0, 3], "d": [1, 2], "c": ["a", "b"]}, "label column y.*\n  found 3"),
         ({"y": [0, None], "d": [1, 2], "c": ["a", "b"]}, "label column y.*\n  found None"),
         ({"y": [0, 1], "d": ["1", "two"], "c": ["a", "b"]}, "column d .*\n.*'two'"),

@@ -5,13 +5,11 @@ import itertools
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from with_pyarrow import pa, parquet
 
 from loka.data import Schema
 from loka.data.files import open_files
 from loka.data.source.rows import count_piece, count_rows, piece_chunks, pieces_of, read_rows
-
-pa = pytest.importorskip("pyarrow", reason="pyarrow is not installed (pip install 'loka[data]')")
-from pyarrow import parquet  # noqa: E402
 
 SCHEMA = Schema(label="y", dense=("d",), sparse=("c",))
 ROWS = 211

@@ -4,6 +4,7 @@ import csv
 
 import numpy as np
 import pytest
+import with_pyarrow  # noqa: F401
 from click_files import assert_same, gather
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -11,8 +12,6 @@ from hypothesis import strategies as st
 from loka.core.exceptions import DataRefused
 from loka.data import Schema, TableClicks, hashed_vocabulary
 from loka.data.source.quotes import line_count, without_open_quotes
-
-pytest.importorskip("pyarrow", reason="pyarrow is not installed (pip install 'loka[data]')")
 
 SCHEMA = Schema(label="y", dense=("d",), sparse=("c", "e"))
 HEADER = "y,d,c,e\n"

@@ -6,7 +6,7 @@ The equations and the calls are that library's, the code is not. ids [B, 4] -> p
 import torch
 from torch import nn
 
-from foreign.spec import Foreign, ids, of_probabilities, seeded
+from foreign.spec import ids, of_probabilities, per_row
 
 FIELDS, VOCABULARY, WIDTH, HEADS = 4, 50, 32, 2
 
@@ -42,12 +42,13 @@ class AutoInt(nn.Module):
 
 
 MODELS = [
-    Foreign(
-        name="deepctr_autoint",
-        build=seeded(AutoInt),
-        inputs=ids(FIELDS, VOCABULARY),
+    per_row(
+        "deepctr_autoint",
+        AutoInt,
+        ids(FIELDS, VOCABULARY),
+        FIELDS * (2 * 4 * WIDTH**2 + WIDTH),
         loss=of_probabilities,
-        parameter_gemm_flops=lambda rows: 2 * rows * FIELDS * (2 * 4 * WIDTH**2 + WIDTH),
+        logits=None,
         notes="forward returns probabilities, [B, 1]; four raw parameters a layer.",
     )
 ]

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
-from foreign.spec import Foreign, floats, of_logits, seeded, whole
+from foreign.spec import floats, per_row
 
 
 class Block(nn.Module):
@@ -79,13 +79,11 @@ _FUNCTIONS = 2 * 32 * 32 + 2 * 32 * 64 + 32
 
 
 def _checkpointed(name, build, multiplications, **flags):
-    return Foreign(
-        name=name,
-        build=seeded(build),
-        inputs=floats(32),
-        loss=of_logits(),
-        logits=whole,
-        parameter_gemm_flops=lambda rows: 2 * rows * multiplications,
+    return per_row(
+        name,
+        build,
+        floats(32),
+        multiplications,
         notes="FLOPs are those of one forward, without the recomputation in backward.",
         export_strict=False,  # KeyError in torch.export on any activation checkpoint
         **flags,

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from foreign.spec import Foreign, generator, of_probabilities, seeded
+from foreign.spec import generator, of_probabilities, per_row
 
 FIELDS, VOCABULARY, EMBEDDING, DENSE = 3, 50, 16, 2
 WIDTH = FIELDS * EMBEDDING + DENSE  # 50: no multiple of 16, as in life
@@ -76,9 +76,9 @@ class CIN(nn.Module):
 class MatrixCross(nn.Module):
     """DCN-matrix: kernels [L, D, D] in one parameter; x_l = x_0 * (matmul(kernels[l], x_l) + b_l) + x_l."""
 
-    def __init__(self, width, layers=2):
+    def __init__(self, width, layers=2, fan_out=None):
         super().__init__()
-        self.kernels = nn.Parameter(nn.init.xavier_normal_(torch.empty(layers, width, width)))
+        self.kernels = nn.Parameter(nn.init.xavier_normal_(torch.empty(layers, width, fan_out or width)))
         self.bias = nn.Parameter(torch.zeros(layers, width, 1))
 
     def forward(self, x):
@@ -89,13 +89,11 @@ class MatrixCross(nn.Module):
         return torch.squeeze(x_l, dim=2)
 
 
-class VectorCross(nn.Module):
+class VectorCross(MatrixCross):
     """DCN-vector: kernels [L, D, 1]; x_l = x_0 (x_l . w_l) + b_l + x_l, the product by tensordot."""
 
-    def __init__(self, width, layers=2):
-        super().__init__()
-        self.kernels = nn.Parameter(nn.init.xavier_normal_(torch.empty(layers, width, 1)))
-        self.bias = nn.Parameter(torch.zeros(layers, width, 1))
+    def __init__(self, width):
+        super().__init__(width, fan_out=1)
 
     def forward(self, x):
         x_0 = x.unsqueeze(2)
@@ -150,37 +148,25 @@ class XDeepFM(nn.Module):
 
 
 class DCN(nn.Module):
-    """Cross network and DNN side by side over the flat input, one logit over both."""
+    """Cross network and DNN side by side over the flat input, one logit over both.
 
-    def __init__(self, cross):
+    D is 50, or, without the dense columns, 48, which every FP8 kernel accepts.
+    """
+
+    def __init__(self, cross, width=WIDTH):
         super().__init__()
+        self.width = width
         self.front = Front()
-        self.crossnet = cross(WIDTH)
-        self.dnn = DNN(WIDTH)
-        self.dnn_linear = nn.Linear(WIDTH + HIDDEN[-1], 1, bias=False)
+        self.crossnet = cross(width)
+        self.dnn = DNN(width)
+        self.dnn_linear = nn.Linear(width + HIDDEN[-1], 1, bias=False)
         self.bias = nn.Parameter(torch.zeros(1))
 
     def forward(self, x):
         fields, dense, logit = self.front(x)
-        flat = torch.cat([fields.flatten(start_dim=1), dense], dim=1)
-        both = torch.cat([self.dnn(flat), self.crossnet(flat)], dim=-1)
-        return torch.sigmoid(logit + self.dnn_linear(both) + self.bias)
-
-
-class WideDCN(DCN):
-    """DCN without the dense columns: D is 48, which every FP8 kernel accepts."""
-
-    def __init__(self):
-        nn.Module.__init__(self)
-        self.front = Front()
-        self.crossnet = MatrixCross(FIELDS * EMBEDDING)
-        self.dnn = DNN(FIELDS * EMBEDDING)
-        self.dnn_linear = nn.Linear(FIELDS * EMBEDDING + HIDDEN[-1], 1, bias=False)
-        self.bias = nn.Parameter(torch.zeros(1))
-
-    def forward(self, x):
-        fields, _, logit = self.front(x)
         flat = fields.flatten(start_dim=1)
+        if self.width == WIDTH:
+            flat = torch.cat([flat, dense], dim=1)
         both = torch.cat([self.dnn(flat), self.crossnet(flat)], dim=-1)
         return torch.sigmoid(logit + self.dnn_linear(both) + self.bias)
 
@@ -196,21 +182,15 @@ def _dnn(fan_in):
 
 
 def _deepctr(name, build, multiplications, notes=""):
-    return Foreign(
-        name=name,
-        build=seeded(build),
-        inputs=columns,
-        loss=of_probabilities,
-        parameter_gemm_flops=lambda rows: 2 * rows * multiplications,
-        notes=f"forward returns probabilities, [B, 1]. {notes}".strip(),
-    )
+    notes = f"forward returns probabilities, [B, 1]. {notes}".strip()
+    return per_row(name, build, columns, multiplications, loss=of_probabilities, logits=None, notes=notes)
 
 
 _CIN = EMBEDDING * (32 * 9 + 32 * 16 * 3) + 48
 _MIX = 2 * (2 * (2 * WIDTH * 32 + 32 * 32) + 2 * WIDTH)
 MODELS = [
     _deepctr("deepctr_xdeepfm", XDeepFM, DENSE + _CIN + _dnn(WIDTH), "CIN's Conv1d: 9 and 48 input channels."),
-    _deepctr("deepctr_dcn_matrix", WideDCN, DENSE + 2 * 48 * 48 + _dnn(48) + 48, "D is 48."),
+    _deepctr("deepctr_dcn_matrix", lambda: DCN(MatrixCross, 48), DENSE + 2 * 48 * 48 + _dnn(48) + 48, "D is 48."),
     _deepctr("deepctr_dcn_matrix_odd", lambda: DCN(MatrixCross), DENSE + 2 * 50 * 50 + _dnn(50) + 50, "D is 50."),
     _deepctr("deepctr_dcn_vector", lambda: DCN(VectorCross), DENSE + 2 * 50 + _dnn(50) + 50),
     _deepctr("deepctr_dcn_mix", lambda: DCN(MixCross), DENSE + _MIX + _dnn(50) + 50),

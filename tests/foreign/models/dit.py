@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from foreign.spec import Foreign, generator, seeded
+from foreign.spec import generator, per_row
 
 WIDTH, HEADS, TOKENS, CHANNELS = 48, 3, 6, 16
 
@@ -52,12 +52,13 @@ def _noised(rows):
 
 _FLOPS = WIDTH * (32 + WIDTH + 6 * WIDTH) + TOKENS * WIDTH * (12 * WIDTH + 2 * CHANNELS)
 MODELS = [
-    Foreign(
-        name="dit",
-        build=seeded(DiT),
-        inputs=_noised,
+    per_row(
+        "dit",
+        DiT,
+        _noised,
+        _FLOPS,
+        logits=None,
         loss=lambda output: F.mse_loss(output, torch.randn(output.shape, generator=generator(2))),
-        parameter_gemm_flops=lambda rows: 2 * rows * _FLOPS,
         notes="A map of the condition, a row a sample, makes shifts, scales and gates of all tokens.",
     )
 ]

@@ -5,7 +5,7 @@ Three features of 32, two of them ragged. The first layer is 13 wide as on Crite
 
 import torch
 
-from foreign.spec import Foreign, generator, of_logits, seeded, variant, whole
+from foreign.spec import generator, per_row
 
 FEATURES, DIM, DENSE, RANK, LAYERS = 3, 32, 13, 32, 2
 NAMES = [f"f{i}" for i in range(FEATURES)]
@@ -63,31 +63,30 @@ _BOTTOM = DENSE * 64 + 64 * DIM
 _CROSS = LAYERS * 2 * RANK * (FEATURES + 1) * DIM
 _DCN = _BOTTOM + _CROSS + (FEATURES + 1) * DIM * 64 + 64 * 32 + 32
 
-DLRM_DCN = Foreign(
-    name="torchrec_dlrm_dcn",
-    build=seeded(dlrm_dcn),
-    inputs=features,
-    loss=of_logits(),
-    logits=whole,
-    parameter_gemm_flops=lambda rows: 2 * rows * _DCN,
-    needs=("torchrec",),
-    notes="LowRankCrossNet: F.linear on the members of two ParameterLists.",
-)
-
+_LIBRARY = ("torchrec",)
 MODELS = [
-    DLRM_DCN,
-    variant(
-        DLRM_DCN,
-        name="torchrec_dlrm",
-        build=seeded(dlrm),
-        parameter_gemm_flops=lambda rows: 2 * rows * (_BOTTOM + 38 * 64 + 64 * 32 + 32),
+    per_row(
+        "torchrec_dlrm_dcn",
+        dlrm_dcn,
+        features,
+        _DCN,
+        needs=_LIBRARY,
+        notes="LowRankCrossNet: F.linear on the members of two ParameterLists.",
+    ),
+    per_row(
+        "torchrec_dlrm",
+        dlrm,
+        features,
+        _BOTTOM + 38 * 64 + 64 * 32 + 32,
+        needs=_LIBRARY,
         notes="The interaction's bmm has no parameter.",
     ),
-    variant(
-        DLRM_DCN,
-        name="torchrec_dlrm_train",
-        build=seeded(dlrm_train),
-        inputs=batch,
+    per_row(
+        "torchrec_dlrm_train",
+        dlrm_train,
+        batch,
+        _DCN,
+        needs=_LIBRARY,
         loss=lambda output: output[0],
         logits=lambda output: output[1][1],
         export_strict=False,  # pytree does not know Batch

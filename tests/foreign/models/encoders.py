@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from foreign.spec import Foreign, floats, generator, ids, of_logits, seeded, whole
+from foreign.spec import floats, generator, ids, per_row
 
 WIDTH, HEADS, FEED, LAYERS, TOKENS, VOCABULARY = 32, 2, 64, 2, 8, 60
 TOKEN = 3 * WIDTH**2 + WIDTH**2 + 2 * WIDTH * FEED  # multiplications of one token in one layer
@@ -88,15 +88,7 @@ def _attended(rows):
 
 
 def _encoder(name, inputs=HISTORY, notes="", **options):
-    return Foreign(
-        name=name,
-        build=seeded(lambda: Encoder(**options)),
-        inputs=inputs,
-        loss=of_logits(),
-        logits=whole,
-        parameter_gemm_flops=lambda rows: 2 * rows * (LAYERS * TOKENS * TOKEN + WIDTH),
-        notes=notes,
-    )
+    return per_row(name, lambda: Encoder(**options), inputs, LAYERS * TOKENS * TOKEN + WIDTH, notes=notes)
 
 
 MODELS = [
@@ -110,30 +102,19 @@ MODELS = [
         batch_first=True,
         padded=True,
     ),
-    Foreign(
-        name="cross_attention",
-        build=seeded(CrossAttention),
-        inputs=_attended,
-        loss=of_logits(),
-        logits=whole,
-        parameter_gemm_flops=lambda rows: 2 * rows * (4 * 32 * 32 + 8 * 48 * 32 + 8 * 64 * 32 + 4 * 32 * 32 + 32),
-    ),
-    Foreign(
-        name="shared_attention",
-        build=seeded(SharedAttention),
-        inputs=floats(9, WIDTH),
-        loss=of_logits(),
-        logits=whole,
-        parameter_gemm_flops=lambda rows: 2 * rows * (32 * 32 + 8 * 64 * 32 + 32 * 32 + 32),
+    per_row("cross_attention", CrossAttention, _attended, 4 * 32 * 32 + 8 * 48 * 32 + 8 * 64 * 32 + 4 * 32 * 32 + 32),
+    per_row(
+        "shared_attention",
+        SharedAttention,
+        floats(9, WIDTH),
+        32 * 32 + 8 * 64 * 32 + 32 * 32 + 32,
         notes="`in_proj_weight` is used as its first 32 rows and its last 64.",
     ),
-    Foreign(
-        name="lstm_tower",
-        build=seeded(RecurrentTower),
-        inputs=HISTORY,
-        loss=of_logits(),
-        logits=whole,
-        parameter_gemm_flops=lambda rows: 2 * rows * (TOKENS * 4 * 48 * (32 + 48) + 48 * 64 + 64 * 32 + 32),
+    per_row(
+        "lstm_tower",
+        RecurrentTower,
+        HISTORY,
+        TOKENS * 4 * 48 * (32 + 48) + 48 * 64 + 64 * 32 + 32,
         not_sites=("lstm.weight_ih_l0", "lstm.weight_hh_l0"),
         fullgraph=False,  # Dynamo breaks the graph at an LSTM
         notes="The LSTM is no site: its share is to be named.",

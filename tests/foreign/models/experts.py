@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from foreign.spec import Foreign, floats, of_logits, seeded, whole
+from foreign.spec import floats, per_row
 
 EXPERTS, FAN_IN, HIDDEN, FAN_OUT = 4, 32, 64, 32
 
@@ -93,30 +93,19 @@ _MMOE = (
 
 
 def _mmoe(name, build):
-    return Foreign(
-        name=name,
-        build=seeded(build),
-        inputs=floats(FAN_IN),
-        loss=of_logits(),
-        logits=whole,
-        parameter_gemm_flops=lambda rows: 2 * rows * _MMOE,
-        notes="[B, 2] are the logits of two tasks.",
-    )
+    return per_row(name, build, floats(FAN_IN), _MMOE, notes="[B, 2] are the logits of two tasks.")
 
 
 MODELS = [
     _mmoe("experts_bmm", Bmm),
     _mmoe("experts_einsum", Einsum),
     _mmoe("experts_baddbmm", Baddbmm),
-    Foreign(
-        name="experts_dispatch",
-        build=seeded(Dispatch),
-        inputs=floats(FAN_IN),
-        loss=of_logits(),
-        logits=whole,
-        parameter_gemm_flops=lambda rows: (
-            2 * EXPERTS * 16 * 2 * FAN_IN * HIDDEN + 2 * rows * (FAN_IN * EXPERTS + FAN_IN)
-        ),
+    per_row(
+        "experts_dispatch",
+        Dispatch,
+        floats(FAN_IN),
+        FAN_IN * EXPERTS + FAN_IN,
+        flops_per_batch=2 * EXPERTS * 16 * 2 * FAN_IN * HIDDEN,
         notes="The experts' M is the capacity, 16, for any batch; dispatch and combine have no parameter.",
     ),
 ]

@@ -7,7 +7,7 @@ sigmoid comes out, MLP blocks are one Sequential); the code here is not. Four fi
 import torch
 from torch import nn
 
-from foreign.spec import Foreign, generator, of_probabilities, seeded
+from foreign.spec import generator, of_probabilities, per_row
 
 FIELDS, VOCABULARY, EMBEDDING = 4, 50, 16
 WIDTH = FIELDS * EMBEDDING
@@ -29,7 +29,7 @@ class MLPBlock(nn.Module):
 
     def __init__(self, fan_in, hidden, *, fan_out=0, batch_norm=False):
         super().__init__()
-        layers: list[nn.Module] = []
+        layers = []
         for a, b in zip((fan_in, *hidden[:-1]), hidden, strict=True):
             layers += [nn.Linear(a, b)]
             layers += [nn.BatchNorm1d(b)] if batch_norm else []
@@ -129,25 +129,16 @@ _MULTIPLICATIONS = {
 }
 
 
+def _fuxictr(name, build, multiplications):
+    notes = "A dict of features in, {'y_pred': probabilities} out."
+    return per_row(f"fuxictr_{name}", build, features, multiplications, loss=of_probabilities, logits=None, notes=notes)
+
+
 def _dcnv2(structure, multiplications):
-    return Foreign(
-        name=f"fuxictr_dcnv2_{structure}",
-        build=seeded(lambda: DCNv2(structure, batch_norm=structure == "stacked")),
-        inputs=features,
-        loss=of_probabilities,
-        parameter_gemm_flops=lambda rows: 2 * rows * multiplications,
-        notes="A dict of features in, {'y_pred': probabilities} out; `stacked` has BatchNorm.",
-    )
+    return _fuxictr(f"dcnv2_{structure}", lambda: DCNv2(structure, batch_norm=structure == "stacked"), multiplications)
 
 
 MODELS = [
     *(_dcnv2(structure, count) for structure, count in _MULTIPLICATIONS.items()),
-    Foreign(
-        name="fuxictr_xdeepfm",
-        build=seeded(XDeepFM),
-        inputs=features,
-        loss=of_probabilities,
-        parameter_gemm_flops=lambda rows: 2 * rows * (EMBEDDING * (32 * 16 + 32 * 128) + 64 + _DNN + 32),
-        notes="A dict of features in, {'y_pred': probabilities} out.",
-    ),
+    _fuxictr("xdeepfm", XDeepFM, EMBEDDING * (32 * 16 + 32 * 128) + 64 + _DNN + 32),
 ]

@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from foreign.spec import Foreign, generator, seeded, variant
+from foreign.spec import generator, per_row, seeded, variant
 
 WIDTH, HEADS, LAYERS, TOKENS, VOCABULARY = 64, 4, 2, 16, 96
 
@@ -74,7 +74,7 @@ def _policy_gradient(output):
 def checkpointing(build, reentrant):
     def built():
         model = build()
-        model.gradient_checkpointing_enable({"use_reentrant": reentrant})  # type: ignore[operator]
+        model.gradient_checkpointing_enable({"use_reentrant": reentrant})
         return model
 
     return built
@@ -111,41 +111,44 @@ _BERT = LAYERS * (4 * WIDTH**2 + 2 * WIDTH * 128)
 _LLAMA = LAYERS * (WIDTH * (WIDTH + 2 * 32) + WIDTH**2 + 3 * WIDTH * 128)
 _HEAD = WIDTH * VOCABULARY
 
-GPT2 = Foreign(
-    name="hf_gpt2_lm",
-    build=seeded(gpt2_lm),
-    inputs=tokens,
+_LIBRARY = {"logits": _logits, "needs": ("transformers",)}
+
+GPT2 = per_row(
+    "hf_gpt2_lm",
+    gpt2_lm,
+    tokens,
+    TOKENS * (_GPT2 + _HEAD),
     loss=_next_token,
-    logits=_logits,
-    parameter_gemm_flops=lambda rows: 2 * rows * TOKENS * (_GPT2 + _HEAD),
-    needs=("transformers",),
+    **_LIBRARY,
     notes="Conv1D is addmm on [in, out] weights; `lm_head.weight` is `transformer.wte.weight`. Dropout is 0.",
 )
-LLAMA = variant(
-    GPT2,
-    name="hf_llama",
-    build=seeded(llama),
-    parameter_gemm_flops=lambda rows: 2 * rows * TOKENS * (_LLAMA + _HEAD),
+LLAMA = per_row(
+    "hf_llama",
+    llama,
+    tokens,
+    TOKENS * (_LLAMA + _HEAD),
+    loss=_next_token,
+    **_LIBRARY,
     notes="RMSNorm, rotary embeddings, grouped queries, SwiGLU.",
 )
 MODELS = [
     GPT2,
-    variant(
-        GPT2,
-        name="hf_gpt2_classifier",
-        build=seeded(gpt2_classifier),
-        inputs=padded,
+    per_row(
+        "hf_gpt2_classifier",
+        gpt2_classifier,
+        padded,
+        TOKENS * (_GPT2 + WIDTH),
         loss=_score,
-        parameter_gemm_flops=lambda rows: 2 * rows * TOKENS * (_GPT2 + WIDTH),
+        **_LIBRARY,
         notes="Logits [B, 1] are those of the last token that is not padding.",
     ),
-    variant(
-        GPT2,
-        name="hf_bert",
-        build=seeded(bert),
-        inputs=padded,
+    per_row(
+        "hf_bert",
+        bert,
+        padded,
+        TOKENS * _BERT + WIDTH**2 + WIDTH,
         loss=_score,
-        parameter_gemm_flops=lambda rows: 2 * rows * (TOKENS * _BERT + WIDTH**2 + WIDTH),
+        **_LIBRARY,
         notes="Sequence classification; dropout is 0.",
     ),
     LLAMA,

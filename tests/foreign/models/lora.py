@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.nn.utils.parametrizations import weight_norm
 
-from foreign.spec import Foreign, floats, of_logits, seeded, whole
+from foreign.spec import floats, per_row
 
 RANK = 32
 
@@ -57,45 +57,38 @@ def _tower(layer):
     return nn.Sequential(layer(64, 96), nn.ReLU(), layer(96, 64), nn.ReLU(), nn.Linear(64, 1))
 
 
-def _lora(name, build, flops, **more):
-    return Foreign(
-        name=name,
-        build=seeded(build),
-        inputs=floats(64),
-        loss=of_logits(),
-        logits=whole,
-        parameter_gemm_flops=flops,
-        **more,
-    )
-
-
 _UPDATE = 2 * (64 + 96) * RANK
 MODELS = [
-    _lora(
+    per_row(
         "lora_modules",
         _wrapped,
-        lambda rows: 2 * rows * (2 * 64 * 96 + _UPDATE + 64),
+        floats(64),
+        2 * 64 * 96 + _UPDATE + 64,
         without_gradient=("0.base.weight", "0.base.bias", "2.base.weight", "2.base.bias"),
         notes="Base weights are frozen: no grad_weight.",
     ),
-    _lora(
+    per_row(
         "lora_parameters",
         lambda: _tower(RawLoRALinear),
-        lambda rows: 2 * rows * (2 * 64 * 96 + _UPDATE + 64),
+        floats(64),
+        2 * 64 * 96 + _UPDATE + 64,
         without_gradient=("0.weight", "2.weight"),
         notes="A subclass of nn.Linear with GEMMs of its own.",
     ),
-    _lora(
+    per_row(
         "lora_merged",
         lambda: _tower(MergedLoRALinear),
-        lambda rows: 2 * 2 * 64 * 96 * RANK + 2 * rows * 64,
+        floats(64),
+        64,
+        flops_per_batch=2 * 2 * 64 * 96 * RANK,
         without_gradient=("0.weight", "2.weight"),
         notes="A @ B is a GEMM of two parameters; the weight is computed, in a subclass of nn.Linear.",
     ),
-    _lora(
+    per_row(
         "weight_norm",
         lambda: _tower(lambda fan_in, fan_out: weight_norm(nn.Linear(fan_in, fan_out))),
-        lambda rows: 2 * rows * 64,
+        floats(64),
+        64,
         pickles=False,  # torch's parametrizations say so
         notes="torch.nn.utils.parametrizations.weight_norm: `weight` is computed on reading.",
     ),

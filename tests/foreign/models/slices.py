@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from foreign.spec import Foreign, floats, ids, of_logits, seeded, whole
+from foreign.spec import floats, ids, per_row
 
 
 def _weight(*shape):
@@ -134,44 +134,33 @@ def _next_item_loss(scores):
     return F.cross_entropy(scores, torch.arange(len(scores)) % scores.shape[1])
 
 
-def _logits(name, build, inputs, multiplications):
-    return Foreign(
-        name=name,
-        build=seeded(build),
-        inputs=inputs,
-        loss=of_logits(),
-        logits=whole,
-        parameter_gemm_flops=lambda rows: 2 * rows * multiplications,
-    )
-
-
 MODELS = [
-    _logits("slices", Slices, floats(32), 32 * 128 + 64),
-    _logits("columns", Columns, _two, 96 * 64 + 64),
-    _logits("chunks", Chunks, floats(8, 32), 8 * 96 * 32 + 32),
-    _logits("splits", Splits, floats(32), 113 * 32 + 113),
-    _logits(
+    per_row("slices", Slices, floats(32), 32 * 128 + 64),
+    per_row("columns", Columns, _two, 96 * 64 + 64),
+    per_row("chunks", Chunks, floats(8, 32), 8 * 96 * 32 + 32),
+    per_row("splits", Splits, floats(32), 113 * 32 + 113),
+    per_row(
         "functions",
         Functions,
         lambda rows: floats(32)(2 * rows),
         2 * (32 * 64 + 64 * 64 + 64 * 48 + 48 * 32) + 32 * 32 + 32,
     ),
-    _logits("used_twice", UsedTwice, floats(32), 3 * 32 * 32 + 32),
-    Foreign(
-        name="autoencoder_tied",
-        build=seeded(Autoencoder),
-        inputs=floats(96),
+    per_row("used_twice", UsedTwice, floats(32), 3 * 32 * 32 + 32),
+    per_row(
+        "autoencoder_tied",
+        Autoencoder,
+        floats(96),
+        2 * 96 * 32,
         loss=lambda output: output.square().mean(),
-        parameter_gemm_flops=lambda rows: 2 * rows * 2 * 96 * 32,
+        logits=None,
         notes="One parameter, two GEMMs; forward returns no logits.",
     ),
-    Foreign(
-        name="next_item_tied",
-        build=seeded(NextItem),
-        inputs=ids(8, 128),
+    per_row(
+        "next_item_tied",
+        NextItem,
+        ids(8, 128),
+        2 * 32 * 64 + 32 * 128,
         loss=_next_item_loss,
-        logits=whole,
-        parameter_gemm_flops=lambda rows: 2 * rows * (2 * 32 * 64 + 32 * 128),
         notes="`head.weight` and `items.weight` are one parameter, `items.weight`; logits of 128 classes.",
     ),
 ]

@@ -6,7 +6,7 @@ from itertools import pairwise
 import torch
 from torch import nn
 
-from foreign.spec import Foreign, floats, of_logits, seeded, whole
+from foreign.spec import floats, of_logits, per_row
 
 WIDTHS = (32, 64, 64, 32)
 FLOPS = 32 * 64 + 64 * 64 + 64 * 32 + 32  # multiplications of one row
@@ -22,11 +22,13 @@ class ReluTower(nn.Module):
         self.fc3 = nn.Linear(64, 32)
         self.out = nn.Linear(32, 1)
 
-    def forward(self, x):
+    def features(self, x):
         x = torch.relu(self.fc1(x))
         x = torch.relu(self.fc2(x))
-        x = torch.relu(self.fc3(x))
-        return self.out(x)
+        return torch.relu(self.fc3(x))
+
+    def forward(self, x):
+        return self.out(self.features(x))
 
 
 class BatchNormTower(nn.Module):
@@ -34,7 +36,7 @@ class BatchNormTower(nn.Module):
 
     def __init__(self):
         super().__init__()
-        layers: list[nn.Module] = []
+        layers = []
         for fan_in, fan_out in pairwise(WIDTHS):
             layers += [nn.Linear(fan_in, fan_out, bias=False), nn.BatchNorm1d(fan_out), nn.ReLU()]
         self.layers = nn.Sequential(*layers)
@@ -48,9 +50,7 @@ class DictTower(ReluTower):
     """It returns {'logits': [B, 1], 'features': [B, 32]}."""
 
     def forward(self, x):
-        x = torch.relu(self.fc1(x))
-        x = torch.relu(self.fc2(x))
-        features = torch.relu(self.fc3(x))
+        features = self.features(x)
         return {"features": features, "logits": self.out(features)}
 
 
@@ -63,7 +63,7 @@ class Scored:
 class DataclassTower(DictTower):
     """It returns a dataclass with `.logits`, which pytree does not know."""
 
-    def forward(self, x):  # type: ignore[override]
+    def forward(self, x):
         return Scored(**super().forward(x))
 
 
@@ -94,39 +94,34 @@ class TwoTasks(nn.Module):
         return self.click(shared).squeeze(-1), self.buy(shared).squeeze(-1)
 
 
-def _tower(name, build, logits=whole, **more):
-    return Foreign(
-        name=name,
-        build=seeded(build),
-        inputs=floats(32),
-        loss=of_logits(logits),
-        logits=logits,
-        parameter_gemm_flops=lambda rows: 2 * rows * FLOPS,
-        **more,
-    )
-
-
 MODELS = [
-    _tower("relu_tower", ReluTower),
-    _tower("batchnorm_tower", BatchNormTower),
-    _tower("dict_tower", DictTower, lambda output: output["logits"]),
-    _tower(
-        "dataclass_tower", DataclassTower, lambda output: output.logits, export_strict=False, export_non_strict=False
+    per_row("relu_tower", ReluTower, floats(32), FLOPS),
+    per_row("batchnorm_tower", BatchNormTower, floats(32), FLOPS),
+    per_row("dict_tower", DictTower, floats(32), FLOPS, logits=lambda output: output["logits"]),
+    per_row(
+        "dataclass_tower",
+        DataclassTower,
+        floats(32),
+        FLOPS,
+        logits=lambda output: output.logits,
+        export_strict=False,
+        export_non_strict=False,
     ),
-    Foreign(
-        name="features_of_four",
-        build=seeded(FeaturesOfFour),
-        inputs=floats(32),
+    per_row(
+        "features_of_four",
+        FeaturesOfFour,
+        floats(32),
+        32 * 64 + 64 * 64 + 64 * 4,
         loss=lambda output: output.square().mean(),
-        parameter_gemm_flops=lambda rows: 2 * rows * (32 * 64 + 64 * 64 + 64 * 4),
+        logits=None,
         notes="[B, 4] is hidden features: forward returns no logits.",
     ),
-    Foreign(
-        name="two_tasks",
-        build=seeded(TwoTasks),
-        inputs=floats(32),
+    per_row(
+        "two_tasks",
+        TwoTasks,
+        floats(32),
+        32 * 64 + 2 * (64 * 32 + 32),
         loss=lambda output: of_logits()(output[0]) + of_logits()(output[1]),
         logits=lambda output: torch.stack(output, dim=-1),
-        parameter_gemm_flops=lambda rows: 2 * rows * (32 * 64 + 2 * (64 * 32 + 32)),
     ),
 ]

@@ -1,6 +1,5 @@
 """Programs as layers between two FP8 GEMMs need them, with leaves to run them on."""
 
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -33,7 +32,7 @@ class Writing:
             features=self.features,
             block=self.block or self.features,
             leaves=tuple(self.kinds),
-            steps=tuple(Step(op, tuple(args)) for op, args in self.steps),  # type: ignore[arg-type]
+            steps=tuple(Step(op, tuple(args)) for op, args in self.steps),
             gradient=gradient,
             row=row and gradient is not None,
             column=column and gradient is not None,
@@ -257,7 +256,7 @@ def in_integers(case):
 
 BLOCKS = {16: 8, 24: 12, 64: 32, 600: 100, 1040: 16}
 
-CASES: dict[str, Callable[[int], Case]] = {
+CASES = {
     "identity": identity,
     "identity-float32": lambda n: identity(n, torch.float32),
     "identity-float8": lambda n: identity(n, torch.float8_e4m3fn),

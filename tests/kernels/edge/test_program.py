@@ -85,7 +85,7 @@ def test_constants_keep_their_bits_and_may_not_be_finite():
         ({"features": 8.0}, "sizes"),
         ({"features": "8"}, "sizes"),
         ({"leaves": ("full",)}, "leaves of no kind"),
-        ({"steps": (Step("neg", ("x",)),)}, "what is no number"),  # type: ignore[arg-type]
+        ({"steps": (Step("neg", ("x",)),)}, "what is no number"),
         ({"steps": (Step("neg", (True,)),)}, "what is no number"),
         ({"steps": (Step("add", (0,)),)}, "2 arguments"),
         ({"steps": (Step("row_max", (1.0,)),)}, "of a constant"),
@@ -98,7 +98,7 @@ def test_constants_keep_their_bits_and_may_not_be_finite():
 )
 def test_what_makes_no_program_is_refused(changes, message):
     with pytest.raises(ValueError, match=message):
-        Program(**{"features": 8, "block": 8, "leaves": (Kind.FULL,), **changes})  # type: ignore[arg-type]
+        Program(**{"features": 8, "block": 8, "leaves": (Kind.FULL,), **changes})
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"steps":[],"leaves":["round"]}', '{"steps":[[1]]}', "[1]"])

@@ -4,7 +4,6 @@ import ctypes
 import enum
 import sys
 from types import ModuleType
-from typing import Any
 
 import numpy as np
 import torch
@@ -62,9 +61,9 @@ class FakeCublasLt(ModuleType):
 
     def __init__(self):
         super().__init__("nvmath.bindings.cublasLt")
-        self.objects: dict[int, dict[Any, Any]] = {}
+        self.objects = {}
         self.searches = 0
-        self.calls: list[tuple[int, bool, int]] = []
+        self.calls = []
         self.found = 3
 
     def get_version(self):
@@ -164,6 +163,6 @@ class FakeCublasLt(ModuleType):
 def fake_cublaslt(patch):
     fake = FakeCublasLt()
     bindings = module(patch, "nvmath.bindings")
-    bindings.cublasLt = fake  # type: ignore[attr-defined]
+    bindings.cublasLt = fake
     patch.setitem(sys.modules, "nvmath.bindings.cublasLt", fake)
     return fake

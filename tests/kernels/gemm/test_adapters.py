@@ -5,7 +5,6 @@ test_agreement.py compares every candidate with the reference on a GPU, where th
 
 import importlib.util
 import sys
-from typing import Any
 
 import pytest
 import torch
@@ -29,8 +28,8 @@ LAYOUTS = ["plain", "gpu", "strange"]
 @pytest.fixture
 def fakes(monkeypatch):
     """Every library replaced. `calls` of each kind say what reached it."""
-    fbgemm_calls: list[Any] = []
-    deep_calls: list[Any] = []
+    fbgemm_calls = []
+    deep_calls = []
     fake_torchao(monkeypatch)
     kept = fake_fbgemm(monkeypatch, fbgemm_calls)
     fake_deep_gemm(monkeypatch, deep_calls)
@@ -65,7 +64,6 @@ def operands(candidate, gemm, sides, kind):
     """Magnitudes differ by row and by column, so a scale in the wrong place shows."""
     generator = torch.Generator().manual_seed(sum(sides))
     casts = candidate.recipe.casts(gemm)
-    assert casts is not None
     made = []
     for cast, rows in zip(casts, sides[:2], strict=True):
         hp = torch.randn(rows, sides[2], generator=generator)
@@ -280,7 +278,7 @@ def test_doctor_names_every_library(monkeypatch, fresh):
     assert lines["deep_gemm"].strip() == "deep_gemm: blockwise_e4m3"
     assert "fbgemm:rowwise_e4m3" not in text, "a missing library takes one line a kernel"
     assert "built for sm_90, not for sm_100" in diagnose("sm_100")
-    reasons["fbgemm"] = None  # type: ignore[assignment]
+    reasons["fbgemm"] = None
     assert "fbgemm:rowwise_e4m3" in diagnose("sm_90")
 
 
@@ -291,14 +289,14 @@ def test_precompile_compiles_each_kernel_once(monkeypatch):
     bf16 = torch.bfloat16
     asked = [problem_of(Gemm.OUTPUT, (64, 64, k), bf16) for k in (128, 120, 256)]
     asked.append(problem_of(Gemm.OUTPUT, (64, 64, 128), bf16, "sm_80"))
-    done: list[int] = []
+    done = []
     deep_gemm.precompile(asked[:2], lambda: done.append(1))  # a process takes seconds to start
     assert len(done) == 2
     assert not deep_gemm._compiled
     stand_in = "lambda p, d: None if p.k < 256 else 'no'"
     script = f"from loka.kernels.gemm.adapters import deep_gemm; deep_gemm._compile = {stand_in}"
     real = deep_gemm.subprocess.Popen
-    started: list[str] = []
+    started = []
 
     def popen(command, **options):
         started.append(command[-1])
@@ -326,7 +324,6 @@ def test_every_algorithm_of_cublaslt_agrees(candidate, gemm):
         generator = torch.Generator().manual_seed(m)
         a, b = (torch.randn(rows, k, generator=generator).bfloat16() for rows in (m, n))
         casts = candidate.recipe.casts(gemm)
-        assert casts is not None
         qa, qb = quantize(a, casts[0]), quantize(b, casts[1])
         expected = scaled_mm(qa, qb, dtype=torch.float32)
         bound = accumulation_bound(qa, qb, fast=candidate.kernel.fast, dtype=torch.bfloat16)

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+import with_triton  # noqa: F401
 from cases import on_gpu_or_cpu
 
 from loka.core.numerics.reference import Quantized, quantize, scaled_mm
@@ -11,10 +12,9 @@ from loka.core.problem import Problem, target_of
 from loka.core.recipe import Cast, Format, Gemm, Granularity
 from loka.kernels.gemm.registry import candidate_named
 from loka.kernels.gemm.run import kernel_runs, reset_kernel_runs, run_gemm
+from loka.kernels.gemm.triton import int8_gemm as kernel
 from loka.kernels.quantize import quantizer
 
-triton = pytest.importorskip("triton", reason="needs triton (its interpreter on a CPU)")
-kernel = pytest.importorskip("loka.kernels.gemm.triton.int8_gemm")
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
 INT8 = Cast(Format.INT8, Granularity.ROW)

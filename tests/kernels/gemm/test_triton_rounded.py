@@ -8,13 +8,12 @@ import math
 
 import pytest
 import torch
+from with_triton import tl, triton
 
 from loka.kernels.gemm.epilogue import Activation, Epilogue, rounded
+from loka.kernels.gemm.triton import rounded as kernels
+from loka.kernels.triton import pack
 
-triton = pytest.importorskip("triton", reason="needs triton (its interpreter on a CPU)")
-tl = pytest.importorskip("triton.language")
-pack = pytest.importorskip("loka.kernels.triton.pack")
-kernels = pytest.importorskip("loka.kernels.gemm.triton.rounded")
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
 inverse_of_power, magnitude_bits = pack.inverse_of_power, pack.magnitude_bits

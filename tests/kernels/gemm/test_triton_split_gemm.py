@@ -9,6 +9,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+import with_triton  # noqa: F401
 from cases import combinations, on_gpu_or_cpu
 from sweeps import sweep
 
@@ -19,9 +20,8 @@ from loka.core.recipe import Cast, Format, Gemm, Granularity
 from loka.kernels.gemm import run as run_module
 from loka.kernels.gemm.registry import KERNELS, all_candidates, candidate_named
 from loka.kernels.gemm.run import kernel_runs, reset_kernel_runs, run_gemm
+from loka.kernels.gemm.triton import split_gemm as split
 
-triton = pytest.importorskip("triton", reason="needs triton (its interpreter on a CPU)")
-split = pytest.importorskip("loka.kernels.gemm.triton.split_gemm")
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
 E4M3 = Cast(Format.E4M3, Granularity.TENSOR)

@@ -6,7 +6,6 @@ describes.
 """
 
 import math
-from collections.abc import Callable
 
 import pytest
 import torch
@@ -44,7 +43,7 @@ def in_threes(tensors):
     return [Copies(*tensors[begin : begin + 3]) for begin in range(0, len(tensors), 3)]
 
 
-LAYOUTS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+LAYOUTS = {
     "contiguous": lambda weight: weight,
     "transposed": lambda weight: weight.t().contiguous().t(),
     "sliced": lambda weight: torch.stack((weight, weight), dim=2).flatten(1)[:, ::2],

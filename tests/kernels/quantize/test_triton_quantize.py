@@ -7,6 +7,7 @@ where rounding carries into the next power of two it forgets the carry (124.7 gi
 
 import pytest
 import torch
+import with_triton  # noqa: F401
 from cases import combinations, on_gpu_or_cpu
 from sweeps import sweep
 
@@ -15,10 +16,9 @@ from loka.core.numerics.reference import Quantized, dequantize, expand_scale, qu
 from loka.core.recipe import Cast, Format, Granularity
 from loka.kernels.quantize import quantizer
 from loka.kernels.quantize.side import Side
+from loka.kernels.quantize.triton import quantize as fused
+from loka.kernels.quantize.triton.residuals import append_residuals_fused
 
-triton = pytest.importorskip("triton", reason="needs triton (its interpreter on a CPU)")
-fused = pytest.importorskip("loka.kernels.quantize.triton.quantize")
-append_residuals_fused = pytest.importorskip("loka.kernels.quantize.triton.residuals").append_residuals_fused
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
 

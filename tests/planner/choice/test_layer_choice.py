@@ -163,7 +163,6 @@ def test_a_region_is_a_choice_only_where_it_and_hp_were_timed():
     hp = {gemm: Option(name=HP, time=exactly(100.0), casts=None) for gemm in Gemm}
     timed, untimed = measured(28, 60.0), measured(28)
     made = region_choice(hp, {REGION: timed, HP: measured(55, 100.0)})
-    assert made is not None
     assert made.region == timed.speedup
     lacking = [{}, {HP: timed}, {REGION: timed}, {REGION: untimed, HP: timed}, {REGION: timed, HP: untimed}]
     lacking.append({REGION: dataclasses.replace(timed, speedup=None), HP: timed})

@@ -154,12 +154,16 @@ def test_what_is_forced_spends_first():
     assert not any("above the budget" in note for note in just.notes)
 
 
-def test_without_times_multiplications_are_saved():
-    small = dataclasses.replace
+def untimed(**sides):
+    """Errors of two sites alone, with other sides of the second one."""
     report = model_report({path: {Gemm.OUTPUT: {ROW: costing(None, effect(1e-5))}} for path in ("a", "b")}, timed=False)
     site = report.sites["b/output"]
-    wide = {**report.sites, "b/output": small(site, problem=small(site.problem, n=4096))}
-    plan = loka.plan(dataclasses.replace(report, sites=wide), Budget(ne=1e-5))
+    problem = dataclasses.replace(site.problem, **{k: of(getattr(site.problem, k)) for k, of in sides.items()})
+    return dataclasses.replace(report, sites={**report.sites, "b/output": dataclasses.replace(site, problem=problem)})
+
+
+def test_without_times_multiplications_are_saved():
+    plan = loka.plan(untimed(n=lambda n: 4096), Budget(ne=1e-5))
     assert chosen(plan) == {"a": "hp", "b": ROW}
     assert "is better spent elsewhere" in plan.decisions["a/output"].reason
     assert "no speed is claimed" in plan.summary()
@@ -170,11 +174,8 @@ def test_without_times_multiplications_are_saved():
 
 @pytest.mark.parametrize("side", ["m", "n", "k"])
 def test_without_times_each_side_of_a_gemm_is_work(side):
-    report = model_report({path: {Gemm.OUTPUT: {ROW: costing(None, effect(1e-5))}} for path in ("a", "b")}, timed=False)
-    site = report.sites["b/output"]
-    longer = dataclasses.replace(site.problem, **{side: 2 * getattr(site.problem, side)})
-    sites = {**report.sites, "b/output": dataclasses.replace(site, problem=longer)}
-    assert chosen(loka.plan(dataclasses.replace(report, sites=sites), Budget(ne=1e-5))) == {"a": "hp", "b": ROW}
+    longer = untimed(**{side: lambda size: 2 * size})
+    assert chosen(loka.plan(longer, Budget(ne=1e-5))) == {"a": "hp", "b": ROW}
 
 
 def test_the_papers_rule_has_a_name():

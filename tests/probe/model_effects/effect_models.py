@@ -14,7 +14,7 @@ BATCH, PICKED = 300, 256
 
 def model_of(sides=(13, 96, 160, 1), seed=0):
     torch.manual_seed(seed)
-    layers: list[nn.Module] = []
+    layers = []
     for i, o in itertools.pairwise(sides):
         layers += [nn.Linear(i, o), nn.SiLU()]
     return nn.Sequential(*layers[:-1])

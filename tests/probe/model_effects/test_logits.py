@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from foreign.registry import FOREIGN
 from foreign.spec import call
+from models import stats_of
 from torch import nn
 
 import loka
@@ -86,9 +87,7 @@ def test_batch_norm_is_named_where_it_mixes_samples():
         nn.Linear(13, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 16), nn.BatchNorm1d(16), nn.Linear(16, 1)
     )
     x = torch.randn(300, 13)  # far more than the 64 rows whose gradient is asked for
-    with loka.Probe(model, every=1) as probe:
-        model(x).sum().backward()
-    layers = probe.stats().layers
+    layers = stats_of(model, x, torch.sum).layers
     for path in ("0", "3"):
         assert re.search(r"mix samples.*BatchNorm takes its statistics over the batch \(1, 4\)", layers[path].no_effect)
     assert layers["5"].effects

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from models import stats_of
 from sites import convert_layers
 from torch import nn
 from torch.nn import functional
@@ -49,9 +50,6 @@ class Foreign(nn.Module):
 def batches(count=8, seed=1):
     generator = torch.Generator().manual_seed(seed)
     return list(torch.randn(count, BATCH, 8, generator=generator))
-
-
-Trained = tuple[nn.Module, loka.Stats]
 
 
 @pytest.fixture(scope="module")
@@ -100,7 +98,6 @@ def test_every_site_has_effects_of_the_model_as_it_is(trained):
             assert layer.effects[RECIPE].count == ROWS
             assert loss.value == pytest.approx(kl.item(), rel=0.3), path
             by_depth = depth_kl(layer, CASTS[RECIPE])
-            assert by_depth is not None
             assert 0.4 < by_depth / layer.effects[RECIPE].kl().value < 2.5  # independent errors, docs/ne.md
 
 
@@ -211,8 +208,6 @@ def test_a_horizon_widens_the_stated_interval(trained):
     still, ahead = renewed(model, stats), renewed(model, stats, horizon=horizon)
     for path in still.layers:
         a, b = (predicted_kl(found.layers[path], RECIPES[RECIPE]) for found in (still, ahead))
-        assert a is not None
-        assert b is not None
         assert b.value == a.value
         assert b.low < a.low
         assert b.high > a.high
@@ -283,9 +278,8 @@ class Tasks(nn.Module):
 def test_each_task_has_its_own_rate():
     torch.manual_seed(0)
     model = Tasks()
-    with loka.Probe(model, every=1, logits=lambda z: z) as probe:
-        model(batches(1)[0]).sum().backward()
-    stats, click, buy = probe.stats(), LabelRate(positives=600, rows=2000), LabelRate(positives=20, rows=2000)
+    stats = stats_of(model, batches(1)[0], torch.sum, logits=lambda z: z)
+    click, buy = LabelRate(positives=600, rows=2000), LabelRate(positives=20, rows=2000)
 
     def known(rate):
         return renewed(model, stats, base_rate=rate).layers["out"].effects[RECIPE]

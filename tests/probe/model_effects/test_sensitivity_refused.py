@@ -157,6 +157,11 @@ def test_a_failing_way_to_the_logits_does_not_stop_training():
     assert probe.stats().layers["0"].operands["grad_output"].numbers["count"] == BATCH
 
 
+def learn_own_predictions(z):
+    labels = torch.bernoulli(z.detach().sigmoid(), generator=torch.Generator().manual_seed(0))
+    functional.binary_cross_entropy_with_logits(z, labels).backward()
+
+
 def test_the_gradient_of_training_stands_in_where_there_are_no_logits():
     """With labels drawn from the predictions, E[(p - y)^2] = p (1 - p): both measure the same. 4096
     samples of terms with a CV of about 3 leave 5 % each, and four of those together are 28 %."""
@@ -164,9 +169,7 @@ def test_the_gradient_of_training_stands_in_where_there_are_no_logits():
     x = sample(8, 4097, 13)
     exact = probed(model, x, logits=lambda output: output[0], effect_step=4096).layers["fc"]
     with loka.Probe(model, every=1, base_rate=0.4, effect_step=4096) as probe:
-        z = model(x)[0]
-        labels = torch.bernoulli(z.detach().sigmoid(), generator=torch.Generator().manual_seed(0))
-        functional.binary_cross_entropy_with_logits(z, labels).backward()
+        learn_own_predictions(model(x)[0])
     fisher = probe.stats().layers["fc"]
     for recipe in ("tensorwise_e4m3", "rowwise_e4m3"):
         ratio = fisher.effects[recipe].loss().value / exact.effects[recipe].loss().value
@@ -180,9 +183,7 @@ def test_the_gradient_of_training_with_default_settings():
     model, x = Tokens(lambda x: x, 1), sample(1, BATCH, 7, 24)
     exact = probed(model, x).layers["fc"]
     with loka.Probe(model, every=1, base_rate=0.5, logits=lambda output: None) as probe:
-        z = model(x)
-        labels = torch.bernoulli(z.detach().sigmoid(), generator=torch.Generator().manual_seed(0))
-        functional.binary_cross_entropy_with_logits(z, labels).backward()
+        learn_own_predictions(model(x))
     fisher = probe.stats().layers["fc"]
     assert not fisher.no_effect
     assert fisher.effects["rowwise_e4m3"].count == 64
@@ -320,9 +321,9 @@ def test_two_probes_do_not_take_each_others_gradients_for_training():
 def test_a_step_keeps_nothing_alive():
     """Neither inputs nor the graph: a circle through autograd's nodes would never be collected."""
     model = model_of((13, 8, 1))
-    seen: list[weakref.ref[torch.Tensor]] = []
+    seen = []
     model[2].register_forward_hook(lambda module, args, output: seen.append(weakref.ref(args[0])))
-    freed: list[int] = []
+    freed = []
 
     class Told(torch.autograd.Function):
         @staticmethod

@@ -8,7 +8,22 @@ from pathlib import Path
 
 import pytest
 import torch
-from served import GROUP, POW2, ROW, TENSOR, TORCH, Cross, Tower, calibration, cross_plan, plan_for, rows, tower
+from served import (
+    BOTH,
+    GROUP,
+    POW2,
+    ROW,
+    TENSOR,
+    TORCH,
+    Cross,
+    Tower,
+    calibration,
+    cross_plan,
+    frozen,
+    plan_for,
+    rows,
+    tower,
+)
 
 from loka.core.exceptions import MissingLibrary, ServeRefused, WrongResults
 from loka.serve import Server, freeze
@@ -16,12 +31,10 @@ from loka.serve.build import frozen_sites
 from loka.serve.packaging.aot import PackagedSite, unpackaged
 from loka.serve.rows import leaves
 
-BOTH = {"first": ROW, "second": ROW}
-
 
 def served(candidate=ROW, **options):
     model = tower()
-    return freeze(model, plan_for(model, dict.fromkeys(BOTH, candidate)), calibration=calibration(), **options)
+    return frozen(model, dict.fromkeys(BOTH, candidate), **options)
 
 
 @pytest.mark.parametrize("autocast", [None, torch.bfloat16])
@@ -119,7 +132,7 @@ class Branches(Tower):
 def test_a_model_that_does_not_export(tmp_path):
     torch.manual_seed(0)
     model = Branches().eval()
-    server = freeze(model, plan_for(model, BOTH), calibration=calibration())
+    server = frozen(model, BOTH)
     with pytest.raises(ServeRefused, match=r"torch.export does not take this Branches"):
         server.package(tmp_path / "x.pt2")
     assert not list(tmp_path.iterdir())

@@ -6,17 +6,16 @@ from pathlib import Path
 
 import pytest
 import torch
-from served import ROW, calibration, plan_for, rows, tower
+from served import ROW, frozen, rows, tower
 
 from loka.core.exceptions import ServeRefused
-from loka.serve import freeze
 from loka.serve.packaging.triton_folder import TYPES, Batching, add_version, config_of
 from loka.serve.rows import Column, Form
 
 
 def served():
     model = tower()
-    return freeze(model, plan_for(model, {"first": ROW, "second": ROW}), calibration=calibration())
+    return frozen(model, {"first": ROW, "second": ROW})
 
 
 def read(text):
@@ -29,8 +28,6 @@ def read(text):
 
     path = Path(found.submodule_search_locations[0]) / "grpc" / "model_config_pb2.py"
     spec = importlib.util.spec_from_file_location("model_config_pb2", path)
-    assert spec is not None
-    assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return text_format.Parse(text, module.ModelConfig())
@@ -103,7 +100,7 @@ def test_of_several_at_once_each_gets_a_number_or_is_refused(tmp_path):
 
     package = tmp_path / "made.pt2"
     package.write_bytes(b"x" * 1000)
-    found: list[str] = []
+    found = []
 
     def publish():
         try:

@@ -38,15 +38,14 @@ def test_looks_see_what_the_sites_get(backend, count):
     """Of regions the octaves of their own scales, of a site by itself its rows; nothing of what only pads."""
     server = frozen(wide())
     replays, x = server.current.replays, inputs(count) * torch.logspace(-3, 3, count)[:, None]
-    assert replays is not None
-    seen: dict[str, torch.Tensor] = {}
+    seen = {}
     plain = replays([x], 16)
     replays.note(lambda *several: seen.update(maxima_of(several)))
     assert not seen
     assert torch.equal(replays([x], 16, looking=True), plain)
     replays.note(lambda *several: seen.update(maxima_of(several)))
     assert {name: len(maxima) for name, maxima in seen.items()} == dict.fromkeys(PLAN, count)
-    eager: dict[str, torch.Tensor] = {}
+    eager = {}
     with observed_by(lambda name, rows: eager.update({name: look(rows)})), torch.autocast("cpu", torch.bfloat16):
         server.current.module(x)
     for name, maxima in seen.items():

@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from served import ROW, TENSOR, calibration, plan_for, rows, tower
+from served import BOTH, ROW, TENSOR, frozen, plan_for, rows, tower
 from torch import nn
 
 from loka.kernels.edge.twin import row_scale
@@ -26,8 +26,6 @@ from loka.serve.watch.monitor import (
     octaves_of,
     range_of,
 )
-
-BOTH = {"first": ROW, "second": ROW}
 
 
 def first_alarm(candidate, scale, count):
@@ -154,7 +152,7 @@ def test_scales_of_zeros_and_of_what_is_not_finite():
 
 def test_an_alarm_is_raised_once_and_nan_at_its_first_site(caplog):
     model = tower()
-    server = freeze(model, plan_for(model, BOTH), calibration=calibration())
+    server = frozen(model, BOTH)
     dense, ids = rows(16)
     dense[4, 4] = torch.nan
     for _ in range(3 * EVERY):

@@ -6,19 +6,16 @@ fail again.
 """
 
 import random
-from collections.abc import Callable
 
 import pytest
 import torch
 from forced import force, plan_of, probe, ran, runs
 from oracle import assert_close, assert_same_gradients, by_hand, gradients, off
-from small_towers import batch, pair, tower
+from small_towers import BOTH_WAYS, EAGER_FIRST, batch, pair, tower
 from sweeps import sweep
 from torch import nn
 
 import loka
-
-Change = Callable[[nn.Sequential], nn.Module]
 
 
 def _reading_hook(model):
@@ -45,7 +42,7 @@ def _another_head(model):
     return _set(model, len(model) - 1, head)
 
 
-CHANGES: dict[str, Change] = {
+CHANGES = {
     "first two modules": lambda model: model[:2],
     "without the first": lambda model: model[1:],
     "one inner layer": lambda model: model[2],
@@ -120,36 +117,32 @@ def test_s1_layer_drop():
         assert_same_gradients(found, gradients(expected))
 
 
-@pytest.mark.parametrize("compiled", sweep((False, True), [False]), ids=["eager", "compiled"])
-def test_s1_norm_with_another_eps(compiled):
-    found, expected = pair(norm=True)
+def changed(compiled, options, kind, attribute, value):
+    """What a change of modules moves, it moves as in the oracle."""
+    found, expected = pair(**options)
     call = torch.compile(found, backend="aot_eager") if compiled else found
     before = call(batch())
+    after = []
     for model in (found, expected):
         for module in model:
-            if isinstance(module, nn.LayerNorm):
-                module.eps = 10.0
-    after, oracle = call(batch()), expected(batch())
-    assert off(after, before) > 0.1
-    assert_close(after, oracle)
+            if isinstance(module, kind):
+                setattr(module, attribute, value)
+        torch.manual_seed(3)
+        after.append((call if model is found else model)(batch()))
+    assert off(after[0], before) > 0.1
+    assert_close(*after)
+    return found, call, before
 
 
-@pytest.mark.parametrize("compiled", sweep((False, True), [False]), ids=["eager", "compiled"])
+@EAGER_FIRST
+def test_s1_norm_with_another_eps(compiled):
+    changed(compiled, {"norm": True}, nn.LayerNorm, "eps", 10.0)
+
+
+@EAGER_FIRST
 def test_s7_dropout_whose_probability_changes(compiled):
     """From 0 to 0.5: half of each inner output is zero, and the oracle draws the same ones from one seed."""
-    found, expected = pair(dropout=0.0)
-    call = torch.compile(found, backend="aot_eager") if compiled else found
-    before = call(batch())
-    for model in (found, expected):
-        for module in model:
-            if isinstance(module, nn.Dropout):
-                module.p = 0.5
-    torch.manual_seed(3)
-    after = call(batch())
-    torch.manual_seed(3)
-    oracle = expected(batch())
-    assert off(after, before) > 0.1
-    assert_close(after, oracle)
+    found, call, before = changed(compiled, {"dropout": 0.0}, nn.Dropout, "p", 0.5)
     found.eval()
     assert_close(call(batch()), before)
 
@@ -173,7 +166,7 @@ def _inner():
     return Inner()
 
 
-@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+@BOTH_WAYS
 def test_s8_inner_outputs_of_a_served_model(compiled):
     plain, expected = _inner(), by_hand(_inner()).eval()
     stats = probe(plain, lambda: plain(batch())[0].square().mean().backward())

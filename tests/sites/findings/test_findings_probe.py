@@ -1,7 +1,5 @@
 """D2 and R10: what Probe may be put around, and what it refuses before it learns something wrong."""
 
-from collections.abc import Callable
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -100,7 +98,7 @@ def _compiled(model):
     return torch.compile(model, backend="eager")
 
 
-WRAPPERS: dict[str, Callable[[], nn.Module]] = {
+WRAPPERS = {
     "compiled": lambda: _compiled(Nested(False)),
     "DDP": lambda: _ddp(Nested(False)),
     "DDP of compiled": lambda: _ddp(_compiled(Nested(False))),

@@ -32,7 +32,7 @@ def test_r1_parametrized_after_convert(parametrization):
     found, plain = pair()[0], tower()
     for model in (found, plain):
         torch.manual_seed(0)
-        parametrization(model[2])  # type: ignore[operator]
+        parametrization(model[2])
     expected = copy.deepcopy(plain)
     with torch.no_grad():
         found.eval(), plain.eval()

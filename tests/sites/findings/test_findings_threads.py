@@ -10,7 +10,7 @@ import pytest
 import torch
 from forced import plan_of
 from oracle import CLOSE, assert_close, by_hand, off
-from sweeps import sweep
+from small_towers import BOTH_WAYS, EAGER_FIRST
 from torch import nn
 
 import loka
@@ -29,7 +29,7 @@ class Crowd:
     """Threads that wait for each other and then call at once, each with inputs of its own."""
 
     def __init__(self):
-        self.calls, self.wrong, self.refused = 0, 0, list[BaseException]()
+        self.calls, self.wrong, self.refused = 0, 0, []
         self._lock = threading.Lock()
 
     def call(self, model, oracle, calls):
@@ -62,7 +62,7 @@ class Crowd:
 
 
 @pytest.mark.parametrize("share", [10, pytest.param(1, marks=pytest.mark.slow)], ids=["fewer", "all"])
-@pytest.mark.parametrize("compiled", sweep((False, True), [False]), ids=["eager", "compiled"])
+@EAGER_FIRST
 def test_d1_twenty_thousand_calls_from_eight_threads(compiled, share):
     """Right after convert, and right after each of nine loads of other weights, 30 times as large or small.
 
@@ -113,7 +113,7 @@ def test_d1_converted_anew_under_threads_of_another_model():
     assert (crowd.calls, crowd.wrong, crowd.refused) == (800, 0, [])
 
 
-@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+@BOTH_WAYS
 def test_e2_narrower_batches_first(compiled):
     """Twenty batches with values 20 times narrower, then the usual ones, then 50 times wider ones."""
     found = loka.convert(_small(), plan_of(_small(), torch.randn(64, 16))).eval()

@@ -5,7 +5,6 @@ loaded checkpoint or an averaged model tells no one.
 """
 
 import copy
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -14,7 +13,7 @@ import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
 from forced import plan_of
 from oracle import assert_close, by_hand, off
-from small_towers import batch, pair, tower
+from small_towers import EAGER_FIRST, batch, pair, tower
 from sweeps import sweep
 from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
@@ -74,7 +73,6 @@ def _assigned(model, folder):
 WRITES = [
     _initialized, _multiplied, _divided, _copied, _broadcast, _another_tensor, _loaded_by_dcp, _assigned,
 ]  # fmt: skip
-Write = Callable[[nn.Sequential, Path], None]
 REPLACED = [(True, write) for write in (_multiplied, _another_tensor, _assigned)]
 
 
@@ -131,7 +129,7 @@ def test_s3_an_average_that_was_evaluated_early(how):
     """After each of 30 steps its loss is that of the same weights in a plain copy, by hand."""
     found, _ = pair()
     if how == "AveragedModel":
-        average: nn.Module = AveragedModel(found, multi_avg_fn=get_ema_multi_avg_fn(0.9))
+        average = AveragedModel(found, multi_avg_fn=get_ema_multi_avg_fn(0.9))
     else:
         average = copy.deepcopy(found)
     average.eval()
@@ -154,7 +152,7 @@ def test_s3_an_average_that_was_evaluated_early(how):
     assert all(counts["runs"] == 31 for site, counts in loka.health_of(inner).items() if "output" in site)
 
 
-@pytest.mark.parametrize("compiled", sweep((False, True), [False]), ids=["eager", "compiled"])
+@EAGER_FIRST
 def test_s4_sgd_by_hand_through_data(compiled):
     """200 steps of `p.data -= lr * p.grad`: losses and weights are those of the run by hand.
 
@@ -163,7 +161,7 @@ def test_s4_sgd_by_hand_through_data(compiled):
     """
     found, expected = pair()
     call = torch.compile(found, backend="aot_eager") if compiled else found
-    losses: dict[int, list[float]] = {}
+    losses = {}
     for index, model in enumerate((call, expected)):
         losses[index] = []
         for step in range(200):

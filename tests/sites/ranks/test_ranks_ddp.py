@@ -5,7 +5,6 @@ sums.
 """
 
 from dataclasses import dataclass
-from typing import Any
 
 import pytest
 import torch
@@ -37,7 +36,7 @@ class Job:
     plan: Plan
 
     def __call__(self, rank, folder):
-        found: dict[str, Any] = {
+        found = {
             f"{order}, {name}, {make.__name__}": self.trained(rank, order, make, **options)
             for order in ORDERS
             for name, options in OPTIONS.items()
@@ -67,9 +66,9 @@ class Compiled(Job):
 
     def __call__(self, rank, folder):
         torch.distributed._DEFAULT_FIRST_BUCKET_BYTES = 4096
-        found: dict[str, Any] = {}
+        found = {}
         for order in ORDERS:
-            parts: list[int] = []
+            parts = []
 
             def backend(graph, inputs, parts=parts):
                 parts.append(len(graph.graph.nodes))

@@ -8,7 +8,6 @@ losses agree within the rounding of float32. Against one batch of all rows the b
 
 import math
 from dataclasses import dataclass
-from typing import Any
 
 import pytest
 import torch
@@ -70,7 +69,7 @@ class Job:
     plan: Plan
 
     def __call__(self, rank, folder):
-        found: dict[str, Any] = {}
+        found = {}
         for units in UNITS:
             for order in ORDERS:
                 for make in (sgd, adamw):
@@ -205,7 +204,7 @@ def test_a_batch_of_all_rows_within_the_bound_of_grad_weight(eager, monkeypatch)
     To first order a loss differs by its gradient times what the weights differ by; twice that leaves room
     for the curvature, and for weights that round to another side.
     """
-    products: dict[str, list[float]] = {}
+    products = {}
     real = Site.__call__
 
     def watched(self, x, weight):
@@ -216,7 +215,7 @@ def test_a_batch_of_all_rows_within_the_bound_of_grad_weight(eager, monkeypatch)
 
     monkeypatch.setattr(Site, "__call__", watched)
     model = loka.convert(mixed(), bare_plan())
-    slopes: list[float] = []
+    slopes = []
 
     def parts(step):
         slopes.append(0.0)

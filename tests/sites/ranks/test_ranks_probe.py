@@ -1,8 +1,5 @@
 """What Probe learns through wrappers, on two ranks: the bare model's sites by the bare model's names."""
 
-from collections.abc import Callable
-from typing import Any
-
 import pytest
 import torch
 from rank_models import (
@@ -24,7 +21,6 @@ from rank_models import (
 )
 from ranks import on_ranks
 from test_ranks_fsdp2 import ROUNDING, shard
-from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     CheckpointImpl,
     apply_activation_checkpointing,
@@ -42,7 +38,6 @@ THREE = {f"attention.in_proj_weight.chunk(3)[{part}]" for part in range(3)}
 
 
 def told(stats):
-    assert stats.coverage is not None
     return {
         "names": set(stats.layers),
         "signature": stats.model,
@@ -69,7 +64,7 @@ def checkpointed(model, how):
     return model
 
 
-WRAPPERS: dict[str, Callable[[nn.Module], nn.Module]] = {
+WRAPPERS = {
     "ddp": DistributedDataParallel,
     "fsdp2, root": lambda model: shard(model, "root"),
     "fsdp2, layer": lambda model: shard(model, "layer"),
@@ -82,7 +77,7 @@ WRAPPERS: dict[str, Callable[[nn.Module], nn.Module]] = {
 
 
 def one_rank(rank, folder):
-    found: dict[str, Any] = {}
+    found = {}
     for name, wrap in WRAPPERS.items():
         model = wrap(mixed())
         stats = probed(model, lambda step, model=model: loss_of(model, *half(step, rank)))
@@ -103,7 +98,7 @@ class Training:
         self.plan = plan
 
     def __call__(self, rank, folder):
-        found: dict[str, Any] = {}
+        found = {}
         for name, order in (("fsdp1", 0), ("fsdp1", 1), ("fsdp1, flat", 0), ("ddp of checkpoint", 0)):
             model = loka.convert(mixed(), self.plan) if order == 0 else mixed()
             model = WRAPPERS[name](model)

@@ -5,7 +5,6 @@ in docs/torchrec.md is of this file.
 """
 
 from dataclasses import dataclass
-from typing import Any
 
 import pytest
 import torch
@@ -29,7 +28,7 @@ class Tried:
     plan: Plan
 
     def __call__(self, rank, folder):
-        found: dict[str, Any] = {}
+        found = {}
         for name in (*SHARDINGS, *CODECS):
             kind, codec = (name, "") if name in SHARDINGS else ("table_wise", name)
             try:

@@ -8,7 +8,7 @@ import itertools
 
 import pytest
 import torch
-from forced import planned, ran
+from forced import OTHERS_WARN, planned, ran
 from foreign.registry import FOREIGN
 from foreign.spec import call, train_step
 from oracle import CLOSE, assert_close, assert_same_gradients, gradients
@@ -17,11 +17,7 @@ from torch import nn
 
 import loka
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore::FutureWarning"),
-    pytest.mark.filterwarnings("ignore::UserWarning"),
-    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
-]
+pytestmark = OTHERS_WARN
 ROWS = 32
 # One of each way of writing a GEMM and of each kind of checkpoint; the others write theirs alike.
 WHOLE = (

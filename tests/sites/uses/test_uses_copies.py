@@ -13,7 +13,7 @@ import torch.distributed.checkpoint as dcp
 from forced import plan_of, planned, ran, runs
 from foreign.spec import call, train_step
 from oracle import assert_close, assert_same_gradients, by_hand, gradients, multiply
-from small_towers import batch, pair, tower
+from small_towers import BOTH_WAYS, batch, pair, tower
 from sweeps import sweep
 from torch import nn
 from torch.func import functional_call
@@ -117,7 +117,7 @@ def test_other_weights(name, how):
     if how == "load_state_dict":
         model.load_state_dict(state)
     elif how == "assign":
-        made: dict[nn.Parameter, nn.Parameter] = {}  # tied parameters stay tied
+        made = {}  # tied parameters stay tied
         for n, parameter in model.named_parameters(remove_duplicate=False):
             if parameter not in made:
                 made[parameter] = nn.Parameter(state[n].clone(), requires_grad=parameter.requires_grad)
@@ -186,7 +186,7 @@ def test_double_use_of_a_module_and_of_a_parameter():
     assert all(runs(model)[site] == 1 for site in outputs)
 
 
-@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+@BOTH_WAYS
 @pytest.mark.parametrize("backward_inside", [False, True], ids=["backward outside", "backward inside"])
 def test_autocast_over_float32_weights(backward_inside, compiled):
     """bf16 activations, float32 weights quantized from what is stored, float32 gradients: as by hand."""

@@ -8,7 +8,7 @@ it.
 import pytest
 import torch
 from exported import run_all
-from forced import plan_of, planned, ran
+from forced import OTHERS_WARN, plan_of, planned, ran
 from foreign.registry import FOREIGN
 from foreign.spec import call
 from forked import SERVER
@@ -16,11 +16,7 @@ from oracle import assert_close
 from sweeps import sweep
 from torch import nn
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore::FutureWarning"),
-    pytest.mark.filterwarnings("ignore::UserWarning"),
-    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
-]
+pytestmark = OTHERS_WARN
 ROWS = 32
 NON_STRICT = [name for name, foreign in FOREIGN.items() if foreign.export_non_strict]
 STRICT = [name for name, foreign in FOREIGN.items() if foreign.export_strict]
@@ -110,7 +106,7 @@ def test_e1_saved_programs_in_a_fresh_process_beside_another_model(tmp_path):
     plan_of(nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 1)), torch.randn(8, 64)).save(
         tmp_path / "other.json"
     )
-    expected: dict[str, tuple[list[torch.Tensor], int]] = {}
+    expected = {}
     for name in SAVED:
         known = planned(name)
         for strict in (False, True):

@@ -6,7 +6,8 @@ from dataclasses import replace
 import pytest
 import torch
 from fp8_run import AUTO, CONFIG, PROBED, digest, tower
-from small_run import RandomRows
+from models import stats_of
+from small_run import RandomRows, stop_at
 
 import loka
 from loka.core.budget import Budget
@@ -68,10 +69,7 @@ def test_from_a_cold_start_to_fp8(tmp_path):
 
 
 def test_until_it_converts_it_is_the_bf16_run(tmp_path):
-    def stop(step):
-        if step == PROBED:
-            raise KeyboardInterrupt
-
+    stop = stop_at(PROBED)
     plain = tower()
     with pytest.raises(KeyboardInterrupt):
         train(plain, ROWS, config=CONFIG, on_step=stop)
@@ -110,11 +108,8 @@ def whole():
 def test_killed_in_any_phase_it_goes_on_there(tmp_path, whole, stop):
     """The same weights, counts, metrics and plan as without."""
 
-    def killed(step):
-        if step == stop:
-            raise KilledWhileMeasuring  # nothing is saved: it goes on from the last checkpoint
-
     straight, all_through, expected, _ = whole
+    killed = stop_at(stop, KilledWhileMeasuring)  # nothing is saved: it goes on from the last checkpoint
     with pytest.raises(KilledWhileMeasuring):
         run(folder=tmp_path, on_step=killed, track=breaking if stop == "measuring" else None)
     newest = load_newest(tmp_path / "checkpoints")
@@ -168,10 +163,6 @@ def test_the_probe_goes_on_while_effects_move_by_orders_of_magnitude(most, ends,
     def width(stats):
         return 1e10 if stats.steps < 12 else 1.2
 
-    def killed(step):
-        if step == 8:
-            raise KilledWhileMeasuring
-
     monkeypatch.setattr(module, "relative_width", width)
     monkeypatch.setattr(Auto, "_narrow", lambda self: True)
     monkeypatch.setattr(module, "_LOOK_EVERY", 2)
@@ -181,7 +172,7 @@ def test_the_probe_goes_on_while_effects_move_by_orders_of_magnitude(most, ends,
     assert auto.timeline.events[1].step == ends
     assert any("not known well enough" in line for line in said)
     with pytest.raises(KilledWhileMeasuring):
-        run(config, folder=tmp_path, on_step=killed)
+        run(config, folder=tmp_path, on_step=stop_at(8, KilledWhileMeasuring))
     again, _, result, _ = run(config, folder=tmp_path, seed=1)
     assert 0 < result.resumed_from <= 8
     assert result.plan.to_json() == straight.plan.to_json()
@@ -216,9 +207,7 @@ def test_how_narrow_effects_are():
 
 def with_effects(terms):
     model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 1))
-    with loka.Probe(model, every=1, effect_samples=0) as probe:
-        model(torch.randn(8, 4)).sum().backward()
-    stats = probe.stats()
+    stats = stats_of(model, torch.randn(8, 4), torch.sum, effect_samples=0)
     if terms is None:
         return stats
     effect = Effect.of(terms, [[0.5]] * len(terms))

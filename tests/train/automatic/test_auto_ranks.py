@@ -12,7 +12,7 @@ import pytest
 import torch.distributed as dist
 from fp8_run import AUTO, PROBED, digest, tower
 from ranks import on_ranks
-from small_run import RandomRows
+from small_run import RandomRows, stop_at
 from torch.nn.parallel import DistributedDataParallel
 
 from loka.core.exceptions import WrongResults
@@ -60,12 +60,8 @@ class Killed(Exception):
 def resumed(rank, folder):
     """Both are killed just after they converted, before that was saved: they measure again."""
 
-    def kill(step):
-        if step == PROBED + 1:
-            raise Killed
-
     with pytest.raises(Killed):
-        run(rank, folder, on_step=kill)
+        run(rank, folder, on_step=stop_at(PROBED + 1, Killed))
     dist.barrier()
     if rank == 1:
         shutil.rmtree(folder / "checkpoints" / f"step-{PROBED + 1:08d}")

@@ -14,7 +14,7 @@ import torch
 from forked import SERVER
 from fp8_run import CONFIG, digest, make_plan, tower
 from fp8_server import serve
-from small_run import RandomRows
+from small_run import RandomRows, stop_at
 
 from loka.core.exceptions import CheckpointRefused, FileRefused
 from loka.core.storage.files import sha256_of_file, write_record
@@ -90,14 +90,6 @@ def test_twenty_kills_change_no_bit(tmp_path, server):
 
 
 ROWS = RandomRows(16 * 8)
-
-
-def stop_at(wanted):
-    def on_step(step):
-        if step == wanted:
-            raise KeyboardInterrupt
-
-    return on_step
 
 
 def test_resuming_puts_the_counts_back(tmp_path, plan):

@@ -21,6 +21,7 @@ import torch.distributed.checkpoint as dcp
 from fp8_run import digest, tower
 from ranks import on_ranks
 from resharded_runs import EVERY, PARTS, ROWS, SAVED, STEPS, die_at, ended, pow2_plan, run
+from test_checkpoint import Payload
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from loka.core.exceptions import CheckpointRefused
@@ -180,14 +181,6 @@ def test_the_one_before_a_damaged_one_is_used(runs, tmp_path, name):
     found = load_newest(damaged(runs, tmp_path, name))
     assert found.step == SAVED - EVERY
     assert f"step-{SAVED:08d}: {reason}" in found.skipped[0]
-
-
-class Payload:
-    def __init__(self, path):
-        self.path = path
-
-    def __reduce__(self):
-        return (Path.touch, (self.path,))
 
 
 def test_code_in_metadata_is_not_run(tmp_path):

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import small_run
 import torch
-from small_run import RandomRows, small_model
+from small_run import RandomRows, small_model, stop_at
 
 from loka.core.exceptions import CheckpointRefused
 from loka.core.storage.alone import InUse
@@ -47,12 +47,8 @@ def test_interrupt_saves_the_completed_step_and_resumes_exactly(tmp_path, precis
     config = replace(CONFIG, precision=precision, max_rows=1777)
     expected, whole = straight_run(config)
 
-    def interrupt_at_seven(step):
-        if step == 7:
-            raise KeyboardInterrupt
-
     with pytest.raises(KeyboardInterrupt):
-        train(small_model(), RandomRows(), config=config, checkpoints=tmp_path, on_step=interrupt_at_seven)
+        train(small_model(), RandomRows(), config=config, checkpoints=tmp_path, on_step=stop_at(7))
     model = small_model(seed=99)  # nothing of the fresh weights may survive
     result = train(model, RandomRows(), config=config, checkpoints=tmp_path)
     assert result.resumed_from == 7
@@ -124,14 +120,10 @@ def test_a_buffer_made_on_first_use_comes_back(tmp_path):
         torch.manual_seed(0)
         return Lazy()
 
-    def interrupt(step):
-        if step == 3:
-            raise KeyboardInterrupt
-
     expected = build()
     train(expected, RandomRows(), config=CONFIG)
     with pytest.raises(KeyboardInterrupt):
-        train(build(), RandomRows(), config=CONFIG, checkpoints=tmp_path, on_step=interrupt)
+        train(build(), RandomRows(), config=CONFIG, checkpoints=tmp_path, on_step=stop_at(3))
     model = build()
     train(model, RandomRows(), config=CONFIG, checkpoints=tmp_path)
     assert torch.equal(model.scale, expected.scale)

@@ -7,14 +7,12 @@ import torch
 from torch import nn
 
 from loka.nn.block_norm import BlockNorm
+from loka.train import graphed
 
 module = importlib.import_module("loka.train.steps.graphed")
 
 
 CPU = torch.device("cpu")
-
-
-Batch = tuple[torch.Tensor, ...]
 
 
 def small(device=CPU, dropout=0.0):
@@ -46,6 +44,17 @@ def step_of(model, optimizer):
     return step
 
 
+def graph_of(model, optimizer, data, warmup=2):
+    return graphed(step_of(model, optimizer), *data[0], model=model, optimizers=optimizer, warmup=warmup)
+
+
+def twins(fake):
+    """Two models of the same weights, an optimizer for each, and what stands in for the first one's capture."""
+    model, twin = small(), small()
+    optimizer, other = sgd(model), sgd(twin)
+    return model, twin, optimizer, other, fake(model, optimizer)
+
+
 def sgd(model, lr=0.1):
     return torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9)
 
@@ -55,7 +64,7 @@ class Fake:
 
     def __init__(self, model, optimizer):
         self.model, self.optimizer = model, optimizer
-        self.error: Exception | None = None
+        self.error = None
         self.captures = 0
 
     def __call__(self, function, device, stream):

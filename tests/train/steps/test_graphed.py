@@ -6,12 +6,10 @@ changes no value, replaying runs with the Python values of the recording and wri
 
 import copy
 import warnings
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
-from graphed_cases import adam, assert_same_training, batches, module, plain, sgd, small, step_of
+from graphed_cases import CPU, adam, assert_same_training, batches, graph_of, module, plain, sgd, small, step_of, twins
 from torch import nn
 
 from loka.train import RowwiseAdagrad, graphed
@@ -23,7 +21,7 @@ def test_without_cuda_it_is_plain_training_with_a_reason():
     data = batches(8, 8, 8, 8, 3, 8, 5)
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # known when it is made, so it is not said again
-        step = graphed(step_of(model, optimizer), *data[0], model=model, optimizers=optimizer, warmup=2)
+        step = graph_of(model, optimizer, data)
         assert step.reason == "CUDA graphs need a CUDA device; the parameters are on cpu"
         losses = [step(*batch) for batch in data]
     expected = plain(twin, torch.optim.Adam(twin.parameters()), data)
@@ -37,13 +35,9 @@ def test_without_cuda_it_is_plain_training_with_a_reason():
 
 def test_every_batch_is_trained_on_once(fake):
     """Warm-up, capture, replays, and batches of other shapes before, between and after them."""
-    model, twin = small(), small()
-    optimizer = sgd(model)
-    recorder = fake(model, optimizer)
-    sizes = (8, 5, 8, 8, 8, 3, 8, 8, 5, 3, 8, 7)
-    data = batches(*sizes)
-    step = graphed(step_of(model, optimizer), *data[0], model=model, optimizers=optimizer, warmup=3)
-    other = sgd(twin)
+    model, twin, optimizer, other, recorder = twins(fake)
+    data = batches(8, 5, 8, 8, 8, 3, 8, 8, 5, 3, 8, 7)
+    step = graph_of(model, optimizer, data, 3)
     told = [(step.graphed, step.reason)]
     for batch in data:
         (expected,) = plain(twin, other, [batch])
@@ -60,11 +54,9 @@ def test_every_batch_is_trained_on_once(fake):
 
 def test_a_step_may_be_eager_on_request(fake):
     """As a probe's sampled step: it trains alike, is no warm-up, and leaves the graph as it is."""
-    model, twin = small(), small()
-    optimizer, other = sgd(model), sgd(twin)
-    recorder = fake(model, optimizer)
+    model, twin, optimizer, other, recorder = twins(fake)
     data = batches(*(8,) * 6)
-    step = graphed(step_of(model, optimizer), *data[0], model=model, optimizers=optimizer, warmup=1)
+    step = graph_of(model, optimizer, data, 1)
     for turn, batch in enumerate(data):
         found = (step.eager if turn in (0, 3) else step)(*batch)
         assert torch.equal(found, plain(twin, other, [batch])[0])
@@ -78,7 +70,7 @@ def test_replays_share_their_result_unless_asked_to_copy(fake):
     optimizer = sgd(model)
     fake(model, optimizer)
     data = batches(8, 8, 8, 8)
-    step = graphed(step_of(model, optimizer), *data[0], model=model, optimizers=optimizer, warmup=1)
+    step = graph_of(model, optimizer, data, 1)
     step(*data[0])
     first, copied = step(*data[1]), step(*data[2], clone=True)
     value = float(copied)
@@ -88,11 +80,9 @@ def test_replays_share_their_result_unless_asked_to_copy(fake):
 
 
 def test_a_changed_learning_rate_is_captured_again(fake):
-    model, twin = small(), small()
-    optimizer, other = sgd(model), sgd(twin)
-    recorder = fake(model, optimizer)
+    model, twin, optimizer, other, recorder = twins(fake)
     data = batches(*[8] * 12)
-    step = graphed(step_of(model, optimizer), *data[0], model=model, optimizers=optimizer, warmup=2)
+    step = graph_of(model, optimizer, data)
     for index, batch in enumerate(data):
         if index == 6:
             optimizer.param_groups[0]["lr"] = other.param_groups[0]["lr"] = 0.05
@@ -109,11 +99,9 @@ def test_a_changed_learning_rate_is_captured_again(fake):
 
 
 def test_a_learning_rate_of_every_step_is_never_captured(fake):
-    model, twin = small(), small()
-    optimizer, other = sgd(model), sgd(twin)
-    recorder = fake(model, optimizer)
+    model, twin, optimizer, other, recorder = twins(fake)
     data = batches(*[8] * 9)
-    step = graphed(step_of(model, optimizer), *data[0], model=model, optimizers=optimizer, warmup=2)
+    step = graph_of(model, optimizer, data)
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         for index, batch in enumerate(data):
@@ -127,33 +115,39 @@ def test_a_learning_rate_of_every_step_is_never_captured(fake):
     assert len(step.eager_steps) == 2, "reasons are few, whatever the values"
 
 
-def test_a_schedule_of_a_tensor_learning_rate_keeps_the_graph(fake):
+def scheduled(make_optimizer, factor, data, device=CPU):
+    """Models trained without and with a graph while a schedule lowers a rate; and the graphed step."""
     trained = []
-    for is_graphed in (True, False):
-        model = small()
-        optimizer = torch.optim.SGD(model.parameters(), lr=torch.tensor(0.1))
-        schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
-        recorder = fake(model, optimizer)
-        data = batches(*[8] * 6)
-        step: Any = step_of(model, optimizer)
-        if is_graphed:
-            step = graphed(step, *data[0], model=model, optimizers=optimizer, warmup=2)
+    for make_step in (lambda model, optimizer, data: step_of(model, optimizer), graph_of):
+        model = small(device)
+        optimizer = make_optimizer(model)
+        schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, factor)
+        step = make_step(model, optimizer, data)
         for batch in data:
             step(*batch)
             schedule.step()
-        if is_graphed:
-            assert (recorder.captures, step.replays) == (1, 4)
         trained.append(model)
+    return trained, step
+
+
+def test_a_schedule_of_a_tensor_learning_rate_keeps_the_graph(fake):
+    recorders = []
+
+    def recorded(model):
+        optimizer = torch.optim.SGD(model.parameters(), lr=torch.tensor(0.1))
+        recorders.append(fake(model, optimizer))
+        return optimizer
+
+    trained, step = scheduled(recorded, 0.5, batches(*[8] * 6))
+    assert ([recorder.captures for recorder in recorders], step.replays) == ([0, 1], 4)
     assert_same_training(*trained)
 
 
 @pytest.mark.parametrize("change", ["load_state_dict", "weights", "eval", "reset"])
 def test_what_the_graph_reads_and_writes_has_moved(fake, change):
-    model, twin = small(), small()
-    optimizer, other = sgd(model), sgd(twin)
-    recorder = fake(model, optimizer)
+    model, twin, optimizer, other, recorder = twins(fake)
     data = batches(*[8] * 8)
-    step = graphed(step_of(model, optimizer), *data[0], model=model, optimizers=optimizer, warmup=1)
+    step = graph_of(model, optimizer, data, 1)
     warnings.simplefilter("ignore")
     for index, batch in enumerate(data):
         if index == 4:
@@ -182,7 +176,7 @@ GPU_CLOSE = {"rtol": 1e-5, "atol": 1e-5}
 CUDA = torch.device("cuda", 0)
 
 
-OPTIMIZERS: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
+OPTIMIZERS = {
     "sgd": sgd,
     "adam": adam,
     "adam fused": lambda model: adam(model, fused=True),
@@ -203,7 +197,7 @@ def test_replays_train_as_plain_steps(name):
     model, twin = small(CUDA), small(CUDA)
     optimizer, other = OPTIMIZERS[name](model), OPTIMIZERS[name](twin)
     data = batches(64, 64, 64, 64, 20, 64, 64, 33, 20, 64, 64, device=CUDA)
-    step = graphed(step_of(model, optimizer), *data[0], model=model, optimizers=optimizer, warmup=2)
+    step = graph_of(model, optimizer, data)
     for index, batch in enumerate(data):
         loss = step(*batch)
         (expected,) = plain(twin, other, [batch])
@@ -222,7 +216,7 @@ def test_dropout_draws_anew_in_every_replay():
     torch.manual_seed(5)
     plain(twin, other, data)
     torch.manual_seed(5)
-    step = graphed(step_of(model, optimizer), *data[0], model=model, optimizers=optimizer, warmup=2)
+    step = graph_of(model, optimizer, data)
     for batch in data:
         step(*batch)
     assert step.replays == 6
@@ -231,21 +225,10 @@ def test_dropout_draws_anew_in_every_replay():
 
 @pytest.mark.gpu
 def test_a_tensor_learning_rate_is_scheduled_under_the_graph():
-    trained = []
-    for is_graphed in (True, False):
-        model = small(CUDA)
-        optimizer = adam(model, lr=torch.tensor(0.02, device=CUDA))
-        schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.8)
-        data = batches(*[64] * 8, device=CUDA)
-        step: Any = step_of(model, optimizer)
-        if is_graphed:
-            step = graphed(step, *data[0], model=model, optimizers=optimizer, warmup=2)
-        for batch in data:
-            step(*batch)
-            schedule.step()
-        if is_graphed:
-            assert step.replays == 6
-        trained.append(model)
+    trained, step = scheduled(
+        lambda model: adam(model, lr=torch.tensor(0.02, device=CUDA)), 0.8, batches(*[64] * 8, device=CUDA), CUDA
+    )
+    assert step.replays == 6
     assert_close_training(*trained)
 
 
@@ -254,7 +237,7 @@ def test_a_python_learning_rate_is_captured_again():
     model, twin = small(CUDA), small(CUDA)
     optimizer, other = adam(model), adam(twin)
     data = batches(*[64] * 9, device=CUDA)
-    step = graphed(step_of(model, optimizer), *data[0], model=model, optimizers=optimizer, warmup=2)
+    step = graph_of(model, optimizer, data)
     warnings.simplefilter("ignore")
     for index, batch in enumerate(data):
         if index == 4:
@@ -281,7 +264,7 @@ def test_a_step_that_waits_for_the_device_falls_back():
             return loss
 
         torch.manual_seed(5)
-        step: Any = waits
+        step = waits
         if is_graphed:
             step = graphed(waits, *data[0], model=model, optimizers=optimizer, warmup=2)
         warnings.simplefilter("ignore")
@@ -295,7 +278,7 @@ def test_a_step_that_waits_for_the_device_falls_back():
     # And CUDA is as it was: another step can be captured.
     model = small(CUDA)
     optimizer = sgd(model)
-    step = graphed(step_of(model, optimizer), *data[0], model=model, optimizers=optimizer, warmup=1)
+    step = graph_of(model, optimizer, data, 1)
     for batch in data:
         step(*batch)
     assert step.graphed, step.reason

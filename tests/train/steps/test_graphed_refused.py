@@ -1,10 +1,8 @@
 """What rules a graph out, is found while it is captured, or is taken back."""
 
-from collections.abc import Callable
-
 import pytest
 import torch
-from graphed_cases import assert_same_training, batches, module, plain, sgd, small, step_of
+from graphed_cases import assert_same_training, batches, graph_of, module, plain, sgd, small, step_of, twins
 from torch import nn
 
 from loka.train import GraphedStep, RowwiseAdagrad, graphed
@@ -12,12 +10,10 @@ from loka.train import GraphedStep, RowwiseAdagrad, graphed
 
 def test_a_failed_capture_leaves_no_trace(fake):
     """The step asserts that the gradients it finds were computed; those of a capture are not."""
-    model, twin = small(), small()
-    optimizer, other = sgd(model), sgd(twin)
-    recorder = fake(model, optimizer)
+    model, twin, optimizer, other, recorder = twins(fake)
     recorder.error = RuntimeError("operation not permitted when stream is capturing\nand more")
     data = batches(*[8] * 6)
-    step = graphed(step_of(model, optimizer), *data[0], model=model, optimizers=optimizer, warmup=2)
+    step = graph_of(model, optimizer, data)
     for batch in data[:2]:
         step(*batch)
     reason = "the step cannot be captured: RuntimeError: operation not permitted when stream is capturing"
@@ -96,7 +92,7 @@ def test_work_on_the_host_is_found_and_taken_back(fake, make, optim, reason):
         model = make()
         optimizer = optim(model.parameters(), lr=0.1, momentum=0.9)
         fake(model, optimizer)
-        step: Callable[..., torch.Tensor] = step_of(model, optimizer)
+        step = step_of(model, optimizer)
         if is_graphed:
             step = graphed(step, *data[0], model=model, optimizers=optimizer, warmup=2)
         torch.manual_seed(4)
@@ -126,7 +122,7 @@ def test_a_schedule_inside_the_step_is_found(fake, since):
     optimizer, other = (Decaying(each.parameters(), lr=0.1) for each in (model, twin))
     recorder = fake(model, optimizer)
     data = batches(*[8] * 5)
-    step = graphed(step_of(model, optimizer), *data[0], model=model, optimizers=optimizer, warmup=2)
+    step = graph_of(model, optimizer, data)
     reason = ["changed from 0.1 to 0.05", "the step changes 'lr' of group 0 of Decaying"][since - 1]
     with pytest.warns(RuntimeWarning, match=reason):  # noqa: PT031
         for index, batch in enumerate(data):

@@ -1,6 +1,5 @@
 """Learning rates over a run: their shapes, inside steps of every kind, and resumed to the bit."""
 
-import importlib
 import itertools
 import json
 import math
@@ -9,17 +8,16 @@ from dataclasses import replace
 
 import pytest
 import torch
+from graphed_cases import batches, graph_of, small, step_of
 from hypothesis import given
 from hypothesis import strategies as st
-from small_run import RandomRows, small_model
+from small_run import RandomRows, small_model, stop_at
 from torch import nn
 
 from loka.core.exceptions import CheckpointRefused
 from loka.core.storage.files import sha256_of_file, write_record
-from loka.train import TrainConfig, build_optimizers, graphed, rate_factor, schedulers, train
+from loka.train import TrainConfig, build_optimizers, rate_factor, schedulers, train
 from loka.train.schedule import describe, warmup_steps
-
-graphed_module = importlib.import_module("loka.train.steps.graphed")
 
 CONFIG = TrainConfig(batch_size=64, precision="fp32", checkpoint_every=3, log_every=1)
 ROWS = RandomRows(64 * 20)
@@ -130,14 +128,10 @@ def test_without_a_number_of_steps_the_rate_stays_and_a_warning_says_so():
 def test_a_killed_run_ends_with_the_same_bits(tmp_path, schedule, stop):
     config = replace(CONFIG, schedule=schedule)
 
-    def kill(step):
-        if step == stop:
-            raise MemoryError  # harder than Ctrl-C, which saves: steps since the last checkpoint are lost
-
     straight, rates = small_model(), []
     train(straight, ROWS, config=config, on_log=lambda line: rates.append(line.rate))
     with pytest.raises(MemoryError):
-        train(small_model(), ROWS, config=config, checkpoints=tmp_path, on_step=kill)
+        train(small_model(), ROWS, config=config, checkpoints=tmp_path, on_step=stop_at(stop, MemoryError))
     resumed, again = small_model(seed=9), []
     found = train(resumed, ROWS, config=config, checkpoints=tmp_path, on_log=lambda line: again.append(line.rate))
     done = found.resumed_from or 0
@@ -148,10 +142,8 @@ def test_a_killed_run_ends_with_the_same_bits(tmp_path, schedule, stop):
             assert torch.equal(weight, other), name
 
 
-def test_a_captured_step_follows_it_without_a_second_capture(monkeypatch):
+def test_a_captured_step_follows_it_without_a_second_capture(fake):
     """A float rate would be frozen by the capture; the schedule writes to the tensor that the graph reads."""
-    from graphed_cases import Fake, batches, small, step_of  # a stand-in for a capture, on a CPU
-
     config = replace(CONFIG, lr=0.1, schedule="cosine", warmup=0.3)
     data = batches(*[8] * 12)
     models = {}
@@ -160,12 +152,8 @@ def test_a_captured_step_follows_it_without_a_second_capture(monkeypatch):
         rate = torch.tensor(config.lr)
         optimizer = torch.optim.SGD(model.parameters(), lr=rate, momentum=0.9, foreach=False)
         rates = schedulers({"dense": optimizer}, config, len(data))["dense"]
-        step = step_of(model, optimizer)
-        if captured:
-            fake = Fake(model, optimizer)
-            monkeypatch.setattr(graphed_module, "record", fake)
-            monkeypatch.setattr(graphed_module, "_has_graphs", lambda device: True)
-            step = graphed(step, *data[0], model=model, optimizers=optimizer, warmup=2)
+        recorder = fake(model, optimizer)
+        step = graph_of(model, optimizer, data) if captured else step_of(model, optimizer)
         seen = []
         for batch in data:
             seen.append(float(rate))
@@ -175,7 +163,7 @@ def test_a_captured_step_follows_it_without_a_second_capture(monkeypatch):
         assert optimizer.param_groups[0]["lr"] is rate
         assert isinstance(rates.base_lrs[0], float)  # a tensor would be read back from the device at each step
         models[captured] = model
-    assert (fake.captures, step.replays) == (1, 10)
+    assert (recorder.captures, step.replays) == (1, 10)
     for plain, replayed in zip(models[False].parameters(), models[True].parameters(), strict=True):
         assert torch.equal(plain, replayed)
 
@@ -184,10 +172,6 @@ def test_a_captured_step_follows_it_without_a_second_capture(monkeypatch):
 def test_on_a_gpu_a_captured_run_decays_and_resumes(tmp_path):
     """Adam with a rate on the device, replayed: the weights are those of the eager run."""
     from test_training_step import of_zoo
-
-    def stop(step):
-        if step == 13:
-            raise KeyboardInterrupt
 
     found = {}
     for mode in ("eager", "graph"):
@@ -199,7 +183,7 @@ def test_on_a_gpu_a_captured_run_decays_and_resumes(tmp_path):
     # Adam moves a weight by the rate whatever the size of its gradient: rounding decides single ones.
     assert ((found["graph"] - found["eager"]).abs() < 1e-4).double().mean() > 0.99
     with pytest.raises(KeyboardInterrupt):
-        train(of_zoo("cuda"), ROWS, config=config, checkpoints=tmp_path, on_step=stop)
+        train(of_zoo("cuda"), ROWS, config=config, checkpoints=tmp_path, on_step=stop_at(13))
     resumed = of_zoo("cuda")
     train(resumed, ROWS, config=config, checkpoints=tmp_path)
     assert torch.equal(torch.cat([w.detach().flatten() for w in resumed.parameters()]), found["graph"])
@@ -226,14 +210,10 @@ def aged(folder, into):
 def test_a_checkpoint_from_before_schedules_goes_on_at_a_constant_rate(tmp_path):
     level = replace(CONFIG, schedule="constant")
 
-    def stop(step):
-        if step == 7:
-            raise KeyboardInterrupt
-
     straight = small_model()
     train(straight, ROWS, config=level)
     with pytest.raises(KeyboardInterrupt):
-        train(small_model(), ROWS, config=level, checkpoints=tmp_path / "now", on_step=stop)
+        train(small_model(), ROWS, config=level, checkpoints=tmp_path / "now", on_step=stop_at(7))
     aged(tmp_path / "now", tmp_path / "old")
     with pytest.raises(CheckpointRefused) as refused:
         train(small_model(), ROWS, config=CONFIG, checkpoints=tmp_path / "old")

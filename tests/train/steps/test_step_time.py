@@ -28,7 +28,7 @@ ONE = Estimate(1.0, 1.0, 1.0)
 @pytest.fixture
 def losses(monkeypatch):
     """Runs every function of a race once and says that all take a microsecond."""
-    found: list[dict[str, float]] = []
+    found = []
 
     def race(functions, **options):
         found.append({name: float(function().detach()) for name, function in functions.items()})
@@ -49,7 +49,7 @@ def wukong():
 
 def test_a_step_is_that_of_training_but_for_the_tables(losses):
     batch = next(iter(SyntheticClicks(rows=64, seed=0).batches(32)))
-    built: list[nn.Module] = []
+    built = []
 
     def make():
         built.append(wukong())
@@ -76,7 +76,7 @@ def test_an_arm_that_fails_is_a_result_and_the_others_go_on(losses):
     def broken():
         raise RuntimeError("no such kernel\nand more")
 
-    told: list[StepTime] = []
+    told = []
     arms = {"broken": Arm(name="broken", build=broken), "other": Arm(name="other", build=wukong, count=lambda model: 7)}
     base = Arm(name="bf16", build=wukong)
     found = time_steps(base, arms, batch, device=CPU, compile_blocks=False, on_result=told.append)
@@ -90,7 +90,7 @@ def test_an_arm_that_fails_is_a_result_and_the_others_go_on(losses):
 def test_the_looked_up_rows_get_the_gradient_of_training(losses, monkeypatch):
     """The race calls the step twice, on the same rows: gradients are those of one call, bit for bit."""
     batch = next(iter(SyntheticClicks(rows=64, seed=0).batches(32)))
-    rows: list[torch.Tensor] = []
+    rows = []
 
     def keep(module, args, output):
         output.retain_grad()
@@ -124,8 +124,8 @@ def test_an_arm_is_freed_before_the_next_is_built(losses, monkeypatch):
     """
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
     batch = next(iter(SyntheticClicks(rows=64, seed=0).batches(8)))
-    weights: list[weakref.ref[torch.Tensor]] = []
-    alive: list[list[bool]] = []
+    weights = []
+    alive = []
 
     def make():
         alive.append([weight() is not None for weight in weights])
@@ -150,7 +150,7 @@ def test_an_arm_is_freed_before_the_next_is_built(losses, monkeypatch):
 
 def test_the_race_is_asked_for_pairs_and_its_failures_are_kept(monkeypatch):
     batch = next(iter(SyntheticClicks(rows=64, seed=0).batches(8)))
-    asked: list[tuple[list[str], dict[str, object]]] = []
+    asked = []
     times = {"bf16": 10.0, "again": 11.0, "fast": 5.0}
 
     def race(functions, **options):
@@ -187,7 +187,7 @@ def test_an_unusable_gpu_ends_it(losses):
     def poisoned():
         raise torch.AcceleratorError("an illegal memory access was encountered")
 
-    told: list[StepTime] = []
+    told = []
     arms = {name: Arm(name=name, build=poisoned) for name in "ab"}
     base = Arm(name="bf16", build=wukong)
     with pytest.raises(torch.AcceleratorError, match="illegal memory"):

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from small_run import RandomRows, small_model
+from small_run import RandomRows, small_model, stop_at
 from torch import nn
 
 from loka.data import SyntheticClicks
@@ -95,21 +95,28 @@ def test_a_compiled_step_trains_alike():
     assert all(part._compiled_call_impl is None for part in model.modules()), "it is left as it was found"
 
 
+def compile_one(name, backend, monkeypatch):
+    """A compiled step compiles the member `name` of its model alone."""
+
+    def compiled(model):
+        member = getattr(model, name)
+        member._compiled_call_impl = torch.compile(lambda x: member._call_impl(x), backend=backend)
+        return model
+
+    def uncompiled(model):
+        getattr(model, name)._compiled_call_impl = None
+        return model
+
+    monkeypatch.setattr(module, "compiled", compiled)
+    monkeypatch.setattr(module, "uncompiled", uncompiled)
+
+
 def test_what_cannot_be_compiled_runs_eagerly_to_the_same_bits(monkeypatch):
     def broken(graph, inputs):
         raise RuntimeError("no compiler here")
 
-    def compiled(model):
-        model.mlp._compiled_call_impl = torch.compile(lambda x: model.mlp._call_impl(x), backend=broken)
-        return model
-
-    def uncompiled(model):
-        model.mlp._compiled_call_impl = None
-        return model
-
     exact, _ = weights_after(CONFIG, small_model())
-    monkeypatch.setattr(module, "compiled", compiled)
-    monkeypatch.setattr(module, "uncompiled", uncompiled)
+    compile_one("mlp", broken, monkeypatch)
     found, result = weights_after(replace(CONFIG, step="compile"), small_model())
     assert "no compiler here" in result.step_reason
     assert torch.equal(found, exact)  # dropout's random state and the buffer were put back
@@ -120,17 +127,8 @@ def test_what_a_compiler_gets_wrong_runs_eagerly_to_the_same_bits(wrong, told, m
     def scaled(graph, inputs):
         return lambda *args: [wrong * output for output in graph(*args)]
 
-    def compiled(model):
-        model.top._compiled_call_impl = torch.compile(lambda x: model.top._call_impl(x), backend=scaled)
-        return model
-
-    def uncompiled(model):
-        model.top._compiled_call_impl = None
-        return model
-
     exact, _ = weights_after(CONFIG)
-    monkeypatch.setattr(module, "compiled", compiled)
-    monkeypatch.setattr(module, "uncompiled", uncompiled)
+    compile_one("top", scaled, monkeypatch)
     found, result = weights_after(replace(CONFIG, step="compile"))
     assert torch.equal(found, exact) == told
     assert ("away from those of its code as written" in (result.step_reason or "")) == told
@@ -229,10 +227,6 @@ def test_histories_are_looked_up_beside_the_graph_too(name, history):
 
 @pytest.mark.usefixtures("tables_beside")
 def test_histories_go_in_parts_and_resume_exactly(tmp_path):
-    def stop(step):
-        if step == 3:
-            raise KeyboardInterrupt
-
     def trained(step, seed=0, **others):
         config = replace(CONFIG, step=step, accumulate=2)
         return weights_after(config, reading_history("dhen", ITEM, seed), rows=HISTORIES, **others)[0]
@@ -240,7 +234,7 @@ def test_histories_go_in_parts_and_resume_exactly(tmp_path):
     found = trained("graph")
     close(found, trained("eager"))
     with pytest.raises(KeyboardInterrupt):
-        trained("graph", checkpoints=tmp_path, on_step=stop)
+        trained("graph", checkpoints=tmp_path, on_step=stop_at(3))
     assert torch.equal(trained("graph", seed=1, checkpoints=tmp_path), found)
 
 
@@ -287,12 +281,8 @@ def test_a_graph_trains_alike_and_resumes_exactly(tmp_path, accumulate):
     assert result.step_reason is None
     close(found, exact)
 
-    def interrupt(step):
-        if step == 5:
-            raise KeyboardInterrupt
-
     with pytest.raises(KeyboardInterrupt):
-        weights_after(config, checkpoints=tmp_path, on_step=interrupt)
+        weights_after(config, checkpoints=tmp_path, on_step=stop_at(5))
     resumed, _ = weights_after(config, checkpoints=tmp_path)
     assert torch.equal(resumed, found)
 
