@@ -35,6 +35,7 @@ from loka.cli.options import (
     StepName,
     TestData,
     Warmup,
+    WithMods,
 )
 from loka.cli.terminal import say
 from loka.cli.torchrun import check_engine, over_ranks, process_group, rank_and_ranks
@@ -58,7 +59,6 @@ from loka.train.ranks import alone_together
 from loka.train.schedule import describe
 from loka.train.tensorboard import TensorBoard
 
-WithMods = Annotated[bool, typer.Option("--mods/--no-mods", help="Apply NoBias, BlockNorm and HardSwish.")]
 _SEGMENTS = 16
 _UNCAPTURED = (
     "note: steps of several ranks run without CUDA graphs, by which plans are timed; on two H200s the host "
