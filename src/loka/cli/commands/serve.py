@@ -10,9 +10,8 @@ import torch
 import typer
 from torch import nn
 
-from loka import mods
-from loka.cli.commands.demo import MODS
-from loka.cli.inputs import Data, choose_device, model_builder, open_data, restore
+from loka.cli.commands.demo import build_model
+from loka.cli.inputs import Data, choose_device, open_data, restore
 from loka.cli.options import BatchSize, DataFile, Device, ModelName, Rows, SchemaFile, Seed, WithMods
 from loka.cli.terminal import say
 from loka.core.exceptions import LokaError
@@ -195,10 +194,7 @@ def _model(
     opened = open_data(data, rows=rows, seed=seed, schema=schema)
     if not opened.test.rows:
         raise LokaError("no rows are held out to serve", way_out="give more --rows, or other --data")
-    torch.manual_seed(seed)
-    built = model_builder(name)(opened.train)
-    if with_mods:
-        mods.apply(built, MODS)
+    built = build_model(name, opened.train, seed=seed, with_mods=with_mods)
     return opened, built.to(choose_device(device)).eval()
 
 

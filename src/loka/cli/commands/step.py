@@ -14,9 +14,8 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from loka import mods
-from loka.cli.commands.demo import MODS
-from loka.cli.inputs import Data, effects_by, model_builder
+from loka.cli.commands.demo import build_model
+from loka.cli.inputs import Data, effects_by
 from loka.cli.terminal import say
 from loka.core.budget import Budget
 from loka.core.device import fingerprint
@@ -130,10 +129,7 @@ def _line(result: StepTime) -> str:
 
 
 def _fresh(config: StepConfig, source: Source) -> nn.Module:
-    torch.manual_seed(config.seed)
-    model = model_builder(config.model)(source)
-    mods.apply(model, MODS)
-    return model.to(config.device).train()
+    return build_model(config.model, source, seed=config.seed).to(config.device).train()
 
 
 def _report(config: StepConfig, data: Data) -> Report:
