@@ -1,6 +1,5 @@
 """The ways to run a model: bf16 compiled whole and by block, LoKA by plan, torchao's recipes."""
 
-import functools
 import gc
 import importlib.util
 import time
@@ -16,12 +15,12 @@ from cells import Cell
 from torch import nn
 
 import loka
+from loka.cli.commands.step import torchao_takes, with_views
 from loka.compiler.joint_sites import ARMS as REGIONS
 from loka.core.compiling import mend_compilers
 from loka.core.recipe import Gemm
 from loka.core.records.report import REGION, REGION_INT8
 from loka.measurement.settings import COARSE, Settings
-from loka.nn.linears import is_prediction
 from loka.train.steps.step_time import compiled
 
 WHOLE, BLOCK, LOKA, INT8 = "bf16_whole", "bf16_block", "loka", "loka_int8"
@@ -225,12 +224,14 @@ def probed(cell: Cell, how: How) -> tuple[loka.Stats, float]:
 def _torchao(model: nn.Module, cell: Cell, how: How, recipe: str) -> nn.Module:
     """Every linear layer that it can take; served, its dynamic quantization."""
     # The rowwise recipes of training refuse inputs that are transposed views, as of maps over tokens.
-    refused = _views(model, cell, how) if recipe == "rowwise" and cell.trained else set()
+    refused: set[str] = set()
+    if recipe == "rowwise" and cell.trained:
+        inputs, _ = cell.batch(how.device, tiny=how.tiny)
+        with _autocast(how):
+            refused = with_views(model, lambda: model(*inputs))
 
     def takes(module: nn.Module, path: str) -> bool:
-        if not isinstance(module, nn.Linear) or is_prediction(module.out_features) or path in refused:
-            return False
-        return module.in_features % 16 == 0 and module.out_features % 16 == 0
+        return torchao_takes(module) and path not in refused
 
     if cell.trained:
         from torchao.float8 import Float8LinearConfig, convert_to_float8_training
@@ -243,24 +244,3 @@ def _torchao(model: nn.Module, cell: Cell, how: How, recipe: str) -> nn.Module:
     served = quantization.Float8DynamicActivationFloat8WeightConfig(granularity=granularity)
     quantization.quantize_(model, served, filter_fn=takes)
     return model
-
-
-def _views(model: nn.Module, cell: Cell, how: How) -> set[str]:
-    """The linear layers whose input does not lie in memory in its own order."""
-    found: set[str] = set()
-
-    def look(path: str, module: nn.Module, args: tuple[torch.Tensor, ...]) -> None:
-        if not args[0].is_contiguous():
-            found.add(path)
-
-    hooks = [
-        module.register_forward_pre_hook(functools.partial(look, path))
-        for path, module in model.named_modules()
-        if isinstance(module, nn.Linear)
-    ]
-    inputs, _ = cell.batch(how.device, tiny=how.tiny)
-    with torch.no_grad(), _autocast(how):
-        model(*inputs)
-    for hook in hooks:
-        hook.remove()
-    return found

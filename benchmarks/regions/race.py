@@ -17,14 +17,13 @@ from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
 from loka.core.error import Estimate
-from loka.core.timing import Race, captured, median_interval, race
+from loka.core.timing import Race, captured, median_interval, race, samples_of, timed_replay, warm_up
 
 Step = Callable[[], object]
 
 _CACHE_BYTES = 256 << 20  # several times the L2
 _REPLAY_SECONDS = 2e-3  # long against the 0.5 us resolution of events
 _MAX_CALLS = 8
-_WARM_UPS = 3
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,11 +66,7 @@ class Arms:
             step()
             self.steps[name], self.calls = step, 1
             return
-        self.stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self.stream):
-            for _ in range(_WARM_UPS):
-                step()
-        torch.cuda.synchronize()
+        warm_up(step, self.stream)
         before = torch.cuda.current_stream()
         try:
             if not self.calls:
@@ -124,7 +119,7 @@ class Arms:
         # Kept: a pool that no graph holds while gradients lie in it takes no further capture.
         self.first = alone = self._capture(step, 1)
         alone.replay()
-        once = min(_elapsed(*_replay(alone)) for _ in range(3)) / 1e6
+        once = min(samples_of([("", *timed_replay(alone))], [""], 1)[""][0] for _ in range(3)) / 1e6
         return max(1, min(_MAX_CALLS, round(_REPLAY_SECONDS / once)))
 
     def _capture(self, step: Step, calls: int) -> torch.cuda.CUDAGraph:
@@ -136,12 +131,8 @@ class Arms:
         for _ in range(rounds):
             for name in generator.sample(names, len(names)):
                 cache.fill_(1)
-                events.append((name, *_replay(self.graphs[name])))
-        torch.cuda.synchronize()
-        samples: dict[str, list[float]] = {name: [] for name in names}
-        for name, begin, end in events:
-            samples[name].append(_elapsed(begin, end) / self.calls)
-        return samples
+                events.append((name, *timed_replay(self.graphs[name])))
+        return samples_of(events, names, self.calls)
 
     def _called(self, names: Sequence[str], rounds: int, generator: random.Random) -> dict[str, list[float]]:
         samples: dict[str, list[float]] = {name: [] for name in names}
@@ -180,17 +171,3 @@ def ratio(above: Sequence[float], below: Sequence[float]) -> Estimate:
     """The median of paired ratios, with a 95 % interval; unbounded below 6 rounds."""
     logs = median_interval([math.log(a / b) for a, b in zip(above, below, strict=True)])
     return Estimate(math.exp(logs.value), math.exp(logs.low), math.exp(logs.high))
-
-
-def _replay(graph: torch.cuda.CUDAGraph) -> tuple[torch.cuda.Event, torch.cuda.Event]:
-    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    begin.record()
-    graph.replay()
-    end.record()
-    return begin, end
-
-
-def _elapsed(begin: torch.cuda.Event, end: torch.cuda.Event) -> float:
-    """Microseconds, never zero: logarithms are taken of them."""
-    end.synchronize()
-    return max(begin.elapsed_time(end) * 1e3, 1e-3)

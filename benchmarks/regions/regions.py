@@ -12,7 +12,6 @@ is written when the cell is done; the same command goes on with those that are m
 """
 
 import argparse
-import subprocess
 import sys
 import time
 from collections.abc import Sequence
@@ -25,7 +24,7 @@ from arms import ARMS, BF16, CANDIDATES, INT8, ON_CPU, OURS, How, build, missing
 from cells import CELLS, Cell
 from forecast import forecast
 from records import append, read
-from running import measure_cell, planned, tell
+from running import measure_cell, planned, run_ahead, tell
 from table import table
 
 import loka
@@ -100,17 +99,9 @@ def _compile(cell: Cell, names: Sequence[str], how: How) -> None:
 
 
 def _compile_ahead(cells: Sequence[Cell], together: int) -> None:
-    """In parallel processes, `together` at a time, into the caches that this process reads afterwards."""
-    began = time.monotonic()
     given = [argument for argument in sys.argv[1:] if argument != "--gate"]
     waiting = [[sys.executable, __file__, *given, "--compile-only", "--cells", cell.name] for cell in cells]
-    running: list[subprocess.Popen[bytes]] = []
-    while waiting or running:
-        running = [child for child in running if child.poll() is None]
-        while waiting and len(running) < together:
-            running.append(subprocess.Popen(waiting.pop(0)))
-        time.sleep(0.2)
-    tell(f"compiled ahead in {time.monotonic() - began:.0f} s")
+    run_ahead(waiting, together)
 
 
 def _finished(record: Any, names: Sequence[str], arguments: argparse.Namespace) -> bool:

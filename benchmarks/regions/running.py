@@ -1,10 +1,11 @@
 """One cell: its arms made ready one by one, then raced; the record of all that was found."""
 
 import math
+import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -156,6 +157,18 @@ def planned(cell: Cell, how: How) -> tuple[loka.Plan, dict[str, float]]:
     plan, spent = plan_of(cell, how)
     tell(f"  plan: {plan.summary()}")
     return plan, spent
+
+
+def run_ahead(commands: Sequence[Sequence[str]], together: int, environment: Mapping[str, str] | None = None) -> None:
+    """`together` processes at a time, which compile into the caches that this one reads afterwards."""
+    began, waiting = time.monotonic(), list(commands)
+    running: list[subprocess.Popen[bytes]] = []
+    while waiting or running:
+        running = [child for child in running if child.poll() is None]
+        while waiting and len(running) < together:
+            running.append(subprocess.Popen(waiting.pop(0), env=environment))
+        time.sleep(0.2)
+    tell(f"compiled ahead in {time.monotonic() - began:.0f} s")
 
 
 def tell(text: str) -> None:

@@ -35,7 +35,7 @@ from records import append, read
 from loka.compiler.joint_sites import IN_REGIONS
 from loka.core.device import fingerprint
 from loka.core.recording import record
-from loka.core.timing import first_line
+from loka.core.timing import first_line, warm_up
 from loka.serve import Server
 from loka.serve.by_rows import in_fp8
 from loka.serve.graphs import Graph, Replays
@@ -180,11 +180,7 @@ def _baseline(name: str, cell: Cell, how: How, request: Sequence[torch.Tensor]) 
     if how.device.type == "cpu":
         return lambda tensors: arm.step(), arm.step
     stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for _ in range(3):
-            arm.step()
-    torch.cuda.synchronize()
+    warm_up(arm.step, stream)
     recording, output = record(arm.step, how.device, stream)
     form: Form = form_of(list(request))
     rows = request[0].shape[0]

@@ -1,8 +1,6 @@
 """What is there before timing: plans by numbers of rows, servers, warm compile caches."""
 
 import os
-import subprocess
-import time
 from argparse import Namespace
 from dataclasses import replace
 
@@ -11,6 +9,7 @@ import torch._inductor.config
 from arms import LOKA, How, build, missing, plan_of
 from cells import CELLS, Cell
 from living import request_of
+from running import run_ahead
 
 import loka
 from loka.core.compiling import compiled_by_rows
@@ -96,12 +95,5 @@ def by_plans(plans: Plans) -> list[list[str]]:
 
 
 def compile_ahead(waiting: list[list[str]], command: list[str], at_a_time: int) -> None:
-    began = time.monotonic()
     few = os.environ | {"TORCHINDUCTOR_COMPILE_THREADS": "2"}
-    running: list[subprocess.Popen[bytes]] = []
-    while waiting or running:
-        running = [child for child in running if child.poll() is None]
-        while waiting and len(running) < at_a_time:
-            running.append(subprocess.Popen([*command, *waiting.pop(0)], env=few))
-        time.sleep(0.2)
-    print(f"compiled ahead in {time.monotonic() - began:.0f} s", flush=True)
+    run_ahead([[*command, *one] for one in waiting], at_a_time, few)

@@ -180,7 +180,7 @@ def faked_cuda(monkeypatch, usable):
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: None)
     monkeypatch.setattr(torch.cuda, "set_stream", lambda stream: None)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
-    monkeypatch.setattr(timing, "_warm_up", lambda function: function())
+    monkeypatch.setattr(timing, "warm_up", lambda function: function())
     monkeypatch.setattr(timing, "timed_replay", lambda graph: (graph, graph))
     monkeypatch.setattr(timing, "elapsed", lambda begin, end: 400.0)
     monkeypatch.setattr(timing, "still_usable", usable)

@@ -286,10 +286,7 @@ def main() -> None:
         # A rank may wait for others in C++, where no handler of Python's runs: SIGTERM ends it as it is.
         with _interruptible(), contextlib.nullcontext() if _several_ranks() else terminable():
             app()  # which first makes the commands, for a tenth of a second
-    except LokaError as error:
-        say(f"{_whose()}{type(error).__name__}: {error}", error=True)
-        raise SystemExit(2) from None
-    except OSError as error:
+    except (LokaError, OSError) as error:
         say(f"{_whose()}{type(error).__name__}: {error}", error=True)
         raise SystemExit(2) from None
 

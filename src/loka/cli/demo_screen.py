@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from loka.core.error import Estimate
 from loka.core.records.plan import Plan
 from loka.core.records.report import HP, Report
 from loka.core.records.stats import Stats
@@ -112,15 +111,12 @@ def _costs(model: Shown) -> tuple[str, ...]:
     prediction = f"predicted KL/H {predicted.value:.1e}" if predicted else "no effect predicted"
     across = model.comparison.across
     if across is None:
-        return (model.name, prediction, f"NE {_signed(model.comparison.pairs[0].difference.ne_percent)} in one pair")
+        (pair,) = model.comparison.pairs
+        return (model.name, prediction, f"NE {pair.difference.ne_percent.shown('+.3f', ' %')} in one pair")
     verdict = {"pass": f"within {LIMIT} %", "fail": f"not within {LIMIT} %"}.get(
         across.verdict, f"too few pairs for {LIMIT} %"
     )
-    return model.name, prediction, f"NE {_signed(across.ne_percent)} over {across.pairs} pairs: {verdict}"
-
-
-def _signed(percent: Estimate) -> str:
-    return f"{percent.value:+.3f} % [{percent.low:+.3f}, {percent.high:+.3f}]"
+    return model.name, prediction, f"NE {across.ne_percent.shown('+.3f', ' %')} over {across.pairs} pairs: {verdict}"
 
 
 def write_pages(models: Sequence[Shown], out: Path, screen: Screen) -> None:

@@ -15,10 +15,12 @@ import torch
 from torch import nn
 
 from loka.cli.terminal import say
-from loka.core.exceptions import LokaError, UnknownName
+from loka.core.exceptions import CheckpointRefused, LokaError, UnknownName
 from loka.core.numerics.label_rate import Shares
 from loka.data import Dealt, Reader, Schema, SyntheticClicks, history_of, open_rows, tasks_of
 from loka.data.batch import Source
+from loka.train.checkpointing.checkpoint import Checkpoint, load_one
+from loka.train.checkpointing.state import restore_model
 from loka.train.config import NAMED, TrainConfig
 from loka.train.labels import by_name, count_labels, shares
 from loka.zoo import HistoryTable, build, presets, takes_history
@@ -261,6 +263,17 @@ def choose_device(name: str | None) -> str:
     if torch.device(device).type == "cuda" and not torch.cuda.is_available():
         raise LokaError(f"--device {device}: torch sees no GPU here", way_out="leave --device out, or say cpu")
     return device
+
+
+def restore(path: Path, model: nn.Module) -> Checkpoint:
+    """The checkpoint at `path`, in `model`. Raises CheckpointRefused where there is none."""
+    found = load_one(path)
+    if found is None:
+        raise CheckpointRefused(
+            f"{path} holds no checkpoint", way_out="name the folder that `loka train --checkpoints` wrote to"
+        )
+    restore_model(found.state, model, path=found.path)
+    return found
 
 
 def train_config(**fields: object) -> TrainConfig:

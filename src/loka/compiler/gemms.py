@@ -22,10 +22,10 @@ from loka.compiler.joint_sites import JointSite
 from loka.core.numerics.reference import Quantized
 from loka.core.problem import Problem, dtype_name, target_of
 from loka.core.recipe import Gemm
+from loka.kernels.custom_op import registered
 from loka.kernels.gemm.registry import candidate_named
 from loka.kernels.gemm.run import fit, scaled_gemm
 from loka.kernels.launches import note_launch
-from loka.nn.site_ops import registered
 
 aten, prims = torch.ops.aten, torch.ops.prims
 

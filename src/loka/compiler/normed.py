@@ -23,11 +23,11 @@ from loka.compiler.gemms import Weight, kernel_of
 from loka.compiler.joint_sites import JointSite
 from loka.core.problem import target_of
 from loka.core.recipe import Gemm
+from loka.kernels.custom_op import registered
 from loka.kernels.edge.program import Program
 from loka.kernels.gemm.epilogue import ROUNDED_MIDDLE, Activation, Epilogue
 from loka.kernels.gemm.normed_gemm import gemm_normed, unsupported
 from loka.kernels.launches import note_launch
-from loka.nn.site_ops import registered
 
 aten, prims = torch.ops.aten, torch.ops.prims
 

@@ -17,9 +17,9 @@ from contextlib import contextmanager
 
 import torch
 
+from loka.kernels.custom_op import registered
 from loka.kernels.launches import note_launch
 from loka.kernels.quantize.side import RUNS
-from loka.nn.site_ops import registered
 
 FLAGS = 3  # columns of a site's counters
 _RECORDS: dict[int, str] = {}

@@ -37,7 +37,10 @@ class Estimate:
     high: float
 
     def __str__(self) -> str:
-        return f"{self.value:.4g} [{self.low:.4g}, {self.high:.4g}]"
+        return self.shown(".4g")
+
+    def shown(self, form: str, unit: str = "") -> str:
+        return f"{self.value:{form}}{unit} [{self.low:{form}}, {self.high:{form}}]"
 
 
 def student_t_95(freedom: int) -> float:

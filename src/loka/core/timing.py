@@ -19,7 +19,7 @@ import math
 import random
 import statistics
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -260,11 +260,7 @@ def time_interleaved(
                 for name in order:
                     cache.fill_(1)
                     events.append((name, *timed_replay(graphs[name])))
-            torch.cuda.synchronize()
-            samples: dict[str, list[float]] = {name: [] for name in names}
-            for name, begin, end in events:
-                samples[name].append(elapsed(begin, end) / calls)
-            return samples
+            return samples_of(events, names, calls)
 
         found = race(
             sample,
@@ -287,7 +283,7 @@ def _capture_all(
     # its intermediates and outputs over the others'. That is sound because graphs are replayed
     # one after another, each writes before it reads, and nobody reads an output afterwards.
     place = _new_pool()
-    _warm_up(functions[baseline])
+    warm_up(functions[baseline])
     alone = captured(functions[baseline], 1, place)
     alone.replay()
     events = [timed_replay(alone) for _ in range(3)]
@@ -299,7 +295,7 @@ def _capture_all(
         try:
             with _stream_restored():
                 if name != baseline:
-                    _warm_up(function)
+                    warm_up(function)
                 graphs[name] = captured(function, calls, place)
         except Exception as error:
             if name == baseline:
@@ -313,9 +309,9 @@ def _capture_all(
     return graphs, failures, calls
 
 
-def _warm_up(function: Callable[[], object]) -> None:
+def warm_up(function: Callable[[], object], stream: torch.cuda.Stream | None = None) -> None:
     """Compiles kernels and creates library handles outside the capture."""
-    stream = torch.cuda.Stream()
+    stream = stream or torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         for _ in range(3):
@@ -369,6 +365,17 @@ def timed_replay(graph: Recording) -> tuple[torch.cuda.Event, torch.cuda.Event]:
 def elapsed(begin: torch.cuda.Event, end: torch.cuda.Event) -> float:
     """Microseconds, never zero: logarithms are taken of them."""
     return max(begin.elapsed_time(end) * 1e3, 1e-3)
+
+
+def samples_of(
+    events: Iterable[tuple[str, torch.cuda.Event, torch.cuda.Event]], names: Iterable[str], calls: int
+) -> dict[str, list[float]]:
+    """Microseconds of one of the `calls` in each replay of `timed_replay`, by name; waits for the device."""
+    torch.cuda.synchronize()
+    samples: dict[str, list[float]] = {name: [] for name in names}
+    for name, begin, end in events:
+        samples[name].append(elapsed(begin, end) / calls)
+    return samples
 
 
 def still_usable() -> bool:

@@ -8,13 +8,21 @@ keeps size and mtime and lies between the blocks is not seen: reading a terabyte
 """
 
 import hashlib
+import json
+from collections.abc import Mapping
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 from loka.core.exceptions import DataRefused
 from loka.core.storage.untrusted import open_regular
 
 BLOCK, BLOCKS = 1 << 20, 16
+
+
+def identity_of(content: Mapping[str, Any]) -> str:
+    """sha256 of JSON values: equal ones mean the same rows, or ids."""
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
 def content_of(path: Path) -> list[str | int]:

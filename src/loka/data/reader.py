@@ -8,8 +8,6 @@ so they scale with cores, and a resumed run begins at the window that holds its 
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Iterator
 from dataclasses import asdict, replace
 from functools import cached_property
@@ -21,6 +19,7 @@ import torch
 from loka.core.exceptions import DataRefused
 from loka.data.batch import Batch, History, tasks_of
 from loka.data.block import Block, check_batching, merged
+from loka.data.content import identity_of
 from loka.data.order import Order, Shuffle, order_of
 from loka.data.workers import in_order, processors
 
@@ -127,33 +126,25 @@ class Reader:
             "range": [self._first, self._last],
             **asdict(replace(self._shuffle, epoch=0)),
         }
-        return hashlib.sha256(json.dumps(config, sort_keys=True).encode()).hexdigest()
+        return identity_of(config)
 
     def at_epoch(self, epoch: int) -> Reader:
         """The same rows in the order of that epoch."""
+        return self._shuffled(self._counts_store, epoch=epoch)
+
+    def parts(self, count: int) -> tuple[Reader, ...]:
+        """As many readers as ranks, each of its own rows; the first has the account of all."""
+        return tuple(self._shuffled(self._counts_store and not rank, rank=rank, world=count) for rank in range(count))
+
+    def _shuffled(self, counts_store: bool, **changes: int) -> Reader:
         return Reader(
             self._store,
-            shuffle=replace(self._shuffle, epoch=epoch),
+            shuffle=replace(self._shuffle, **changes),
             first_row=self._first,
             rows=self._last - self._first,
             workers=self._workers,
             pin=self._pin,
-            counts_store=self._counts_store,
-        )
-
-    def parts(self, count: int) -> tuple[Reader, ...]:
-        """As many readers as ranks, each of its own rows; the first has the account of all."""
-        return tuple(
-            Reader(
-                self._store,
-                shuffle=replace(self._shuffle, rank=rank, world=count),
-                first_row=self._first,
-                rows=self._last - self._first,
-                workers=self._workers,
-                pin=self._pin,
-                counts_store=self._counts_store and not rank,
-            )
-            for rank in range(count)
+            counts_store=counts_store,
         )
 
     def batches(self, batch_size: int, *, start: int = 0) -> Iterator[Batch]:

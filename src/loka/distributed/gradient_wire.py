@@ -150,13 +150,18 @@ def _reduce_bucket(
         for part in into:
             part.copy_(flat[start : start + part.numel()].view_as(part))
             start += part.numel()
+    return done_with(buffer)
+
+
+def done_with(buffer: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
     done: torch.futures.Future[torch.Tensor] = torch.futures.Future()
     done.set_result(buffer)
     return done
 
 
 # DDP compares them with the types themselves, and not with their names, which annotations are here.
-_reduce_bucket.__annotations__ = {"bucket": dist.GradBucket, "return": torch.futures.Future[torch.Tensor]}
+HOOK_TYPES = {"bucket": dist.GradBucket, "return": torch.futures.Future[torch.Tensor]}
+_reduce_bucket.__annotations__ = HOOK_TYPES
 
 
 def _rows(parts: Sequence[torch.Tensor], ranks: int, columns: int, like: torch.Tensor) -> torch.Tensor:

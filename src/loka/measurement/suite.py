@@ -90,15 +90,15 @@ def total_memory(device: torch.device) -> int:
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
-def suite_stats(suite: Suite, *, weight_dtype: str = "bfloat16", spread: float = SPREAD) -> Stats:
+def suite_stats(suite: Suite, *, weight_dtype: str = "bfloat16") -> Stats:
     """Statistics of the suite for `measure`: bfloat16 activations, all gradients wanted."""
     shapes, layers = {}, {}
     for order, (path, layer) in enumerate(suite.layers.items()):
         shapes[path] = LinearShape(in_features=layer.in_features, out_features=layer.out_features, bias=False)
         operands = {
-            "input": normal(layer.in_features, std=_INPUT_STD, spread=spread, seed=0),
+            "input": normal(layer.in_features, std=_INPUT_STD, spread=SPREAD, seed=0),
             "weight": normal(layer.in_features, rows=layer.out_features, std=layer.in_features**-0.5),
-            "grad_output": normal(layer.out_features, std=_GRAD_STD, spread=spread, seed=1),
+            "grad_output": normal(layer.out_features, std=_GRAD_STD, spread=SPREAD, seed=1),
         }
         layers[path] = LinearStats(
             rows=layer.rows,

@@ -24,6 +24,7 @@ from loka.core.numerics.reference import Quantized
 from loka.core.problem import round_up
 from loka.core.recipe import Cast, Format, Granularity
 from loka.core.records.report import HP
+from loka.kernels.custom_op import registered
 from loka.kernels.gemm.run import fit
 from loka.kernels.quantize.side import Side
 
@@ -140,7 +141,7 @@ def _values(row: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch
     return (row.float() * (scale[0] if row.is_floating_point() else scale.view(-1, 1))).to(dtype)
 
 
-def _values_fake(row: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def _values_fake(row: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return torch.empty(row.shape, dtype=dtype, device=row.device)
 
 
@@ -149,16 +150,9 @@ def _transposed(row: torch.Tensor, after: torch.Tensor) -> torch.Tensor:
     return bytes_transposed(row)
 
 
-def _transposed_fake(row: torch.Tensor, after: torch.Tensor) -> torch.Tensor:
+def _transposed_fake(row: torch.Tensor) -> torch.Tensor:
     return torch.empty(row.shape[1], row.shape[0], dtype=row.dtype, device=row.device)
 
 
-# As in site_ops.py: `torch.library.custom_op` would wrap each call in two more Python functions.
-torch.library.define("loka::dequantized", "(Tensor row, Tensor scale, ScalarType dtype) -> Tensor")
-torch.library.impl("loka::dequantized", ("CPU", "CUDA"), _values)
-torch.library.register_fake("loka::dequantized", _values_fake)
-torch.library.define("loka::transposed", "(Tensor row, Tensor after) -> Tensor")
-torch.library.impl("loka::transposed", ("CPU", "CUDA"), _transposed)
-torch.library.register_fake("loka::transposed", _transposed_fake)
-dequantized = torch.ops.loka.dequantized.default
-transposed = torch.ops.loka.transposed.default
+dequantized = registered("loka::dequantized", _values, _values_fake)
+transposed = registered("loka::transposed", _transposed, _transposed_fake)

@@ -14,10 +14,7 @@ copies, and what backward needs is kept as FP8 (one byte an element instead of t
 """
 
 import functools
-import inspect
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
@@ -25,6 +22,7 @@ from loka.core.numerics.reference import Quantized
 from loka.core.problem import Problem, dtype_name, linear_problem, target_of
 from loka.core.recipe import Gemm
 from loka.core.records.report import HP
+from loka.kernels.custom_op import registered
 from loka.kernels.gemm.registry import candidate_named
 from loka.kernels.gemm.run import ScaledGemm, run_gemm, scaled_gemm
 from loka.kernels.quantize.quantizer import append_residuals, quantize_operand, quantize_pair
@@ -274,23 +272,6 @@ def _site_backward_fake(
     dx = dy.new_empty(dy.shape[0], features) if want_input else dy.new_empty(0)
     dw = dy.new_empty(dy.shape[1], features, dtype=weight_dtype) if want_weight else dy.new_empty(0, dtype=weight_dtype)
     return dx, dw
-
-
-def registered(name: str, function: Callable[..., Any], fake: Callable[..., Any]) -> Any:
-    """The op `name` without side effects, whose `fake` takes what it reads of the op's arguments, by their names.
-    `torch.library.custom_op` would wrap each call in two more Python functions, for gradients that SiteGemms gives
-    and checks that tests make."""
-    signature, read = inspect.signature(function), inspect.signature(fake).parameters
-
-    def of_what_is_read(*given: Any, **named: Any) -> Any:
-        bound = signature.bind(*given, **named)
-        bound.apply_defaults()
-        return fake(**{each: bound.arguments[each] for each in read})
-
-    torch.library.define(name, torch.library.infer_schema(function, mutates_args=()))
-    torch.library.impl(name, ("CPU", "CUDA"), function)
-    torch.library.register_fake(name, of_what_is_read)
-    return getattr(torch.ops.loka, name.partition("::")[2]).default
 
 
 site_forward = registered("loka::site", _site, _site_fake)

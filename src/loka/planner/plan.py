@@ -32,7 +32,8 @@ from loka.planner.choice.layer_choice import (
     Layer,
     Option,
     Savings,
-    choose,
+    allowed_choices,
+    best_of,
     combine,
     option_of,
     speedup_of,
@@ -205,7 +206,8 @@ def _settle(layer: Layer, report: Report, budget: Budget, limits: Limits, grante
         return cost_of(site, region.options[site.problem.gemm].name, limits)
 
     regions = [r for r in layer.regions if all(fits(costs(r, site), granted) for site in layer.sites)]
-    choice = choose(options, savings, min_speedup=budget.min_speedup, fixed=set(fixed), regions=regions)
+    least = budget.min_speedup
+    choice = best_of(allowed_choices(options, savings, min_speedup=least, fixed=set(fixed), regions=regions))
     for region in regions:
         if region.arm == choice.arm:
             continue

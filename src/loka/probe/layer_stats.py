@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields, is_dataclass, replace
+from typing import Any
 
 import torch
 
@@ -24,6 +25,8 @@ from loka.statistics.tails import (
     tails_of,
     with_tails,
 )
+
+_SEEN = ("order", "rows", "calls", "dtype", "weight_dtype", "needs_input_grad", "needs_weight_grad", "over_tokens")
 
 
 @dataclass
@@ -141,14 +144,7 @@ def to_record(layer: RunningLayerStats) -> LinearStats:
         found = _with_tails(layer, "grad_output", found, layer.cross)
         operands["grad_output"] = with_samples(found, layer.samples)
     return LinearStats(
-        rows=layer.rows,
-        calls=layer.calls,
-        order=layer.order,
-        dtype=layer.dtype,
-        weight_dtype=layer.weight_dtype,
-        needs_input_grad=layer.needs_input_grad,
-        needs_weight_grad=layer.needs_weight_grad,
-        over_tokens=layer.over_tokens,
+        **_seen(layer),
         operands={
             name: with_depths(distribution, layer.depths.get(name, {})).to("cpu")
             for name, distribution in operands.items()
@@ -173,18 +169,15 @@ def with_effects(layer: LinearStats, effects: dict[str, Effect], tables: Tables,
     return replace(layer, operands=operands, effects=effects, no_effect=no_effect)
 
 
+def _seen(layer: RunningLayerStats | LinearStats) -> dict[str, Any]:
+    return {name: getattr(layer, name) for name in _SEEN}
+
+
 def from_record(layer: LinearStats, device: torch.device) -> RunningLayerStats:
     """To go on from; effects are restored by their owner."""
     operands = {name: found.to(device) for name, found in layer.operands.items()}
     return RunningLayerStats(
-        order=layer.order,
-        rows=layer.rows,
-        calls=layer.calls,
-        dtype=layer.dtype,
-        weight_dtype=layer.weight_dtype,
-        needs_input_grad=layer.needs_input_grad,
-        needs_weight_grad=layer.needs_weight_grad,
-        over_tokens=layer.over_tokens,
+        **_seen(layer),
         input=gaussian.from_distribution(operands["input"]) if "input" in operands else None,
         weight=matrix_normal.from_distribution(operands["weight"]) if "weight" in operands else None,
         grad_output=(gaussian.from_distribution(operands["grad_output"]) if "grad_output" in operands else None),

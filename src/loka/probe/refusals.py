@@ -1,12 +1,12 @@
 """What a Probe refuses before it begins."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import torch
 from torch import nn
 
 from loka.core.exceptions import LokaError, NotConverted
-from loka.core.numerics.label_rate import Shares, task_rates
+from loka.core.numerics.label_rate import Shares, require_shares
 from loka.nn.site import site_forwards
 from loka.nn.unwrap import class_name, unwrap
 
@@ -19,8 +19,7 @@ def refuse_settings(positive: Mapping[str, int], effect_samples: int, base_rate:
     ):
         if value < least:
             raise ValueError(f"{name} is {value}; it must be at least {least}")
-    if base_rate is not None:
-        task_rates(base_rate, len(base_rate) if isinstance(base_rate, Sequence) else 1)
+    require_shares(base_rate)
 
 
 def refuse_converted(model: nn.Module) -> None:

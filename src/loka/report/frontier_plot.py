@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from loka.planner.frontier import Frontier
-from loka.report.plot import checked_path, matplotlib_module, save_figure
+from loka.report.plot import checked_path, figure_in, open_axis
 
 _LINE, _KNEE = "#0072B2", "#D55E00"
 
@@ -16,9 +16,7 @@ def plot_frontier(frontier: Frontier, path: Path | str) -> None:
         MissingLibrary: matplotlib is not installed.
     """
     path = checked_path(path)
-    figure_module = matplotlib_module("matplotlib.figure")
-    with matplotlib_module("matplotlib").rc_context({"svg.hashsalt": "loka", "font.size": 9}):
-        figure = figure_module.Figure(figsize=(7, 4.6), layout="constrained", facecolor="white")
+    with figure_in(path, width=7, height=4.6) as figure:
         axis = figure.subplots()
         spent = [point.spent for point in frontier.points]
         share = [100 * point.time / frontier.base for point in frontier.points]
@@ -36,9 +34,5 @@ def plot_frontier(frontier: Frontier, path: Path | str) -> None:
         axis.set_xlabel("predicted KL/H (upper end; the bar is the 95 % interval)")
         unit = "linear-layer time" if frontier.unit == "us" else "multiplications, halved in FP8 (not timed)"
         axis.set_ylabel(f"{unit}, % of hp")
-        axis.grid(True, color="#e6e6e6", linewidth=0.7)
-        axis.set_axisbelow(True)
-        for side in ("top", "right"):
-            axis.spines[side].set_visible(False)
+        open_axis(axis)
         figure.suptitle(f"{frontier.model} on {frontier.machine}", fontsize=10)
-        save_figure(figure, path)

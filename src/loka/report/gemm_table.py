@@ -2,7 +2,6 @@
 
 from collections.abc import Iterable, Mapping
 
-from loka.core.error import Estimate
 from loka.core.recipe import Gemm
 from loka.core.records.gemm_bench import CHOICE, Contest, GemmBench, or_hp
 from loka.core.records.report import HP, site_name
@@ -59,7 +58,7 @@ def _rows(bench: GemmBench) -> str:
                     *cells,
                     _short(contest.arms[CHOICE]),
                     _time(contest, CHOICE, named=False),
-                    _interval(choice.speedup) if choice else "-",
+                    choice.speedup.shown(".3f") if choice else "-",
                     f"{contest.sqnr_db.value:.1f}" if contest.sqnr_db else "-",
                     _closest(contest, bench.tie),
                 )
@@ -85,13 +84,9 @@ def _short(runs: str) -> str:
     return parts[0] if len(set(parts)) == 1 else runs
 
 
-def _interval(ratio: Estimate) -> str:
-    return f"{ratio.value:.3f} [{ratio.low:.3f}, {ratio.high:.3f}]"
-
-
 def _closest(contest: Contest, tie: float) -> str:
     found = worst(contest, tie)
-    return f"{found[0]}: {label(found[1])} {_interval(found[2])}" if found else "-"
+    return f"{found[0]}: {label(found[1])} {found[2].shown('.3f')}" if found else "-"
 
 
 def _coverage(bench: GemmBench) -> str:
@@ -138,8 +133,8 @@ def _standings(found: Mapping[str, Standing]) -> str:
             (
                 label(arm),
                 f"{standing.fp8} of {standing.contests}",
-                _interval(standing.speedup) if standing.speedup else "-",
-                _interval(standing.versus) if standing.versus and arm != CHOICE else "",
+                standing.speedup.shown(".3f") if standing.speedup else "-",
+                standing.versus.shown(".3f") if standing.versus and arm != CHOICE else "",
                 *counts,
             )
         )
@@ -161,7 +156,7 @@ def _claims(found: Mapping[str, Standing]) -> list[str]:
     over = best.versus
     state = "yes" if over.low > 1 else "no" if over.high < 1 else "tied"
     best_alone = f"the best single library's ({label(best.arm)})"
-    lines.append(f"Geometric mean above {best_alone}: {state}, {_interval(over)} times it.")
+    lines.append(f"Geometric mean above {best_alone}: {state}, {over.shown('.3f')} times it.")
     slower = sum(s.slightly_slower for s in found.values())
     if slower:
         lines.append(f"Of the ties, the choice is measurably slower in {slower}, by less than the tie.")
@@ -178,7 +173,7 @@ def _exceptions(bench: GemmBench, contests: Mapping[str, Contest]) -> Iterable[s
         for arm, ratio in contest.versus.items():
             if verdict(ratio, bench.tie) == LOSS:
                 ran, theirs = _short(contest.arms[CHOICE]), _short(contest.arms[arm])
-                yield f"LOSS {place}: {ran} is {_interval(ratio)} times as fast as {label(arm)} ({theirs})"
+                yield f"LOSS {place}: {ran} is {ratio.shown('.3f')} times as fast as {label(arm)} ({theirs})"
     for place, contest in contests.items():
         absent = [arm for arm in arms_of(bench) if contest.timing(arm) is None]
         if absent:

@@ -4,7 +4,8 @@ Drawn from the record alone, so that a machine without a GPU can draw it.
 """
 
 import importlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -39,9 +40,7 @@ def plot_gemm(bench: GemmBench, path: Path | str) -> None:
     path = checked_path(path)
     if not any(contest.timing(CHOICE) for contest in bench.contests.values()):
         raise LokaError("these results hold no times to draw", way_out="run `loka bench gemm` on a machine with a GPU")
-    figure_module = matplotlib_module("matplotlib.figure")
-    with matplotlib_module("matplotlib").rc_context({"svg.hashsalt": "loka", "font.size": 9}):
-        figure = figure_module.Figure(figsize=(11, 8.2), layout="constrained", facecolor="white")
+    with figure_in(path, width=11, height=8.2) as figure:
         axes = figure.subplots(2, 2, sharex=True, sharey=True)
         styles = _styles(bench)
         seen: dict[str, Any] = {}
@@ -63,7 +62,6 @@ def plot_gemm(bench: GemmBench, path: Path | str) -> None:
             frameon=False,
         )
         figure.suptitle(_title(bench), fontsize=10)
-        save_figure(figure, path)
 
 
 def checked_path(path: Path | str) -> Path:
@@ -74,10 +72,23 @@ def checked_path(path: Path | str) -> Path:
     return path
 
 
-def save_figure(figure: Any, path: Path) -> None:
-    """The same figure makes the same file."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=150, metadata={"Date": None} if path.suffix.lower() == ".svg" else None)
+@contextmanager
+def figure_in(path: Path, *, width: float, height: float) -> Iterator[Any]:
+    """A figure in inches, in `path` once it is drawn. The same figure makes the same file."""
+    figure_module = matplotlib_module("matplotlib.figure")
+    with matplotlib_module("matplotlib").rc_context({"svg.hashsalt": "loka", "font.size": 9}):
+        figure = figure_module.Figure(figsize=(width, height), layout="constrained", facecolor="white")
+        yield figure
+        path.parent.mkdir(parents=True, exist_ok=True)
+        figure.savefig(path, dpi=150, metadata={"Date": None} if path.suffix.lower() == ".svg" else None)
+
+
+def open_axis(axis: Any) -> None:
+    """A grid behind what is drawn, and no frame above and at the right."""
+    axis.grid(True, color="#e6e6e6", linewidth=0.7)
+    axis.set_axisbelow(True)
+    for side in ("top", "right"):
+        axis.spines[side].set_visible(False)
 
 
 def matplotlib_module(module: str) -> Any:
@@ -136,10 +147,7 @@ def _panel(
     axis.set_title(f"{gemm.value if gemm else _LAYER}: {len(drawn)} shapes{average}", fontsize=9)
     axis.set_xscale("log")
     axis.set_yscale("log")
-    axis.grid(True, which="major", color="#e6e6e6", linewidth=0.7)
-    axis.set_axisbelow(True)
-    for side in ("top", "right"):
-        axis.spines[side].set_visible(False)
+    open_axis(axis)
 
 
 def _rival(bench: GemmBench, gemm: Gemm | None) -> str | None:

@@ -1,6 +1,5 @@
 """The paired quality table: bf16 against a plan, on the same rows."""
 
-from loka.core.error import Estimate
 from loka.core.table import format_table
 from loka.validation.compare import Comparison
 from loka.validation.paired import AcrossPairs, PairedDifference
@@ -35,8 +34,5 @@ def quality_table(comparison: Comparison) -> str:
 
 
 def _columns(difference: PairedDifference | AcrossPairs) -> tuple[str, str, str]:
-    return (_signed(difference.ne_percent, 4) + " %", _signed(difference.auc, 5), _signed(difference.calibration, 4))
-
-
-def _signed(estimate: Estimate, digits: int) -> str:
-    return f"{estimate.value:+.{digits}f} [{estimate.low:+.{digits}f}, {estimate.high:+.{digits}f}]"
+    auc, calibration = difference.auc.shown("+.5f"), difference.calibration.shown("+.4f")
+    return (difference.ne_percent.shown("+.4f") + " %", auc, calibration)

@@ -81,8 +81,8 @@ def _arm(arm: ArmVerdict, validation: Validation) -> str:
                 f"seed {seed}",
                 percent(pair.ne_percent),
                 percent(pair.kl_percent) if pair.kl_percent else "-",
-                _plain(pair.auc, 5),
-                _plain(pair.calibration, 4),
+                pair.auc.shown("+.5f"),
+                pair.calibration.shown("+.4f"),
                 *(_or_dash(part) for part in (given[seed].after, given[seed].without)),
             )
             for seed, pair in arm.differences.items()
@@ -147,15 +147,11 @@ def _note(arm: ArmVerdict, validation: Validation) -> str:
 
 def percent(estimate: Estimate) -> str:
     """Such as "+0.0012 % [-0.0100, +0.0124]"."""
-    return f"{estimate.value:+.4f} % [{estimate.low:+.4f}, {estimate.high:+.4f}]"
+    return estimate.shown("+.4f", " %")
 
 
 def _or_dash(estimate: Estimate) -> str:
     return percent(estimate) if math.isfinite(estimate.low) else "-"
-
-
-def _plain(estimate: Estimate, digits: int) -> str:
-    return f"{estimate.value:+.{digits}f} [{estimate.low:+.{digits}f}, {estimate.high:+.{digits}f}]"
 
 
 def verdict_line(arm: ArmVerdict) -> str:

@@ -12,14 +12,12 @@ from pathlib import Path
 from loka.core.device import Fingerprint
 from loka.core.error import Estimate
 from loka.core.exceptions import UnknownName
-from loka.core.storage.codec import decode, record, sparse
-from loka.core.storage.files import read_record
+from loka.core.storage.codec import record, sparse
+from loka.core.storage.record_file import RecordFile
 from loka.scaling.surface import TOGETHER, Known, Shape, Surface, known
 
-KIND, VERSION = "loka-shape-times", 1
 FOLDER = Path(__file__).parent / "times"
 
-_WAY_OUT = "install the package anew: the file comes with it"
 _MEASURE = (
     "measure there: `loka bench gemm` times the shapes of published models, `loka probe`, `loka measure` and "
     "`loka plan` your own"
@@ -88,7 +86,9 @@ class RegionGain:
 
 
 @dataclass(frozen=True, kw_only=True)
-class StoredTimes:
+class StoredTimes(
+    RecordFile, kind="loka-shape-times", version=1, way_out="install the package anew: the file comes with it"
+):
     """What was measured on one GPU, and the constants by which it is carried to other shapes."""
 
     machine: Fingerprint
@@ -130,10 +130,4 @@ def stored_times(gpu: str) -> StoredTimes:
             f"no measurements of GPU {gpu!r} come with LoKA, and none are guessed",
             way_out=f"one of {', '.join(gpus())}; or {_MEASURE}",
         )
-    return read_record(
-        FOLDER / f"{gpu}.json.xz",
-        kind=KIND,
-        version=VERSION,
-        way_out=_WAY_OUT,
-        parse=functools.partial(decode, StoredTimes),
-    )
+    return StoredTimes.load(FOLDER / f"{gpu}.json.xz")

@@ -5,16 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 
 from loka.core.device import Fingerprint
-from loka.core.storage.codec import decode, encode
-from loka.core.storage.files import read_record, write_record
+from loka.core.storage.record_file import RecordFile
 from loka.core.table import format_table
 from loka.serve.rows import LEAST_DB, Form
 from loka.serve.watch.monitor import Range
-
-_KIND, _VERSION = "loka-serve-card", 3
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,22 +123,13 @@ class Card:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Folder:
+class Folder(
+    RecordFile,
+    kind="loka-serve-card",
+    version=3,
+    way_out="name a folder that `save` of a frozen model wrote, or freeze and save again",
+):
     """What a folder's `card.json` holds: the card, and the sha256 of each other file by name."""
 
     card: Card
     files: Mapping[str, str]
-
-    def save(self, path: Path) -> None:
-        write_record(path, kind=_KIND, version=_VERSION, content=encode(self))
-
-    @classmethod
-    def load(cls, path: Path) -> Folder:
-        """Raises FileRefused for a missing, truncated, edited or foreign file."""
-        return read_record(
-            path,
-            kind=_KIND,
-            version=_VERSION,
-            way_out="name a folder that `save` of a frozen model wrote, or freeze and save again",
-            parse=lambda content: decode(cls, content),
-        )

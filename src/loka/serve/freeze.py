@@ -11,6 +11,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -109,7 +110,7 @@ def freeze(
     content = digest(rows)
     skeleton = skeleton_of(precise)
     run = Runner(form=form, autocast=autocast)
-    found = _calibrate(precise, plan, rows, run, sources)
+    found = _calibrate(precise, plan, rows, run)
     if digest(rows) != content:
         raise ServeRefused("this model's forward writes to its inputs", way_out="let it write to a copy, `x.clone()`")
     # After calibration: what forward makes in its first call alone, no later one writes.
@@ -252,20 +253,19 @@ class _Found:
         )
 
 
-def _calibrate(
-    precise: nn.Module, plan: Plan, batches: Sequence[Sequence[torch.Tensor]], run: Runner, sources: dict[str, str]
-) -> _Found:
+def _run_all(tree: nn.Module, batches: Sequence[Sequence[torch.Tensor]], run: Runner) -> None:
+    for batch in batches:
+        run(tree, batch)
+
+
+def _calibrate(precise: nn.Module, plan: Plan, batches: Sequence[Sequence[torch.Tensor]], run: Runner) -> _Found:
     """Raises ServeRefused where a site's input is not finite, or zero in all rows."""
     seen: dict[str, list[torch.Tensor]] = {}
 
     def note(name: str, candidate: str, rows: torch.Tensor, weight: torch.Tensor) -> None:
         seen.setdefault(name, []).append(rows.float().abs().amax(dim=1))
 
-    def call(tree: nn.Module) -> None:
-        for batch in batches:
-            run(tree, batch)
-
-    watch(precise, plan, note, call)
+    watch(precise, plan, note, partial(_run_all, batches=batches, run=run))
     peaks = {name: torch.cat(parts) for name, parts in seen.items()}
     bad = [
         f"{name}: {int((~found.isfinite()).sum())} of {found.numel()} rows hold NaN or infinity"
@@ -300,11 +300,7 @@ def _errors(
         found.noise[name] = found.noise.get(name, 0.0) + noise
         found.signal[name] = found.signal.get(name, 0.0) + exact.square().sum().item()
 
-    def call(tree: nn.Module) -> None:
-        for batch in batches:
-            run(tree, batch)
-
-    watch(precise, plan, note, call)
+    watch(precise, plan, note, partial(_run_all, batches=batches, run=run))
 
 
 def _frozen(

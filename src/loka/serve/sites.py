@@ -19,6 +19,7 @@ from loka.core.numerics.reference import Quantized
 from loka.core.problem import Problem, dtype_name, linear_problem, target_of
 from loka.core.recipe import Cast, Gemm, Granularity
 from loka.core.records.report import HP
+from loka.kernels.custom_op import registered
 from loka.kernels.gemm.registry import candidate_named
 from loka.kernels.gemm.run import fit, run_gemm, scaled_gemm
 from loka.kernels.quantize.fp8_weights import fp8_weights
@@ -27,7 +28,7 @@ from loka.kernels.quantize.quantizer import quantize_pair
 from loka.kernels.quantize.side import Side
 from loka.nn.fp8_weight import CAST, dequantized
 from loka.nn.site import DTYPES
-from loka.nn.site_ops import GEMMS, Candidates, registered, site_forward
+from loka.nn.site_ops import GEMMS, Candidates, site_forward
 
 _ROWS = 16  # of the problem by which a weight's padding is asked; it does not depend on the rows
 

@@ -165,11 +165,8 @@ def histogram_of(distribution: Distribution, cast: Cast, *, transposed: bool) ->
     return None if table is None or cast.centred else DepthHistogram(table)
 
 
-def operand_errors(layer: LinearStats, gemm: Gemm, recipe: Recipe, *, margin: float = 0.0) -> dict[str, DepthError]:
-    """What `recipe` does to the operands of `gemm`, by name; without those it has no histogram of.
-
-    `margin` are octaves left free above the amax, as with delayed scales.
-    """
+def operand_errors(layer: LinearStats, gemm: Gemm, recipe: Recipe) -> dict[str, DepthError]:
+    """What `recipe` does to the operands of `gemm`, by name; without those it has no histogram of."""
     errors: dict[str, DepthError] = {}
     casts = recipe.casts(gemm)
     for operand, uses in SHARED_OPERANDS.items():
@@ -180,7 +177,7 @@ def operand_errors(layer: LinearStats, gemm: Gemm, recipe: Recipe, *, margin: fl
                 continue
             histogram = histogram_of(layer.operands[operand], casts[side], transposed=transposed)
             if histogram is not None:
-                errors[operand] = depth_error(histogram, casts[side].format, margin=margin)
+                errors[operand] = depth_error(histogram, casts[side].format)
     return errors
 
 

@@ -7,13 +7,13 @@ thirty times off, and KL/H would be wrong by as much.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
 
 from loka.core.exceptions import DataRefused
-from loka.data.batch import Batch, Source, tasks_of
+from loka.data.batch import Source, tasks_of
 
 MOST_ROWS = 1_000_000
 """Read for the share; it is known to 1 % of itself from ten thousand positive ones."""
@@ -40,17 +40,20 @@ class Labels:
 
 def count_labels(source: Source, *, batch_size: int, most: int = MOST_ROWS) -> dict[str, Labels]:
     """Reads the first `most` rows, whole batches; by task."""
-    tasks = tasks_of(source)
-    found = dict.fromkeys(tasks, Labels(positive=0, rows=0))
-    for batch in source.batches(batch_size):
-        found = {name: _and(found[name], column) for name, column in zip(tasks, _columns(batch), strict=True)}
-        if found[tasks[0]].rows >= most:
+    for found in _counted(source, batch_size):
+        if next(iter(found.values())).rows >= most:
             break
     return found
 
 
-def _columns(batch: Batch) -> tuple[torch.Tensor, ...]:
-    return batch.label.reshape(len(batch), -1).unbind(1)
+def _counted(source: Source, batch_size: int) -> Iterator[dict[str, Labels]]:
+    """By task, before the first batch and after each."""
+    found = dict.fromkeys(tasks_of(source), Labels(positive=0, rows=0))
+    yield found
+    for batch in source.batches(batch_size):
+        columns = batch.label.reshape(len(batch), -1).unbind(1)
+        found = {name: _and(labels, column) for (name, labels), column in zip(found.items(), columns, strict=True)}
+        yield found
 
 
 def _and(labels: Labels, column: torch.Tensor) -> Labels:
@@ -63,13 +66,10 @@ def require_both(source: Source, *, batch_size: int, what: str) -> None:
     Raises:
         DataRefused: all labels of a task are equal.
     """
-    tasks = tasks_of(source)
-    found = dict.fromkeys(tasks, Labels(positive=0, rows=0))
-    for batch in source.batches(batch_size):
-        found = {name: _and(found[name], column) for name, column in zip(tasks, _columns(batch), strict=True)}
+    for found in _counted(source, batch_size):
         if all(labels.rate is not None for labels in found.values()):
             return
-    which = "" if len(tasks) == 1 else "{}: "
+    which = "" if len(found) == 1 else "{}: "
     alike = [which.format(name) + str(labels) for name, labels in found.items() if labels.rate is None]
     raise DataRefused(
         f"{what}: {'; '.join(alike)}",

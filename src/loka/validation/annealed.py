@@ -64,8 +64,8 @@ class Annealed:
             return f"{text}; --average tail would tell whether the weights rest"
         parts = f"first order {self.first_order:+.3f} %, KL {self.divergence:+.3f} %"
         text += (
-            f", and the mean of the weights changes NE by {self.gain.value:+.3f} % "
-            f"[{self.gain.low:+.3f}, {self.gain.high:+.3f}] ({parts}; up to {GAIN:g} % either way is rest)"
+            f", and the mean of the weights changes NE by {self.gain.shown('+.3f', ' %')} "
+            f"({parts}; up to {GAIN:g} % either way is rest)"
         )
         if self.annealed is False:
             text += ". Let the rate decay (--schedule cosine): a cost of 0.02 % is hidden in this movement"

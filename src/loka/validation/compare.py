@@ -4,16 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import partial
-from pathlib import Path
 from typing import Any
 
-from loka.core.storage.codec import decode, encode, record
-from loka.core.storage.files import read_record, write_record
+from loka.core.storage.codec import record
+from loka.core.storage.record_file import RecordFile
 from loka.train.metrics import Quality
 from loka.validation.paired import AcrossPairs, PairedDifference, Verdict, across_pairs
-
-_KIND, _VERSION = "loka-train", 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,7 +41,7 @@ class Pair:
 
 @record(derived=("across",))
 @dataclass(frozen=True, kw_only=True)
-class Comparison:
+class Comparison(RecordFile, kind="loka-train", version=1, way_out="run the demo again; finished runs are kept"):
     """All pairs of a model; `context` says what was run on what.
 
     `control` is bf16 once more with its initial weights nudged by less than bf16 resolves, and
@@ -63,17 +59,3 @@ class Comparison:
     def across(self) -> AcrossPairs | None:
         """Over training seeds; None for a single pair, which has no variance."""
         return across_pairs([pair.difference for pair in self.pairs]) if len(self.pairs) > 1 else None
-
-    def save(self, path: Path | str) -> None:
-        write_record(Path(path), kind=_KIND, version=_VERSION, content=encode(self))
-
-    @classmethod
-    def load(cls, path: Path | str) -> Comparison:
-        """Raises FileRefused for a missing, truncated or edited file."""
-        return read_record(
-            Path(path),
-            kind=_KIND,
-            version=_VERSION,
-            way_out="run the demo again; finished runs are kept",
-            parse=partial(decode, cls),
-        )

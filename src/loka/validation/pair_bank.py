@@ -18,19 +18,16 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import partial
-from pathlib import Path
 
 import numpy as np
 
-from loka.core.storage.codec import decode, encode, record, sparse
-from loka.core.storage.files import read_record, write_record
+from loka.core.storage.codec import record, sparse
+from loka.core.storage.record_file import RecordFile
 from loka.validation.arms import NUDGED
 from loka.validation.power import Rates, deviation_by_rows, rates
 from loka.validation.record import Validation
 from loka.validation.variance import MIN_PAIRS, Expected, PairVariance
 
-_KIND, _VERSION = "loka-pair-bank", 1
 _DRAWS = 4000
 OTHER, MOST = 2, 6  # degrees of freedom: of an other model, and of all together
 
@@ -92,22 +89,13 @@ class BankedArm:
 
 
 @dataclass(frozen=True)
-class Bank:
+class Bank(
+    RecordFile,
+    kind="loka-pair-bank",
+    version=1,
+    way_out="choose another file; `loka validate --bank` adds its pairs to a new one",
+):
     arms: tuple[BankedArm, ...] = ()
-
-    def save(self, path: Path | str) -> None:
-        write_record(Path(path), kind=_KIND, version=_VERSION, content=encode(self))
-
-    @classmethod
-    def load(cls, path: Path | str) -> Bank:
-        """Raises FileRefused for a missing, truncated or edited file."""
-        return read_record(
-            Path(path),
-            kind=_KIND,
-            version=_VERSION,
-            way_out="choose another file; `loka validate --bank` adds its pairs to a new one",
-            parse=partial(decode, cls),
-        )
 
     def of(self, world: str) -> tuple[BankedArm, ...]:
         """Arms with at least two pairs of that model, rows and configuration."""

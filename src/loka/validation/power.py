@@ -134,7 +134,6 @@ def rates(
     rows_error: float,
     limit: float,
     sequential: bool = False,
-    tail: float = ERROR,
     expected: Expected | None = None,
     kl: Floats | None = None,
 ) -> Rates:
@@ -148,7 +147,7 @@ def rates(
     passed, failed = np.zeros(draws, bool), np.zeros(draws, bool)
     taken, zero = np.full(draws, planned), np.zeros(draws, bool)
     for count in range(MIN_PAIRS if sequential else planned, planned + 1):
-        level = look_tail(count, planned, tail) if sequential else tail
+        level = look_tail(count, planned, ERROR) if sequential else ERROR
         mean = values[:, :count].mean(axis=1)
         between = values[:, :count].std(axis=1, ddof=1)
         spread: Floats | float = expected.spread if expected else 0.0

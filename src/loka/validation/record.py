@@ -5,20 +5,16 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import partial
-from pathlib import Path
 from typing import Any
 
 from loka.core.error import Estimate, estimate_mean
-from loka.core.storage.codec import decode, encode, inline, record, sparse
-from loka.core.storage.files import read_record, write_record
+from loka.core.storage.codec import inline, record, sparse
+from loka.core.storage.record_file import RecordFile
 from loka.validation.annealed import Annealed
 from loka.validation.paired import PairedDifference, Verdict
 from loka.validation.runs import Run
 from loka.validation.variance import Expected
 from loka.validation.verdicts import RowsVerdict, joined
-
-_KIND, _VERSION = "loka-validation", 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,7 +75,9 @@ class BandPoint:
 
 @record(derived=("verdict",))
 @dataclass(frozen=True, kw_only=True)
-class Validation:
+class Validation(
+    RecordFile, kind="loka-validation", version=1, way_out="`loka validate` writes it again; finished runs are kept"
+):
     """Paired runs of a control and one or more arms; `context` says what was run on what.
 
     `planned` is the number of pairs of a validation that may stop after any pair (validation/sequential.py),
@@ -133,17 +131,3 @@ class Validation:
             gap = estimate_mean([100 * (b / a - 1) for a, b in values])
             points.append(BandPoint(rows, means[0], means[1], gap))
         return points
-
-    def save(self, path: Path | str) -> None:
-        write_record(Path(path), kind=_KIND, version=_VERSION, content=encode(self))
-
-    @classmethod
-    def load(cls, path: Path | str) -> Validation:
-        """Raises FileRefused for a missing, truncated or edited file."""
-        return read_record(
-            Path(path),
-            kind=_KIND,
-            version=_VERSION,
-            way_out="`loka validate` writes it again; finished runs are kept",
-            parse=partial(decode, cls),
-        )

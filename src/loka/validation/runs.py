@@ -26,16 +26,9 @@ import torch
 from torch import nn
 
 from loka.core.exceptions import FileRefused, LokaError, NonFinite
-from loka.core.storage.codec import decode, encode, record, sparse
-from loka.core.storage.files import (
-    canonical,
-    read_record,
-    read_tensors,
-    remove_unfinished,
-    sha256_of_file,
-    write_record,
-    write_tensors,
-)
+from loka.core.storage.codec import record, sparse
+from loka.core.storage.files import canonical, read_tensors, remove_unfinished, sha256_of_file, write_tensors
+from loka.core.storage.record_file import RecordFile
 from loka.data.batch import Source, tasks_of
 from loka.nn import check_finite, fp8_runs
 from loka.train.average import as_averaged
@@ -46,7 +39,6 @@ from loka.train.metrics import Quality, columns, quality_by_task
 from loka.train.run import Callback
 from loka.validation.arms import ArmSpec
 
-_KIND, _VERSION = "loka-validation-run", 1
 _WAY_OUT = "the run is done again"
 _POINTS = 100  # of a training curve
 
@@ -94,7 +86,7 @@ def _check(found: _Finished) -> None:
 
 @record(check=_check)
 @dataclass(frozen=True, kw_only=True)
-class _Finished:
+class _Finished(RecordFile, kind="loka-validation-run", version=1, way_out=_WAY_OUT):
     """`run.json`: a run, its identity, and the checksum of its predictions (None where it broke).
 
     Of several tasks `run` is that of the first, `others` those of the others.
@@ -173,8 +165,7 @@ def run(bench: Bench, arm: ArmSpec, seed: int) -> tuple[Run, ...]:
         write_tensors(tensors, parts)
         digest = sha256_of_file(tensors)
     first, *others = finished
-    content = encode(_Finished(run=first, identity=identity, held_out=digest, others=tuple(others)))
-    write_record(folder / "run.json", kind=_KIND, version=_VERSION, content=content)
+    _Finished(run=first, identity=identity, held_out=digest, others=tuple(others)).save(folder / "run.json")
     _tidy(folder)
     return finished
 
@@ -263,13 +254,7 @@ def _finished(folder: Path, identity: Mapping[str, Any]) -> tuple[Run, ...] | No
 
 
 def _record(folder: Path) -> _Finished:
-    return read_record(
-        folder / "run.json",
-        kind=_KIND,
-        version=_VERSION,
-        way_out=_WAY_OUT,
-        parse=lambda content: decode(_Finished, content),
-    )
+    return _Finished.load(folder / "run.json")
 
 
 def _train(bench: Bench, arm: ArmSpec, config: TrainConfig, folder: Path) -> tuple[tuple[Run, ...], HeldOut]:

@@ -33,7 +33,7 @@ HELD_OUT = re.compile(r"held out: .*")
 
 def built(name="dlrm"):
     data = open_data(None, rows=ROWS, seed=0)
-    return command._build(name, data.train, seed=0, with_mods=True)
+    return command.build_model(name, data.train, seed=0, with_mods=True)
 
 
 def make_plan(folder):

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from loka.planner.choice.knapsack import Way, hull, pareto, spend, steps
 
 
-def way(item, name, time, effect):
-    return Way(item=item, name=name, time=time, effect=effect)
+def way(name, time, effect):
+    return Way(name=name, time=time, effect=effect)
 
 
 @st.composite
@@ -20,10 +20,9 @@ def instances(draw):
     for index in range(draw(st.integers(1, 5))):
         name = f"l{index}"
         others = [
-            way(name, f"k{i}", draw(st.floats(1, 100)), draw(st.floats(1e-7, 1e-4)))
-            for i in range(draw(st.integers(0, 3)))
+            way(f"k{i}", draw(st.floats(1, 100)), draw(st.floats(1e-7, 1e-4))) for i in range(draw(st.integers(0, 3)))
         ]
-        items[name] = [way(name, "hp", draw(st.floats(1, 100)), 0.0), *others]
+        items[name] = [way("hp", draw(st.floats(1, 100)), 0.0), *others]
     return items, draw(st.floats(0, 3e-4))
 
 
@@ -79,9 +78,9 @@ def test_a_larger_budget_is_never_refused_and_zero_buys_nothing(instance):
 def test_the_repair_uses_what_is_left():
     """b saves most per effect and is taken; a does not fit beside it, but c does, although it is worst."""
     items = {
-        "a": [way("a", "hp", 100, 0), way("a", "x", 48, 8e-5)],
-        "b": [way("b", "hp", 100, 0), way("b", "x", 50, 5e-5)],
-        "c": [way("c", "hp", 10, 0), way("c", "x", 5, 4e-5)],
+        "a": [way("hp", 100, 0), way("x", 48, 8e-5)],
+        "b": [way("hp", 100, 0), way("x", 50, 5e-5)],
+        "c": [way("hp", 10, 0), way("x", 5, 4e-5)],
     }
     taken = spend(items, 1e-4)
     assert {name: w.name for name, w in taken.items()} == {"a": "hp", "b": "x", "c": "x"}
@@ -91,31 +90,28 @@ def test_the_repair_counts_what_an_upgrade_gives_back():
     """x spends 6e-5 already, so that going on to y, at 8e-5, takes 2e-5 of the 4e-5 that are left, not 8e-5.
     y lies above the convex hull, from x to z, which is too dear: only the repair comes to it."""
     times = {"hp": (100, 0.0), "x": (40, 6e-5), "y": (39, 8e-5), "z": (20, 1.2e-4)}
-    items = {"a": [way("a", name, time, effect) for name, (time, effect) in times.items()]}
+    items = {"a": [way(name, time, effect) for name, (time, effect) in times.items()]}
     assert spend(items, 1e-4)["a"].name == "y"
 
 
 def test_a_large_step_takes_the_place_of_small_ones():
     """b saves 10 us for 1e-6, a 60 for 1e-5: the first by price, the second by what is saved."""
-    items = {
-        "a": [way("a", "hp", 100, 0), way("a", "x", 40, 1e-5)],
-        "b": [way("b", "hp", 100, 0), way("b", "x", 90, 1e-6)],
-    }
+    items = {"a": [way("hp", 100, 0), way("x", 40, 1e-5)], "b": [way("hp", 100, 0), way("x", 90, 1e-6)]}
     assert {name: w.name for name, w in spend(items, 1e-5).items()} == {"a": "x", "b": "hp"}
     assert {name: w.name for name, w in spend(items, 1.1e-5).items()} == {"a": "x", "b": "x"}
 
 
 def test_equal_ways_go_by_name_whatever_their_order():
-    ways = [way("a", "hp", 100, 0), way("a", "y", 50, 1e-5), way("a", "x", 50, 1e-5)]
+    ways = [way("hp", 100, 0), way("y", 50, 1e-5), way("x", 50, 1e-5)]
     for order in itertools.permutations(ways):
         assert spend({"a": order}, 1e-4)["a"].name == "x"
-    twins = {name: [way(name, "hp", 100, 0), way(name, "x", 50, 1e-5)] for name in ("b", "a")}
+    twins = {name: [way("hp", 100, 0), way("x", 50, 1e-5)] for name in ("b", "a")}
     assert {name: w.name for name, w in spend(twins, 1e-5).items()} == {"a": "x", "b": "hp"}
 
 
 def test_an_unknown_effect_is_never_bought_and_a_forced_one_never_refused():
-    ways = [way("a", "hp", 100, 0), way("a", "x", 1, math.inf), way("a", "y", 1, math.nan)]
+    ways = [way("hp", 100, 0), way("x", 1, math.inf), way("y", 1, math.nan)]
     assert spend({"a": ways}, 1.0)["a"].name == "hp"
-    assert spend({"a": [way("a", "forced", 10, 1e-3)]}, 1e-5)["a"].name == "forced"
+    assert spend({"a": [way("forced", 10, 1e-3)]}, 1e-5)["a"].name == "forced"
     with pytest.raises(ValueError, match="no way to run a"):
         spend({"a": []}, 1.0)

@@ -12,7 +12,7 @@ import loka
 from loka.core.error import Estimate
 from loka.core.recipe import Gemm
 from loka.core.records.report import HP, REGION
-from loka.planner.choice.layer_choice import Option, choose, combine, earns, region_choice
+from loka.planner.choice.layer_choice import Option, allowed_choices, best_of, combine, earns, region_choice
 
 ROW, TENSOR = "torch:rowwise_e4m3", "torch:tensorwise_e4m3"
 SHARED_ROW = "e4m3_row+e4m3_row"
@@ -128,6 +128,10 @@ def layers(draw):
         for tensor in ("input", "weight", "grad_output")
     }
     return options, savings
+
+
+def choose(options, savings, **how):
+    return best_of(allowed_choices(options, savings, **how))
 
 
 @given(layers(), st.sampled_from([0.0, 1.0, 1.05]))

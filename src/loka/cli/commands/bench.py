@@ -17,6 +17,8 @@ from loka.cli.options import (
     CacheFolder,
     DataFile,
     Device,
+    Floor,
+    LeastSpeedup,
     ModelName,
     NoCache,
     SchemaFile,
@@ -36,6 +38,7 @@ from loka.report.progress import ProgressBars
 
 bench = typer.Typer(no_args_is_help=True, help="Benchmarks: GEMM shapes of recommendation models.")
 
+_Results = Annotated[Path, typer.Argument(help=f"{RESULTS}, written by `loka bench gemm`.")]
 _PICTURES = ("gemm.png", "gemm.svg")
 
 
@@ -54,8 +57,8 @@ def gemm(
     rounds: Annotated[int, typer.Option(min=6, help="At most so many in a race.")] = Settings().max_rounds,
     draws: Annotated[int, typer.Option(min=2, help="At most so many for an error.")] = Settings().max_draws,
     confirm_rounds: Annotated[int, typer.Option(min=9, help="Of the race that confirms the choice.")] = 41,
-    min_sqnr_db: Annotated[float | None, typer.Option(help="Floor on every site's error, in dB.")] = 25.0,
-    min_speedup: Annotated[float, typer.Option(min=0, help="Least speed-up over bf16 worth having.")] = 1.0,
+    min_sqnr_db: Floor = 25.0,
+    min_speedup: LeastSpeedup = 1.0,
     time_limit: TimeLimit = None,
     cache: CacheFolder = None,
     no_cache: NoCache = False,
@@ -115,8 +118,8 @@ def step(
     seed: Seed = 0,
     rounds: Annotated[int, typer.Option(min=9, help="Of each race against bf16.")] = 21,
     compile_blocks: Annotated[bool, typer.Option("--compile/--eager", help="torch.compile all arms.")] = True,
-    min_sqnr_db: Annotated[float | None, typer.Option(help="Floor on every site's error, in dB.")] = 25.0,
-    min_speedup: Annotated[float, typer.Option(min=0, help="Least speed-up over bf16 worth having.")] = 1.05,
+    min_sqnr_db: Floor = 25.0,
+    min_speedup: LeastSpeedup = 1.05,
     time_limit: Annotated[float | None, typer.Option(min=0, help="Seconds for measuring sites.")] = None,
     base_rate: BaseRate = None,
 ) -> None:
@@ -149,8 +152,7 @@ def step(
 
 @bench.command()
 def plot(
-    results: Annotated[Path, typer.Argument(help=f"{RESULTS}, written by `loka bench gemm`.")],
-    out: Annotated[Path, typer.Option(help="Picture; .png, .svg or .pdf.")] = Path("gemm.png"),
+    results: _Results, out: Annotated[Path, typer.Option(help="Picture; .png, .svg or .pdf.")] = Path("gemm.png")
 ) -> None:
     """Speed-up over bf16 by shape. Needs the results alone: no GPU, any machine."""
     plot_gemm(GemmBench.load(results), out)
@@ -158,7 +160,7 @@ def plot(
 
 
 @bench.command()
-def show(results: Annotated[Path, typer.Argument(help=f"{RESULTS}, written by `loka bench gemm`.")]) -> None:
+def show(results: _Results) -> None:
     """The table of results again."""
     say(gemm_table(GemmBench.load(results)))
 

@@ -33,6 +33,7 @@ from loka.core.records.stats import Stats
 from loka.core.storage.alone import alone_in
 from loka.core.storage.files import write_atomic
 from loka.core.storage.untrusted import Limits, parse_json, read_bounded
+from loka.data.batch import Source
 from loka.measurement import measure
 from loka.planner import convert, plan
 from loka.report.progress import ProgressBars
@@ -44,6 +45,14 @@ from loka.validation.compare import Arm, Comparison, Pair
 Say = Callable[[str], None]
 
 MODS = (mods.NoBias(), mods.BlockNorm(256), mods.HardSwish())
+
+
+def build_model(name: str, source: Source, *, seed: int, with_mods: bool = True) -> nn.Module:
+    torch.manual_seed(seed)
+    built = model_builder(name)(source)
+    if with_mods:
+        mods.apply(built, MODS)
+    return built
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,22 +11,32 @@ from torch import nn
 
 from loka import mods
 from loka.cli.commands.demo import MODS
-from loka.cli.commands.train import WithMods
 from loka.cli.inputs import (
     Data,
     choose_device,
     effects_by,
     model_builder,
     open_data,
+    restore,
     share_of_labels,
     steps_between,
     train_config,
 )
-from loka.cli.options import BaseRate, BatchSize, DataFile, Device, ModelName, Rows, ScheduleName, SchemaFile, Seed
+from loka.cli.options import (
+    BaseRate,
+    BatchSize,
+    DataFile,
+    Device,
+    ModelName,
+    Rows,
+    ScheduleName,
+    SchemaFile,
+    Seed,
+    WithMods,
+)
 from loka.cli.terminal import say
 from loka.cli.torchrun import require_alone
 from loka.cli.train_lines import show_log, train_ne
-from loka.core.exceptions import CheckpointRefused
 from loka.core.records.stats import Stats
 from loka.core.storage.alone import alone_in
 from loka.data.batch import Source, tasks_of
@@ -35,8 +45,7 @@ from loka.report.progress import ProgressBars
 from loka.train import TrainConfig
 from loka.train import train as train_model
 from loka.train.automatic.as_it_is import Divided, as_they_are, effect_lines, learn, rate_of, renew
-from loka.train.checkpointing.checkpoint import load_one
-from loka.train.checkpointing.state import rate_in, restore_model
+from loka.train.checkpointing.state import rate_in
 from loka.train.running import label_rates
 from loka.validation.segments import divide, division_named
 
@@ -124,12 +133,7 @@ def _of_checkpoint(
     model: nn.Module, path: Path, opened: Data, config: TrainConfig, rate: float | None, segments: Divided | None
 ) -> Stats:
     """From held-out rows, which a run with the same --data, --rows and --seed has not trained on."""
-    found = load_one(path)
-    if found is None:
-        raise CheckpointRefused(
-            f"{path} holds no checkpoint", way_out="name the folder that `loka train --checkpoints` wrote to"
-        )
-    restore_model(found.state, model, path=found.path)
+    found = restore(path, model)
     say(f"the model of {found.path}, after {found.step} steps; the last fifth of the rows is taken for unused")
     began = time.perf_counter()
     known = rate or label_rates(found.state["running"])

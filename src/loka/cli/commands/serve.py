@@ -10,21 +10,17 @@ import torch
 import typer
 from torch import nn
 
-from loka import mods
-from loka.cli.commands.demo import MODS
-from loka.cli.commands.train import WithMods
-from loka.cli.inputs import Data, choose_device, model_builder, open_data
-from loka.cli.options import BatchSize, DataFile, Device, ModelName, Rows, SchemaFile, Seed
+from loka.cli.commands.demo import build_model
+from loka.cli.inputs import Data, choose_device, open_data, restore
+from loka.cli.options import BatchSize, DataFile, Device, ModelName, Rows, SchemaFile, Seed, WithMods
 from loka.cli.terminal import say
-from loka.core.exceptions import CheckpointRefused, LokaError
+from loka.core.exceptions import LokaError
 from loka.core.records.plan import Plan
 from loka.core.storage.alone import alone_in
 from loka.data.batch import Source
 from loka.serve import Server, load
 from loka.serve import freeze as freeze_model
 from loka.serve.load_test import load_test
-from loka.train.checkpointing.checkpoint import load_one
-from loka.train.checkpointing.state import restore_model
 from loka.train.steps.forward import arguments
 
 serve_app = typer.Typer(no_args_is_help=True, help="Serve a model by a plan, with FP8 weights kept.")
@@ -65,12 +61,7 @@ def freeze(
 ) -> None:
     """Quantize the weights of a checkpoint once, calibrate on held-out rows, and write a folder."""
     opened, built = _model(model, data, schema, rows, seed, device, with_mods)
-    found = load_one(checkpoint)
-    if found is None:
-        raise CheckpointRefused(
-            f"{checkpoint} holds no checkpoint", way_out="name the folder that `loka train --checkpoints` wrote to"
-        )
-    restore_model(found.state, built, path=found.path)
+    restore(checkpoint, built)
     server = freeze_model(
         built,
         _plans(plan),
@@ -203,10 +194,7 @@ def _model(
     opened = open_data(data, rows=rows, seed=seed, schema=schema)
     if not opened.test.rows:
         raise LokaError("no rows are held out to serve", way_out="give more --rows, or other --data")
-    torch.manual_seed(seed)
-    built = model_builder(name)(opened.train)
-    if with_mods:
-        mods.apply(built, MODS)
+    built = build_model(name, opened.train, seed=seed, with_mods=with_mods)
     return opened, built.to(choose_device(device)).eval()
 
 

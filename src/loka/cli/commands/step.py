@@ -14,9 +14,8 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from loka import mods
-from loka.cli.commands.demo import MODS
-from loka.cli.inputs import Data, effects_by, model_builder
+from loka.cli.commands.demo import build_model
+from loka.cli.inputs import Data, effects_by
 from loka.cli.terminal import say
 from loka.core.budget import Budget
 from loka.core.device import fingerprint
@@ -130,10 +129,7 @@ def _line(result: StepTime) -> str:
 
 
 def _fresh(config: StepConfig, source: Source) -> nn.Module:
-    torch.manual_seed(config.seed)
-    model = model_builder(config.model)(source)
-    mods.apply(model, MODS)
-    return model.to(config.device).train()
+    return build_model(config.model, source, seed=config.seed).to(config.device).train()
 
 
 def _report(config: StepConfig, data: Data) -> Report:
@@ -215,13 +211,13 @@ def _torchao(
         allowed = _auto_filter_for_recipe(recipe, filter_fqns=[]) if filtered else None
         # "aten.clone.default with axiswise scaling is not supported yet" (torchao 0.18): its rowwise
         # recipes refuse inputs that are transposed views, such as those of linears over tokens.
-        refused = _views(model, batch) if recipe.startswith("rowwise") else set()
+        refused: set[str] = set()
+        if recipe.startswith("rowwise"):
+            few = batch.to(device_of(model))
+            refused = with_views(model, lambda: model(few.dense[:32], few.sparse[:32]))
 
         def takes(module: nn.Module, path: str) -> bool:
-            if not isinstance(module, nn.Linear) or is_prediction(module.out_features) or path in refused:
-                return False
-            sixteen = module.in_features % 16 == 0 and module.out_features % 16 == 0
-            return sixteen and (allowed is None or allowed(module, path))
+            return torchao_takes(module) and path not in refused and (allowed is None or allowed(module, path))
 
         config = Float8LinearConfig.from_recipe_name(recipe)
         return convert_to_float8_training(model, config=config, module_filter_fn=takes)
@@ -229,8 +225,14 @@ def _torchao(
     return build
 
 
-def _views(model: nn.Module, batch: Batch) -> set[str]:
-    """The linear layers whose input does not lie in memory in its own order."""
+def torchao_takes(module: nn.Module) -> bool:
+    if not isinstance(module, nn.Linear) or is_prediction(module.out_features):
+        return False
+    return module.in_features % 16 == 0 and module.out_features % 16 == 0
+
+
+def with_views(model: nn.Module, run: Callable[[], object]) -> set[str]:
+    """The linear layers of `model` whose input, when `run` calls it, does not lie in memory in its own order."""
     found: set[str] = set()
 
     def look(path: str, module: nn.Module, args: tuple[torch.Tensor, ...]) -> None:
@@ -239,9 +241,8 @@ def _views(model: nn.Module, batch: Batch) -> set[str]:
 
     linears = [(path, module) for path, module in model.named_modules() if isinstance(module, nn.Linear)]
     hooks = [module.register_forward_pre_hook(functools.partial(look, path)) for path, module in linears]
-    few = batch.to(device_of(model))
     with torch.no_grad():
-        model(few.dense[:32], few.sparse[:32])
+        run()
     for hook in hooks:
         hook.remove()
     return found

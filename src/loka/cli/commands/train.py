@@ -6,15 +6,12 @@ import contextlib
 from pathlib import Path
 from typing import Annotated
 
-import torch
 import typer
 from rich.console import Console
-from torch import nn
 
-from loka import mods
-from loka.cli.commands.demo import MODS
+from loka.cli.commands.demo import build_model
 from loka.cli.commands.ne import named_budget
-from loka.cli.inputs import choose_device, model_builder, open_data, share_of_labels, steps_between, train_config
+from loka.cli.inputs import choose_device, open_data, share_of_labels, steps_between, train_config
 from loka.cli.options import (
     AverageName,
     AverageShare,
@@ -35,6 +32,7 @@ from loka.cli.options import (
     StepName,
     TestData,
     Warmup,
+    WithMods,
 )
 from loka.cli.terminal import say
 from loka.cli.torchrun import check_engine, over_ranks, process_group, rank_and_ranks
@@ -58,7 +56,6 @@ from loka.train.ranks import alone_together
 from loka.train.schedule import describe
 from loka.train.tensorboard import TensorBoard
 
-WithMods = Annotated[bool, typer.Option("--mods/--no-mods", help="Apply NoBias, BlockNorm and HardSwish.")]
 _SEGMENTS = 16
 _UNCAPTURED = (
     "note: steps of several ranks run without CUDA graphs, by which plans are timed; on two H200s the host "
@@ -236,7 +233,7 @@ def train(
         check_engine(engine, dense, qcomm, config, planned=planned)
         if planned and part[1] > 1:
             say(_UNCAPTURED)
-        built = _build(model, opened.train, seed=seed, with_mods=with_mods)
+        built = build_model(model, opened.train, seed=seed, with_mods=with_mods)
         say(describe(config, Length.of(opened.train, config).steps))
         shared = out is not None and (checkpoints is None or out.resolve() != checkpoints.resolve())
         first = part[0] == 0
@@ -284,14 +281,6 @@ def _known_share(source: Source, batch_size: int) -> Shares:
         )
     say(by_name(labels))
     return rates
-
-
-def _build(name: str, source: Source, *, seed: int, with_mods: bool) -> nn.Module:
-    torch.manual_seed(seed)
-    built = model_builder(name)(source)
-    if with_mods:
-        mods.apply(built, MODS)
-    return built
 
 
 def _saved_plan(checkpoints: Path | None) -> Plan | None:

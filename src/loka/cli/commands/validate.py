@@ -30,6 +30,7 @@ from loka.cli.options import (
     StepName,
     TestData,
     Warmup,
+    WithMods,
 )
 from loka.cli.terminal import say
 from loka.cli.torchrun import require_alone
@@ -100,7 +101,7 @@ def validate(
     average_share: AverageShare = 0.1,
     seed: Seed = 0,
     device: Device = None,
-    with_mods: Annotated[bool, typer.Option("--mods/--no-mods", help="Apply NoBias, BlockNorm and HardSwish.")] = True,
+    with_mods: WithMods = True,
 ) -> None:
     """Is FP8 within 0.02 % of NE? Paired runs against bf16, overall and by segment.
 

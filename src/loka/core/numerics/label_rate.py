@@ -71,6 +71,12 @@ class TaskRates:
     unsupported: str = ""
 
 
+def require_shares(base_rate: BaseRate | None) -> None:
+    """Raises ValueError for what `task_rates` would refuse whatever the number of tasks, before anything runs."""
+    if base_rate is not None:
+        task_rates(base_rate, len(base_rate) if isinstance(base_rate, Sequence) else 1)
+
+
 def task_rates(base_rate: BaseRate, tasks: int) -> TaskRates:
     """Of `tasks` tasks. One rate holds for all of them; of several each has its own, counted independently:
 

@@ -6,19 +6,13 @@ assumptions are what the network file says.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 
 from loka.core.error import Estimate
 from loka.core.records.network import Quantity
-from loka.core.storage.codec import decode, encode
-from loka.core.storage.files import read_record, write_record
+from loka.core.storage.record_file import RecordFile
 from loka.core.table import format_table
-
-_KIND, _VERSION = "loka-scale-across", 1
-_WAY_OUT = "run `loka scale --network` again"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,7 +70,7 @@ class AcrossRow:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Across:
+class Across(RecordFile, kind="loka-scale-across", version=1, way_out="run `loka scale --network` again"):
     """A model's step on many GPUs.
 
     Attributes:
@@ -111,7 +105,7 @@ class Across:
             formats = dict.fromkeys((row.gather, row.gradients) for row in mine if not row.plain)
             for gather, gradients in formats:
                 told = ", ".join(
-                    f"{row.gpus}: {_factor(row.format_gain)} {_word(row.format_gain)}"
+                    f"{row.gpus}: {row.format_gain.shown('.2f', 'x')} {_word(row.format_gain)}"
                     for row in mine
                     if (row.gather, row.gradients) == (gather, gradients)
                 )
@@ -165,15 +159,6 @@ class Across:
         over = ", ".join(name for name, total in totals.items() if total > self.capacity > 0)
         return [format_table(header, rows), f"The GPU has {most}{over and '. WARNING: too little for '}{over}."]
 
-    def save(self, path: Path | str) -> None:
-        write_record(Path(path), kind=_KIND, version=_VERSION, content=encode(self))
-
-    @classmethod
-    def load(cls, path: Path | str) -> Across:
-        """Raises FileRefused for a missing, truncated or edited file."""
-        parse = functools.partial(decode, cls)
-        return read_record(Path(path), kind=_KIND, version=_VERSION, way_out=_WAY_OUT, parse=parse)
-
 
 _HEADER = (
     "GPUs", "engine", "gather", "gradients", "bf16 ms", "by plan ms", "speed-up", "GEMMs", "other",
@@ -197,7 +182,7 @@ def _row(row: AcrossRow) -> tuple[str, ...]:
         row.gradients,
         _ms(row.bf16),
         _ms(row.planned),
-        _factor(row.speedup),
+        row.speedup.shown(".2f", "x"),
         *(f"{one / 1e3:.2f} > {other / 1e3:.2f}" for one, other in pairs),
         f"{before.sent / 1e6:.1f} > {after.sent / 1e6:.1f}",
     )
@@ -206,7 +191,7 @@ def _row(row: AcrossRow) -> tuple[str, ...]:
 def _where_it_pays(rows: list[AcrossRow]) -> str:
     kinds = {word: [row for row in rows if _word(row.speedup) == word] for word in ("yes", "perhaps", "no")}
     told = [
-        f"{text} at {', '.join(f'{row.gpus} ({_factor(row.speedup)})' for row in kinds[word])}"
+        f"{text} at " + ", ".join(f"{row.gpus} ({row.speedup.shown('.2f', 'x')})" for row in kinds[word])
         for word, text in (
             ("yes", "eight bits pay"),
             ("perhaps", "it is open whether they do"),
@@ -245,10 +230,6 @@ def _word(gain: Estimate) -> str:
 def _format(gather: str, gradients: str) -> str:
     parts = [*(["FP8 gather"] if gather == "fp8" else []), *([f"{gradients} gradients"] if gradients != "bf16" else [])]
     return " and ".join(parts)
-
-
-def _factor(gain: Estimate) -> str:
-    return f"{gain.value:.2f}x [{gain.low:.2f}, {gain.high:.2f}]"
 
 
 def _ms(us: Estimate) -> str:

@@ -170,9 +170,8 @@ def drift(plan: Plan, after: Stats, *, before: Stats | None = None, limits: Limi
     return Drift(layers=layers, total=total_effect(now) if now else None, budget=plan.kl_limit)
 
 
-def drift_guard(history: Sequence[Drift], *, limits: Limits | None = None) -> frozenset[str]:
+def drift_guard(history: Sequence[Drift]) -> frozenset[str]:
     """The layers to hold in hp after these windows, oldest first."""
-    limits = limits or Limits()
     safe: dict[str, int] = {}
     for window in history:
         for path in window.layers:
@@ -180,7 +179,7 @@ def drift_guard(history: Sequence[Drift], *, limits: Limits | None = None) -> fr
                 safe[path] = 0
             elif path in safe and window.layers[path].tells:
                 safe[path] += 1
-    return frozenset(path for path, windows in safe.items() if windows < limits.reopen_after)
+    return frozenset(path for path, windows in safe.items() if windows < Limits().reopen_after)
 
 
 def effects_of(stats: Stats) -> dict[str, dict[str, Estimate]]:

@@ -8,22 +8,17 @@ one can run), and each library with a dispatcher of its own ("torch or hp": wher
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from loka.core.device import Fingerprint
 from loka.core.error import Estimate
 from loka.core.recipe import Gemm
 from loka.core.records.report import HP, site_name
-from loka.core.storage.codec import decode, encode, record
-from loka.core.storage.files import read_record, write_record
+from loka.core.storage.codec import record
+from loka.core.storage.record_file import RecordFile
 from loka.core.timing import Timing
-
-_KIND, _VERSION = "loka-bench-gemm", 1
-_WAY_OUT = "run `loka bench gemm --out FOLDER` again, in a new folder"
 
 CHOICE = "choice"
 _BETWEEN = " | "
@@ -102,7 +97,9 @@ def parted(text: str) -> tuple[str, ...]:
 
 @record(ignore=None)
 @dataclass(frozen=True, kw_only=True)
-class GemmBench:
+class GemmBench(
+    RecordFile, kind="loka-bench-gemm", version=1, way_out="run `loka bench gemm --out FOLDER` again, in a new folder"
+):
     """A benchmark on one machine.
 
     Attributes:
@@ -142,12 +139,3 @@ class GemmBench:
 
     def whole_layers(self) -> dict[str, Contest]:
         return {path: self.contests[path] for path in self.layers if path in self.contests}
-
-    def save(self, path: Path | str) -> None:
-        write_record(Path(path), kind=_KIND, version=_VERSION, content=encode(self))
-
-    @classmethod
-    def load(cls, path: Path | str) -> GemmBench:
-        """Raises FileRefused for a missing, truncated or edited file."""
-        parse = functools.partial(decode, cls)
-        return read_record(Path(path), kind=_KIND, version=_VERSION, way_out=_WAY_OUT, parse=parse)

@@ -17,17 +17,16 @@ import torch
 from loka.core.exceptions import FileRefused, ServeRefused
 from loka.core.numerics.reference import Quantized, dequantize, quantize
 from loka.core.recipe import Cast, Format, Granularity
-from loka.core.storage.codec import decode, encode
-from loka.core.storage.files import read_record, read_tensors, sha256_of_file, write_record, write_tensors
+from loka.core.storage.files import read_tensors, sha256_of_file, write_tensors
+from loka.core.storage.record_file import RecordFile
 
 CAST = Cast(Format.E4M3, Granularity.ROW)
-_KIND, _VERSION = "loka-latents", 1
 _CARD, _TENSORS = "latents.json", "latents.safetensors"
 _AGAIN = "let the teacher write them again"
 
 
 @dataclass(frozen=True, kw_only=True)
-class LatentsCard:
+class LatentsCard(RecordFile, kind="loka-latents", version=1, way_out=f"name a folder that `save` wrote, or {_AGAIN}"):
     """What `latents.json` holds: whose latents, and the sha256 of the file beside it."""
 
     teacher: str
@@ -131,19 +130,13 @@ class Latents:
         (folder / _CARD).unlink(missing_ok=True)
         write_tensors(folder / _TENSORS, self._tensors())
         card = LatentsCard(teacher=self.teacher, sha256=sha256_of_file(folder / _TENSORS))
-        write_record(folder / _CARD, kind=_KIND, version=_VERSION, content=encode(card))
+        card.save(folder / _CARD)
 
     @classmethod
     def load(cls, folder: Path | str, *, teacher: str) -> Latents:
         """Raises FileRefused for a store that is damaged, or of another teacher."""
         folder = Path(folder)
-        card = read_record(
-            folder / _CARD,
-            kind=_KIND,
-            version=_VERSION,
-            way_out=f"name a folder that `save` wrote, or {_AGAIN}",
-            parse=lambda content: decode(LatentsCard, content),
-        )
+        card = LatentsCard.load(folder / _CARD)
         if card.teacher != teacher:
             raise FileRefused(
                 f"{folder} holds latents of another teacher",

@@ -6,7 +6,6 @@ import math
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from loka.core.budget import Budget, total_effect, upper_bound
@@ -19,12 +18,10 @@ from loka.core.records.coverage import Coverage
 from loka.core.records.parts import WHOLE
 from loka.core.records.report import HP, site_name
 from loka.core.signature import ModelSignature
-from loka.core.storage.codec import decode, encode, record, sparse
-from loka.core.storage.files import read_record, write_record
+from loka.core.storage.codec import decode, record, sparse
+from loka.core.storage.record_file import RecordFile
 from loka.core.table import format_table
 
-_KIND, _VERSION = "loka-plan", 2
-_WAY_OUT = "plan again with `loka plan REPORT --out PLAN`; override single sites with --force SITE=CANDIDATE"
 _TOGETHER = {"chains": "chains", "crosses": "stacks of cross layers", "turned": "turned layers"}
 
 
@@ -65,7 +62,12 @@ class Decision:
 
 @record(ignore=None)  # what earlier versions noted of layers that are not run as one
 @dataclass(frozen=True, kw_only=True)
-class Plan:
+class Plan(
+    RecordFile,
+    kind="loka-plan",
+    version=2,
+    way_out="plan again with `loka plan REPORT --out PLAN`; override single sites with --force SITE=CANDIDATE",
+):
     """Decisions for all sites of a model, measured on `machine`.
 
     `centres`: by layer whose `output` runs by a centred recipe, what it takes off its input, by column.
@@ -85,23 +87,9 @@ class Plan:
     limits: Mapping[str, float] = sparse(default_factory=dict)
     notes: tuple[str, ...] = ()
 
-    def save(self, path: Path | str) -> None:
-        write_record(Path(path), kind=_KIND, version=_VERSION, content=self.to_json())
-
-    @classmethod
-    def load(cls, path: Path | str) -> Plan:
-        """Raises FileRefused for a missing, truncated or edited file, and for what `from_json` refuses."""
-        return read_record(Path(path), kind=_KIND, version=_VERSION, way_out=_WAY_OUT, parse=cls.from_json)
-
-    def to_json(self) -> dict[str, Any]:
-        """What `save` writes and `loka.agree` sends."""
-        content: dict[str, Any] = encode(self)
-        return content
-
     @classmethod
     def from_json(cls, content: Mapping[str, Any]) -> Plan:
-        """Raises FileRefused for a plan of an earlier version by which layers run together, and LookupError,
-        TypeError or ValueError for what `to_json` did not make."""
+        """Raises FileRefused also for a plan of an earlier version by which layers run together."""
         _refuse_together(content)
         plan = decode(cls, content)
         strange = [name for name, decision in plan.decisions.items() if decision.path not in plan.model.layers]

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from loka.core.device import Fingerprint
@@ -16,12 +15,9 @@ from loka.core.recipe import Gemm
 from loka.core.records.coverage import Coverage
 from loka.core.records.parts import WHOLE, Part
 from loka.core.signature import ModelSignature
-from loka.core.storage.codec import decode, encode, named, record, sparse
-from loka.core.storage.files import read_record, write_record
+from loka.core.storage.codec import decode, named, record, sparse
+from loka.core.storage.record_file import RecordFile
 from loka.core.table import format_table
-
-_KIND, _VERSION = "loka-report", 2
-_WAY_OUT = "measure again with `loka measure STATS --out REPORT`"
 
 HP = "hp"  # the candidate that is always there: the model's own precision
 REGION = "region"  # a layer as a part of a compiled region (loka/compiler)
@@ -87,7 +83,7 @@ class SiteReport:
 
 @record(ignore=None)  # what earlier versions timed of several layers as one
 @dataclass(frozen=True, kw_only=True)
-class Report:
+class Report(RecordFile, kind="loka-report", version=2, way_out="measure again with `loka measure STATS --out REPORT`"):
     """Measurements of a model on one machine.
 
     Attributes:
@@ -130,16 +126,17 @@ class Report:
     def timed(self) -> bool:
         return any(m.microseconds for site in self.sites.values() for m in site.measurements.values())
 
-    def save(self, path: Path | str) -> None:
-        write_record(Path(path), kind=_KIND, version=_VERSION, content=encode(self))
-
     @classmethod
-    def load(cls, path: Path | str) -> Report:
-        """Raises FileRefused for a missing, truncated or edited file.
-
-        What earlier versions timed of several layers as one (`chain_times`, `turned_times`) is dropped.
-        """
-        return read_record(Path(path), kind=_KIND, version=_VERSION, way_out=_WAY_OUT, parse=_parse)
+    def from_json(cls, content: Mapping[str, Any]) -> Report:
+        """What earlier versions timed of several layers as one (`chain_times`, `turned_times`) is dropped."""
+        report = decode(cls, content)
+        for name, site in report.sites.items():
+            if site.path not in report.model.layers:
+                raise ValueError(f"site {name} is of no layer of the model")
+            for candidate, measured in site.measurements.items():
+                if not measured.unsupported and not {"sqnr_db", "mere"} <= measured.errors.keys():
+                    raise ValueError(f"{name}: {candidate} has neither errors nor a reason")
+        return report
 
     def __str__(self) -> str:
         found = {name for s in self.sites.values() for m in s.measurements.values() for name in m.errors}
@@ -229,14 +226,3 @@ def _rows(site: SiteReport, shown: Sequence[tuple[str, Callable[[float], str]]])
 def _most_saved(tensor: str, pairs: Mapping[str, Estimate]) -> str:
     best = max(pairs, key=lambda pair: pairs[pair].value)
     return f"{tensor} {best} {pairs[best].value:.1f} us"
-
-
-def _parse(content: Mapping[str, Any]) -> Report:
-    report = decode(Report, content)
-    for name, site in report.sites.items():
-        if site.path not in report.model.layers:
-            raise ValueError(f"site {name} is of no layer of the model")
-        for candidate, measured in site.measurements.items():
-            if not measured.unsupported and not {"sqnr_db", "mere"} <= measured.errors.keys():
-                raise ValueError(f"{name}: {candidate} has neither errors nor a reason")
-    return report

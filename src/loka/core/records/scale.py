@@ -6,21 +6,16 @@ shapes, or "unknown", and then there is no number. Intervals are of 95 %.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Literal, get_args
 
 from loka.core.device import Fingerprint
 from loka.core.error import Estimate
 from loka.core.records.coverage import Coverage, Uncovered
-from loka.core.storage.codec import decode, encode, sparse
-from loka.core.storage.files import read_record, write_record
+from loka.core.storage.codec import sparse
+from loka.core.storage.record_file import RecordFile
 from loka.core.table import format_table
-
-_KIND, _VERSION = "loka-scale", 1
-_WAY_OUT = "run `loka scale` again"
 
 Origin = Literal["measured", "interpolated", "unknown"]
 Answer = Literal["yes", "perhaps", "no", "unknown"]
@@ -82,7 +77,7 @@ class LayerTimes:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Scale:
+class Scale(RecordFile, kind="loka-scale", version=1, way_out="run `loka scale` again"):
     """A model's step on one GPU, as far as stored measurements tell.
 
     Attributes:
@@ -192,15 +187,6 @@ class Scale:
             )
         return "\n".join(lines)
 
-    def save(self, path: Path | str) -> None:
-        write_record(Path(path), kind=_KIND, version=_VERSION, content=encode(self))
-
-    @classmethod
-    def load(cls, path: Path | str) -> Scale:
-        """Raises FileRefused for a missing, truncated or edited file."""
-        parse = functools.partial(decode, cls)
-        return read_record(Path(path), kind=_KIND, version=_VERSION, way_out=_WAY_OUT, parse=parse)
-
 
 _HEADER = ("layer", "GEMM", "MxNxK", "FLOPs", "bf16 us", "FP8 us", "speed-up", "from", "helps", "by sites")
 
@@ -283,7 +269,7 @@ def _three(value: float) -> str:
 def _factor(speedup: Estimate) -> str:
     if speedup == Estimate(1.0, 1.0, 1.0):
         return "1"
-    return f"{speedup.value:.2f}x [{speedup.low:.2f}, {speedup.high:.2f}]"
+    return speedup.shown(".2f", "x")
 
 
 def _percent(share: float) -> str:

@@ -8,6 +8,8 @@ and from text. A value that has no such meaning is refused with its column and t
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -49,14 +51,9 @@ def category_strings(column: pa.ChunkedArray, *, name: str) -> pa.ChunkedArray:
         column = column.cast(column.type.value_type)
     if pa.types.is_floating(column.type):
         column = pc.if_else(pc.is_nan(column), None, column)
-    try:
+    way_out = "name another column in the schema, or store this one as strings or integers"
+    with _read(column, name, "categories", way_out):
         strings = column.cast(pa.string())
-    except (pa.ArrowInvalid, pa.ArrowNotImplementedError) as error:
-        raise DataRefused(
-            f"column {name} of type {column.type} cannot be read as categories",
-            why=[str(error)],
-            way_out="name another column in the schema, or store this one as strings or integers",
-        ) from error
     return pc.if_else(pc.equal(strings, ""), None, strings)
 
 
@@ -94,12 +91,18 @@ def _numbers(column: pa.ChunkedArray, name: str) -> np.ndarray:
 
     if pa.types.is_string(column.type) or pa.types.is_large_string(column.type):
         column = pc.if_else(pc.equal(column, ""), None, column)
-    try:
+    with _read(column, name, "numbers", "correct the value, or give the column its right role in the schema"):
         numbers = column.cast(pa.float64(), safe=False)
+    return np.array(numbers.to_numpy(), np.float64)
+
+
+@contextmanager
+def _read(column: pa.ChunkedArray, name: str, what: str, way_out: str) -> Iterator[None]:
+    import pyarrow as pa
+
+    try:
+        yield
     except (pa.ArrowInvalid, pa.ArrowNotImplementedError) as error:
         raise DataRefused(
-            f"column {name} of type {column.type} cannot be read as numbers",
-            why=[str(error)],
-            way_out="correct the value, or give the column its right role in the schema",
+            f"column {name} of type {column.type} cannot be read as {what}", why=[str(error)], way_out=way_out
         ) from error
-    return np.array(numbers.to_numpy(), np.float64)

@@ -6,8 +6,6 @@ training rows once. `hashed_vocabulary` needs no pass and knows no unknowns, at 
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -22,6 +20,7 @@ from loka.core.storage.files import read_record, write_record
 from loka.core.storage.untrusted import Limits
 from loka.data.categories.columns import category_strings, sequence_strings
 from loka.data.categories.hashing import hashes_of
+from loka.data.content import identity_of
 from loka.data.files import Paths, open_files
 from loka.data.schema import CRITEO, Schema
 from loka.data.source.rows import Piece, count_piece, piece_chunks, pieces_of
@@ -63,7 +62,7 @@ class Vocabulary:
     @cached_property
     def digest(self) -> str:
         """sha256 of the content; equal digests encode equally."""
-        return _digest(self.to_dict())
+        return identity_of(self.to_dict())
 
     @cached_property
     def _tables(self) -> dict[str, _Table]:
@@ -100,7 +99,7 @@ class HashedVocabulary:
     @property
     def digest(self) -> str:
         """sha256 of the content; equal digests encode equally."""
-        return _digest(self.to_dict())
+        return identity_of(self.to_dict())
 
     def _ids(self, strings: pa.Array) -> np.ndarray:
         return 1 + (hashes_of(strings) % np.uint64(self.buckets)).astype(np.int64)
@@ -295,7 +294,3 @@ def _parts(
             parts.append((piece, low, high))
         position += present
     return parts
-
-
-def _digest(content: Mapping[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()

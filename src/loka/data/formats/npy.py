@@ -8,8 +8,6 @@ Values are taken as they are: these files know no missing values. Ids are either
 32-bit hashes, which are taken modulo the sizes of the tables, as TorchRec does.
 """
 
-import hashlib
-import json
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -22,7 +20,7 @@ from loka.core.exceptions import DataRefused
 from loka.core.storage.untrusted import open_regular
 from loka.data.batch import History
 from loka.data.block import MOST_IDS, Block
-from loka.data.content import content_of
+from loka.data.content import content_of, identity_of
 from loka.data.order import Shuffle
 from loka.data.reader import Reader
 from loka.data.workers import in_order, processors
@@ -135,7 +133,7 @@ class NpyStore:
         paths = [path for t in self._triplets for path in (t.dense, t.sparse, t.labels)]
         files = [content_of(path) for path in paths]
         content = {"store": "NpyStore", "files": files, "sizes": self._sizes, "modulo": self._modulo}
-        return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+        return identity_of(content)
 
     def account(self) -> dict[str, int]:
         """Nothing: values are taken as they are, or refused."""

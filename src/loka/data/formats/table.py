@@ -1,7 +1,5 @@
 """Click rows from parquet, CSV and Criteo TSV files, in file order and in bounded memory."""
 
-import hashlib
-import json
 from collections.abc import Iterator
 
 import numpy as np
@@ -11,7 +9,7 @@ from loka.data.batch import Batch, History
 from loka.data.block import Block, check_batching, into_batches, shard_range
 from loka.data.categories.encoding import ENCODING, REASONS, encoded, history_in
 from loka.data.categories.vocabulary import HashedVocabulary, Vocabulary, build_vocabulary
-from loka.data.content import content_of
+from loka.data.content import content_of, identity_of
 from loka.data.files import Paths, open_files
 from loka.data.schema import CRITEO, Schema
 from loka.data.source.rows import count_rows, read_rows
@@ -87,7 +85,7 @@ class TableClicks:
             "vocabulary": self._vocabulary.digest,
             "range": [self._first, self._last],
         }
-        return hashlib.sha256(json.dumps(config, sort_keys=True).encode()).hexdigest()
+        return identity_of(config)
 
     def batches(self, batch_size: int, *, start: int = 0) -> Iterator[Batch]:
         """Batches `start`, `start` + 1, ...; parquet row groups before `start` are not read."""
@@ -131,11 +129,9 @@ def open_table(
     )
 
 
-def open_tables(
-    train: Paths, test: Paths, *, schema: Schema = CRITEO, min_count: int = 2
-) -> tuple[TableClicks, TableClicks]:
+def open_tables(train: Paths, test: Paths, *, schema: Schema = CRITEO) -> tuple[TableClicks, TableClicks]:
     """Two tables as a training and a held-out source. The vocabulary is built on the first one only."""
-    vocabulary = build_vocabulary(train, schema=schema, min_count=min_count)
+    vocabulary = build_vocabulary(train, schema=schema)
     return (
         TableClicks(train, vocabulary=vocabulary, schema=schema),
         TableClicks(test, vocabulary=vocabulary, schema=schema),

@@ -6,8 +6,6 @@ is at most one block generated in vain at each end of a range. `loka.data.genera
 equations.
 """
 
-import hashlib
-import json
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 
@@ -15,6 +13,7 @@ import numpy as np
 
 from loka.data.batch import Batch, History
 from loka.data.block import Block, check_batching, into_batches, shard_range
+from loka.data.content import identity_of
 from loka.data.generated.history import ROWS as HISTORY_ROWS
 from loka.data.generated.history import HistoryWorld, draw_history, history_logits, make_history
 from loka.data.generated.teacher import (
@@ -112,7 +111,7 @@ class SyntheticClicks:
             **asdict(self._config),
             **({"history": self._history} if self._history else {}),
         }
-        return hashlib.sha256(json.dumps(config, sort_keys=True).encode()).hexdigest()
+        return identity_of(config)
 
     def batches(self, batch_size: int, *, start: int = 0) -> Iterator[Batch]:
         """Batches `start`, `start` + 1, ...; jumping to `start` generates nothing before it."""

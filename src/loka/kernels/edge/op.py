@@ -8,6 +8,7 @@ follow from `rows` and the text alone: `rows` may be a symbol, and a fake asks n
 
 import torch
 
+from loka.kernels.custom_op import registered
 from loka.kernels.edge.outputs import unwritten
 from loka.kernels.edge.program import Kind, Program, program_of
 from loka.kernels.edge.twin import run_program
@@ -32,14 +33,7 @@ def _edge(
     return run_program_fused(parsed, lying(parsed, leaves, rows), rows, input_scale, gradient_scale, tops)
 
 
-def _edge_fake(
-    leaves: list[torch.Tensor],
-    rows: int,
-    input_scale: torch.Tensor | None,
-    gradient_scale: torch.Tensor | None,
-    tops: torch.Tensor | None,
-    program: str,
-) -> list[torch.Tensor]:
+def _edge_fake(leaves: list[torch.Tensor], rows: int, program: str) -> list[torch.Tensor]:
     return unwritten(program_of(program), rows, leaves[0].device)
 
 
@@ -55,9 +49,4 @@ def lying(program: Program, leaves: list[torch.Tensor], rows: int) -> list[torch
     return found
 
 
-# As nn/site_ops.py registers its ops: `torch.library.custom_op` would wrap each call in two more Python
-# functions, for gradients that nobody asks for.
-torch.library.define("loka::edge", torch.library.infer_schema(_edge, mutates_args=()))
-torch.library.impl("loka::edge", ("CPU", "CUDA"), _edge)
-torch.library.register_fake("loka::edge", _edge_fake)
-edge = torch.ops.loka.edge.default
+edge = registered("loka::edge", _edge, _edge_fake)

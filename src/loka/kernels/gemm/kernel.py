@@ -58,7 +58,6 @@ class Kernel:
 
     name: str
     library: str
-    summary: str
     recipes: tuple[str, ...]
     unsupported: Callable[[Problem, Recipe], str | None]
     multiples: Callable[[Problem, Recipe], Multiples]

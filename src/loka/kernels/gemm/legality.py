@@ -62,6 +62,10 @@ def misaligned(problem: Problem, *, m: int = 1, n: int = 1, k: int = 1) -> str |
     return None
 
 
+def not_float64(problem: Problem) -> str | None:
+    return "float64 results: FP8 GEMMs accumulate in float32" if problem.dtype == "float64" else None
+
+
 def not_bfloat16(problem: Problem) -> str | None:
     """For GEMMs that write bfloat16. A float32 weight gradient is a cast of it, as autocast does."""
     if problem.dtype == "bfloat16" or (problem.gemm is Gemm.GRAD_WEIGHT and problem.dtype == "float32"):

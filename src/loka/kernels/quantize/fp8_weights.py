@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 import torch
 
+from loka.kernels.custom_op import registered
 from loka.kernels.launches import note_launch
 from loka.kernels.quantize.weight_copies import Copies, quantize_weight, unwritten
 
@@ -67,8 +68,4 @@ def _fp8_weights_fake(weights: Sequence[torch.Tensor], transposed: Sequence[bool
     return _flat([unwritten(weight, transposed=turn) for weight, turn in zip(weights, transposed, strict=True)])
 
 
-# As in nn/site_ops.py: `torch.library.custom_op` would wrap each call in two more Python functions.
-torch.library.define("loka::fp8_weights", "(Tensor[] weights, bool[] transposed) -> Tensor[]")
-torch.library.impl("loka::fp8_weights", ("CPU", "CUDA"), _fp8_weights)
-torch.library.register_fake("loka::fp8_weights", _fp8_weights_fake)
-fp8_weights = torch.ops.loka.fp8_weights.default
+fp8_weights = registered("loka::fp8_weights", _fp8_weights, _fp8_weights_fake)

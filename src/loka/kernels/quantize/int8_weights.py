@@ -12,6 +12,7 @@ import torch
 
 from loka.core.problem import round_up
 from loka.core.recipe import Cast, Format, Granularity
+from loka.kernels.custom_op import registered
 from loka.kernels.launches import note_launch
 from loka.kernels.quantize.fp8_weights import groups_of
 from loka.kernels.quantize.quantizer import quantize_pair
@@ -61,8 +62,4 @@ def _int8_weights_fake(weights: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     return [tensor for weight in weights for tensor in _unwritten(weight)]
 
 
-# As in nn/site_ops.py: `torch.library.custom_op` would wrap each call in two more Python functions.
-torch.library.define("loka::int8_weights", "(Tensor[] weights) -> Tensor[]")
-torch.library.impl("loka::int8_weights", ("CPU", "CUDA"), _int8_weights)
-torch.library.register_fake("loka::int8_weights", _int8_weights_fake)
-int8_weights = torch.ops.loka.int8_weights.default
+int8_weights = registered("loka::int8_weights", _int8_weights, _int8_weights_fake)

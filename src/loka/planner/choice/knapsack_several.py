@@ -60,7 +60,7 @@ def spend_several(items: Mapping[str, Sequence[Choice]], limits: Sequence[float]
     weights, bound = [1 / len(limits)] * len(limits), 0.0
     for turn in range(_ROUNDS):
         surrogate = {
-            name: [_way(name, place, way, weights) for place, way in enumerate(ways)] for name, ways in shares.items()
+            name: [_way(place, way, weights) for place, way in enumerate(ways)] for name, ways in shares.items()
         }
         found, relaxed = _walked(surrogate)
         bound = max(bound, relaxed)
@@ -101,9 +101,9 @@ def _original(ways: Sequence[Choice], share: Choice) -> Choice:
     return next(way for way in ways if way.name == share.name and way.time == share.time)
 
 
-def _way(name: str, place: int, choice: Choice, weights: Sequence[float]) -> Way:
+def _way(place: int, choice: Choice, weights: Sequence[float]) -> Way:
     effect = math.fsum(weight * share for weight, share in zip(weights, choice.effects, strict=True))
-    return Way(item=name, name=f"{place:06d}", time=choice.time, effect=effect)
+    return Way(name=f"{place:06d}", time=choice.time, effect=effect)
 
 
 def _walked(surrogate: Mapping[str, Sequence[Way]]) -> tuple[dict[str, int], float]:

@@ -86,18 +86,6 @@ def option_of(site: SiteReport, name: str) -> Option | None:
     return Option(name=name, time=time, casts=(casts[0].name, casts[1].name))
 
 
-def choose(
-    options: Mapping[Gemm, Mapping[str, Option]],
-    savings: Savings,
-    *,
-    min_speedup: float,
-    fixed: Collection[Gemm] = (),
-    regions: Iterable[Choice] = (),
-) -> Choice:
-    """The best allowed choice. A `fixed` GEMM has one option; each other one has "hp" among its own."""
-    return best_of(allowed_choices(options, savings, min_speedup=min_speedup, fixed=fixed, regions=regions))
-
-
 def allowed_choices(
     options: Mapping[Gemm, Mapping[str, Option]],
     savings: Savings,
@@ -107,7 +95,7 @@ def allowed_choices(
     regions: Iterable[Choice] = (),
 ) -> list[Choice]:
     """Those in which every FP8 GEMM earns its place, hp everywhere that is free among them; and regions, each
-    of which earns its place as a whole."""
+    of which earns its place as a whole. A `fixed` GEMM has one option; each other one has "hp" among its own."""
     reduced = {gemm: _fastest_by_casts(each) for gemm, each in options.items()}
     allowed = []
     for combination in itertools.product(*reduced.values()):

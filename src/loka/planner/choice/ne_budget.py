@@ -39,7 +39,7 @@ def grant(report: Report, budget: Budget, limits: Limits, layers: Mapping[str, L
     if len(limits) == 1:
         (limit,) = limits.values()
         alone = {
-            path: [Way(item=path, name=way.name, time=way.time, effect=way.effects[0]) for way in several]
+            path: [Way(name=way.name, time=way.time, effect=way.effects[0]) for way in several]
             for path, several in ways.items()
         }
         granted: dict[str, Cost] = {path: (way.effect,) for path, way in spend(alone, limit).items()}

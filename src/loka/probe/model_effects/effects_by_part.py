@@ -102,20 +102,20 @@ def _effects(
     weighing = None
     if rows.weights is not None:
         weighing = rows.weights[here] / rows.weights[here].mean().clamp_min(1e-300)
-    changes = [_changes(rows.found, path, task if several else None)[here] for path in paths]
+    changes = [over_batches(rows.found, path, task if several else None).cpu()[here] for path in paths]
     found = effects_of(changes, predicted, signed[here][:, column], groups, weighing)
     named = {path: dict(zip(CASTS, each, strict=True)) for path, each in zip(paths, found, strict=True)}
     return {path: each for path, each in named.items() if any(effect.count for effect in each.values())}
 
 
-def _changes(found: Sequence[Found], path: str, task: int | None) -> torch.Tensor:
-    """s [m, recipes] over all rows; NaN, which is left out, in batches that do not tell of the site."""
+def over_batches(found: Sequence[Found], path: str, task: int | None = None) -> torch.Tensor:
+    """s [m, recipes] over all rows, of `task` or of all; NaN, which is left out, where a batch tells nothing."""
     parts = []
     for batch in found:
         known = batch.sites[path][0] if path in batch.sites else None
         if known is not None and task is not None:
             known = batch.by_task[task].get(path)
         if known is None:
-            known = torch.full((len(batch.picks), len(CASTS)), torch.nan)
-        parts.append(known.cpu())
+            known = batch.logits.new_full((len(batch.picks), len(CASTS)), torch.nan)
+        parts.append(known)
     return torch.cat(parts)

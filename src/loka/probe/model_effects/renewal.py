@@ -22,7 +22,7 @@ from torch import nn
 
 from loka.core.exceptions import NotConverted, PlanMismatch
 from loka.core.numerics.effect import NO_PROMISE, OLD, Effect
-from loka.core.numerics.label_rate import BaseRate, task_rates
+from loka.core.numerics.label_rate import BaseRate, require_shares, task_rates
 from loka.core.records.parts import WIDTH, Part
 from loka.core.records.stats import LinearStats, Stats
 from loka.nn.linears import find_linears, signature
@@ -31,7 +31,7 @@ from loka.nn.unwrap import unwrap
 from loka.probe.force_eager import eager
 from loka.probe.layer_stats import with_effects
 from loka.probe.model_effects.calls import Found, step_seed
-from loka.probe.model_effects.effects_by_part import ProbedRows, effects_by_part
+from loka.probe.model_effects.effects_by_part import ProbedRows, effects_by_part, over_batches
 from loka.probe.model_effects.error_projection import effects_of
 from loka.probe.model_effects.logits import Logits, NoEffect, refuse
 from loka.probe.model_effects.movement import Horizon, added_variance, widened
@@ -125,8 +125,7 @@ def renew_effects(
         )
     if len(set(tasks)) < len(tasks) or "" in tasks:
         raise ValueError(f"the names of tasks have to differ, and none is empty: {', '.join(tasks)}")
-    if base_rate is not None:  # of one that cannot be nothing has to run
-        task_rates(base_rate, len(base_rate) if isinstance(base_rate, Sequence) else 1)
+    require_shares(base_rate)
     differences = signature(model, like=stats.model).differences(stats.model)
     if differences:
         raise PlanMismatch("these statistics are of another model", why=differences, way_out="probe this model afresh")
@@ -278,7 +277,7 @@ def _renewed(stats: Stats, rows: _Rows, base_rate: BaseRate | None, horizon: Hor
     signed = torch.cat([found.signed for found in every])
     groups = torch.cat(_of(rows.clusters, rows)).unique(return_inverse=True)[1] if rows.clusters else None
     paths = [path for path in stats.layers if any(path in found.sites for found in every)]
-    changes = [_over_batches(every, path) for path in paths]
+    changes = [over_batches(every, path) for path in paths]
     weighing = _of_mean_one(torch.cat(_of(rows.weights, rows))) if rows.weights else None
     known = dict(zip(paths, effects_of(changes, predicted, signed, groups, weighing), strict=True))
     now = {path: dict(zip(CASTS, effects, strict=True)) for path, effects in known.items()}
@@ -334,17 +333,6 @@ def _of_mean_one(weights: torch.Tensor) -> torch.Tensor:
     if not (weights.isfinite().all() and (weights >= 0).all() and weights.sum() > 0):
         raise ValueError("weights of rows are finite, not negative, and not all 0")
     return weights / weights.mean()
-
-
-def _over_batches(found: Sequence[Found], path: str) -> torch.Tensor:
-    """s [m, recipes] over all rows; NaN, which is left out, in batches that do not tell of the site."""
-    parts = []
-    for batch in found:
-        known = batch.sites.get(path)
-        parts.append(
-            known[0] if known is not None else batch.logits.new_full((len(batch.picks), len(CASTS)), torch.nan)
-        )
-    return torch.cat(parts)
 
 
 def _tables(found: Sequence[Found], path: str) -> Tables:

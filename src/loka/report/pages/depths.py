@@ -22,6 +22,7 @@ from loka.report.pages.svg import WIDTH, Frame
 
 TITLE = "Distributions against the formats' ranges"
 DEEPEST = 38
+_STRIPS = 24  # at the most
 _LONGEST = 22  # letters of a path beside a strip; its end tells most
 _AMAX = TOP - 3 * BINS_PER_OCTAVE - BINS_PER_OCTAVE // 4
 """The first bin above FMAX = 1.75 2^8: the last bin ends at 2^12."""
@@ -132,9 +133,9 @@ def depths_section(stats: Stats) -> Html:
     )
 
 
-def _strips(found: list[Operand], most: int = 24) -> Html:
+def _strips(found: list[Operand]) -> Html:
     """A line for each operand: from the 1 % shallowest to the 1 % deepest elements, with the median."""
-    shown = found[:most]
+    shown = found[:_STRIPS]
     marks: list[Html] = []
     left, top, pitch = 186.0, 34.0, 13.0
     height = top + pitch * len(shown) + 6
@@ -191,7 +192,7 @@ def _strips(found: list[Operand], most: int = 24) -> Html:
         role="img",
         aria_label="depth of each operand's elements against the formats' ranges",
     )
-    more = f" The {len(shown)} deepest of {len(found)} operands." if len(found) > most else ""
+    more = f" The {len(shown)} deepest of {len(found)} operands." if len(found) > _STRIPS else ""
     return figure(
         drawing,
         "Depth of 98 % of the nonzero elements under one scale for the tensor, and the median. Solid lines: "

@@ -130,7 +130,7 @@ def forest(bars: Sequence[Bar], limit: float) -> Html:
         if not math.isfinite(bar.estimate.value):
             continue
         frame.interval(bar.estimate.low, bar.estimate.high, y, bar.colour, width=4 if bar.bold else 2)
-        label = f"{bar.name}: {bar.estimate.value:+.4f} % [{bar.estimate.low:+.4f}, {bar.estimate.high:+.4f}]"
+        label = f"{bar.name}: {bar.estimate.shown('+.4f', ' %')}"
         frame.dot(bar.estimate.value, y, bar.colour, label, radius=5 if bar.bold else 3.4)
     return frame.draw(
         label="relative differences of NE with intervals",

@@ -104,7 +104,6 @@ class Frame:
         colour: str,
         *,
         width: float = 1.6,
-        dash: str | None = None,
         steps: bool = False,
         opacity: float | None = None,
     ) -> None:
@@ -118,7 +117,6 @@ class Frame:
                 fill="none",
                 stroke=f"var(--{colour})",
                 stroke_width=width,
-                stroke_dasharray=dash,
                 stroke_linejoin="round",
                 stroke_opacity=opacity,
             )

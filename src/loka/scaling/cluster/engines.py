@@ -23,6 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from loka.core.exceptions import LokaError
+from loka.distributed.gradient_wire import HOOK_TYPES, done_with
 from loka.distributed.lookups import TABLES
 from loka.graph.flops import flop_formulas
 from loka.nn.fsdp_units import sharded_parameters
@@ -299,12 +300,9 @@ def _ddp(model: nn.Module, run: _Run, log: _Log, mode: FakeTensorMode, units: tu
         params = tuple(Param(names[id(p)], tuple(p.shape)) for p in bucket.parameters())
         buffer = bucket.buffer()
         log.events.append(_reduced(params, buffer))
-        done: torch.futures.Future[torch.Tensor] = torch.futures.Future()
-        done.set_result(buffer)
-        return done
+        return done_with(buffer)
 
-    # DDP compares them with the types themselves, and not with their names, which annotations are here.
-    hook.__annotations__ = {"bucket": dist.GradBucket, "return": torch.futures.Future[torch.Tensor]}
+    hook.__annotations__ = HOOK_TYPES
     wrapped.register_comm_hook(None, hook)
     run(wrapped, log)
     for parameter in model.parameters():

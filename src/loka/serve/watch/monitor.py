@@ -211,9 +211,3 @@ class Monitor:
         """All that were raised, in order."""
         with self._lock:
             return tuple(self._raised.values())
-
-    def reset(self) -> None:
-        """Forgets looks and alarms, such as after the cause was found."""
-        with self._lock:
-            self._raised.clear()
-            self._windows = {name: _Window() for name in self.ranges}

@@ -22,7 +22,7 @@ from torch.nn import functional
 
 from loka.core.error import Estimate, estimate_mean
 from loka.core.exceptions import DataRefused, NonFinite, NotConverted, PlanMismatch
-from loka.core.numerics.label_rate import task_rates
+from loka.core.numerics.label_rate import require_shares, task_rates
 from loka.core.records.parts import WHOLE
 from loka.core.records.plan import Plan
 from loka.core.records.report import HP
@@ -116,8 +116,7 @@ def joint_effect(
             values lie between 0 and 1, which are probabilities; predictions without entropy.
         ValueError: a base rate that is no share.
     """
-    if base_rate is not None:
-        task_rates(base_rate, len(base_rate) if isinstance(base_rate, Sequence) else 1)
+    require_shares(base_rate)
     candidates = {path: f"emulated:{recipe}" for path, recipe in plan.output_recipes.items()}
     differences = signature(model, like=plan.model).differences(plan.model)
     if differences:

@@ -18,8 +18,8 @@ from typing import Any
 
 from loka.core.exceptions import CheckpointRefused, FileRefused
 from loka.core.exchange import ranks_of
-from loka.core.storage.codec import decode, encode
-from loka.core.storage.files import read_record, sha256_of_file, write_record
+from loka.core.storage.files import sha256_of_file
+from loka.core.storage.record_file import RecordFile
 from loka.train.checkpointing.resharding import taken_over, whole_state
 from loka.train.checkpointing.sharded import damage, is_sharded, read_manifest, read_own, require_same_run
 from loka.train.checkpointing.step_folders import (
@@ -42,8 +42,6 @@ from loka.train.checkpointing.step_folders import (
 from loka.train.ranks import together
 
 __all__ = ["Checkpoint", "CheckpointNotSaved", "load_newest", "load_one", "newest_step", "save"]
-
-_KIND, _VERSION = "training checkpoint", 2  # 2: with the plan, and what FP8 sites carry
 
 
 @dataclass(frozen=True)
@@ -225,19 +223,14 @@ def _read(path: Path, identity: Mapping[str, Any] | None, steps: int) -> dict[st
 
 
 def _manifest(path: Path) -> _Manifest:
-    manifest = read_record(
-        path / "manifest.json",
-        kind=_KIND,
-        version=_VERSION,
-        way_out="use another one",
-        parse=partial(decode, _Manifest),
-    )
+    manifest = _Manifest.load(path / "manifest.json")
     require_step(path, manifest.step)
     return manifest
 
 
+# 2: with the plan, and what FP8 sites carry
 @dataclass(frozen=True)
-class _Manifest:
+class _Manifest(RecordFile, kind="training checkpoint", version=2, way_out="use another one"):
     step: int
     bytes: int
     sha256: str
@@ -250,4 +243,4 @@ def _write(folder: Path, *, step: int, state: Mapping[str, Any], identity: Mappi
     write_state(file, state)
     manifest = _Manifest(step, file.stat().st_size, sha256_of_file(file), dict(identity))
     # This flushes the folder too, in which state.pt has its name already.
-    write_record(folder / "manifest.json", kind=_KIND, version=_VERSION, content=encode(manifest))
+    manifest.save(folder / "manifest.json")

@@ -19,7 +19,6 @@ import shutil
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +28,8 @@ import torch.distributed as dist
 from loka.core.exceptions import CheckpointRefused, FileRefused
 from loka.core.exchange import ranks_of
 from loka.core.storage.codec import decode, encode
-from loka.core.storage.files import is_own_file, read_record, sha256_of_file, write_record
+from loka.core.storage.files import is_own_file, sha256_of_file
+from loka.core.storage.record_file import RecordFile
 from loka.core.storage.untrusted import open_regular
 from loka.core.timing import first_line
 from loka.train.checkpointing.step_folders import (
@@ -46,7 +46,6 @@ from loka.train.checkpointing.step_folders import (
 )
 from loka.train.ranks import RankFailed, first_rank, together
 
-_KIND, _VERSION = "sharded training checkpoint", 1
 _METADATA = ".metadata"
 
 
@@ -57,7 +56,7 @@ class File:
 
 
 @dataclass(frozen=True)
-class Manifest:
+class Manifest(RecordFile, kind="sharded training checkpoint", version=1, way_out="use another one"):
     """`identities` are of the ranks, in their order; `steps` is how many the run takes in all."""
 
     step: int
@@ -119,7 +118,7 @@ def save_sharded(
         if first_rank():
             files = {name: decode(File, found) for one in map(json.loads, told) for name, found in one.items()}
             manifest = Manifest(step, steps, ranks_of(), files, tuple(map(json.loads, identities)))
-            write_record(unfinished / "manifest.json", kind=_KIND, version=_VERSION, content=encode(manifest))
+            manifest.save(unfinished / "manifest.json")
             put_in_place(unfinished, target)
             remove_old(folder, step=step, keep=keep)
 
@@ -150,9 +149,7 @@ def _write_tensors(folder: Path, tensors: Mapping[str, torch.Tensor]) -> None:
 
 def read_manifest(path: Path) -> Manifest:
     """Raises FileRefused where it is damaged, missing or another step's."""
-    manifest = read_record(
-        path / "manifest.json", kind=_KIND, version=_VERSION, way_out="use another one", parse=partial(decode, Manifest)
-    )
+    manifest = Manifest.load(path / "manifest.json")
     wanted = {_METADATA, *(f"rank-{rank}.pt" for rank in range(manifest.ranks))}
     require_step(path, manifest.step)
     if manifest.ranks < 1 or len(manifest.identities) != manifest.ranks or wanted - manifest.files.keys():

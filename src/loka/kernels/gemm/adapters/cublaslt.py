@@ -29,7 +29,7 @@ from loka.core.recipe import Granularity, Recipe
 from loka.core.timing import first_line
 from loka.kernels.gemm.kernel import Kernel, Multiples
 from loka.kernels.gemm.layouts import column_major, padded_rows, scalar, vector
-from loka.kernels.gemm.legality import granularities, misaligned, no_fp8, not_hopper, older_cuda, undefined
+from loka.kernels.gemm.legality import granularities, misaligned, no_fp8, not_float64, not_hopper, older_cuda, undefined
 from loka.kernels.gemm.libraries import why_missing
 
 _FAST_RECIPES = ("tensorwise_e4m3", "tensorwise_e5m2", "rowwise_e4m3", "rowwise_e4m3_pow2")
@@ -58,12 +58,10 @@ _ALPHA, _BETA = _ONE.ctypes.data, _ZERO.ctypes.data
 
 
 def _unsupported(problem: Problem, recipe: Recipe) -> str | None:
-    refused = undefined(problem, recipe) or no_fp8(problem.target)
+    refused = undefined(problem, recipe) or no_fp8(problem.target) or not_float64(problem)
     if refused:
         return refused
     both = granularities(problem, recipe)
-    if problem.dtype == "float64":
-        return "float64 results: FP8 GEMMs accumulate in float32"
     if both != (Granularity.TENSOR, Granularity.TENSOR):
         refused = not_hopper(problem.target, "takes row and block scales on sm_90") or older_cuda(12, 9)
     if Granularity.GROUP_1X128 in both and problem.dtype not in ("bfloat16", "float32"):
@@ -253,7 +251,6 @@ CUBLASLT, CUBLASLT_FAST = (
     Kernel(
         name="cublaslt_fast" if fast else "cublaslt",
         library="cublaslt",
-        summary=f"cuBLASLt with a search of its algorithms, {'fast' if fast else 'float32'} accumulation",
         recipes=_FAST_RECIPES if fast else (*_FAST_RECIPES, "blockwise_e4m3"),
         unsupported=_unsupported,
         multiples=_multiples,

@@ -157,7 +157,6 @@ def _ones(cast: Cast, sides: tuple[int, int]) -> Quantized:
 DEEP_GEMM = Kernel(
     name="deep_gemm",
     library="deep_gemm",
-    summary="DeepGEMM's JIT-compiled blockwise kernels",
     recipes=(_RECIPE,),
     unsupported=_unsupported,
     multiples=_multiples,

@@ -10,12 +10,11 @@ from loka.core.numerics.reference import Quantized, scaled_mm
 from loka.core.problem import Problem
 from loka.core.recipe import RECIPES, Recipe
 from loka.kernels.gemm.kernel import Kernel, Multiples
+from loka.kernels.gemm.legality import not_float64
 
 
 def _unsupported(problem: Problem, recipe: Recipe) -> str | None:
-    if problem.dtype == "float64":
-        return "float64 results: FP8 GEMMs accumulate in float32"
-    return None
+    return not_float64(problem)
 
 
 def _multiples(problem: Problem, recipe: Recipe) -> Multiples:
@@ -29,7 +28,6 @@ def _run(a: Quantized, b: Quantized, dtype: torch.dtype, *, algorithm: int = 0) 
 EMULATED = Kernel(
     name="emulated",
     library="emulated",
-    summary="FP8 rounding in plain PyTorch; exact on any device, no speed",
     recipes=tuple(RECIPES),
     unsupported=_unsupported,
     multiples=_multiples,

@@ -67,27 +67,17 @@ def _run(a: Quantized, b: Quantized, dtype: torch.dtype, *, algorithm: int = 0, 
     return out.to(dtype)
 
 
-FBGEMM = Kernel(
-    name="fbgemm",
-    library="fbgemm",
-    summary="CUTLASS kernels of FBGEMM GenAI, float32 accumulation",
-    recipes=(*_FAST_RECIPES, "blockwise_e4m3", "block128_e4m3"),
-    unsupported=unsupported,
-    multiples=multiples,
-    run=functools.partial(_run, fast=False),
-    missing=functools.partial(why_missing, "fbgemm"),
-    rounding=bfloat16_on_the_way,
-)
-
-FBGEMM_FAST = Kernel(
-    name="fbgemm_fast",
-    library="fbgemm",
-    summary="CUTLASS kernels of FBGEMM GenAI, fast accumulation",
-    recipes=_FAST_RECIPES,
-    unsupported=unsupported,
-    multiples=multiples,
-    run=functools.partial(_run, fast=True),
-    missing=functools.partial(why_missing, "fbgemm"),
-    fast=True,
-    rounding=bfloat16_on_the_way,
+FBGEMM, FBGEMM_FAST = (
+    Kernel(
+        name="fbgemm_fast" if fast else "fbgemm",
+        library="fbgemm",
+        recipes=_FAST_RECIPES if fast else (*_FAST_RECIPES, "blockwise_e4m3", "block128_e4m3"),
+        unsupported=unsupported,
+        multiples=multiples,
+        run=functools.partial(_run, fast=fast),
+        missing=functools.partial(why_missing, "fbgemm"),
+        fast=fast,
+        rounding=bfloat16_on_the_way,
+    )
+    for fast in (False, True)
 )

@@ -38,7 +38,6 @@ def _run(a: Quantized, b: Quantized, dtype: torch.dtype, *, algorithm: int = 0) 
 LOKA_INT8 = Kernel(
     name="loka_int8",
     library="loka",
-    summary="INT8 with int32 sums, scaled by rows in the epilogue",
     recipes=("int8_row", "int8_row_centred"),
     unsupported=_unsupported,
     multiples=_multiples,

@@ -19,7 +19,7 @@ from loka.core.problem import Problem, capability
 from loka.core.recipe import Gemm, Recipe
 from loka.kernels.gemm.kernel import Kernel, Multiples
 from loka.kernels.gemm.layouts import vector
-from loka.kernels.gemm.legality import misaligned, undefined
+from loka.kernels.gemm.legality import misaligned, not_float64, undefined
 from loka.kernels.gemm.libraries import no_triton
 
 _RECIPES = ("tensorwise_e4m3", "tensorwise_e5m2")
@@ -39,9 +39,7 @@ def _unsupported(problem: Problem, recipe: Recipe) -> str | None:
         return f"{problem.target} has no tensor memory accelerator (needs sm_90 or newer)"
     if gpu >= (12, 0):
         return f"{problem.target} has less shared memory than its tiles take"
-    if problem.dtype == "float64":
-        return "float64 results: FP8 GEMMs accumulate in float32"
-    return misaligned(problem, k=_ALIGNED)
+    return not_float64(problem) or misaligned(problem, k=_ALIGNED)
 
 
 def _multiples(problem: Problem, recipe: Recipe) -> Multiples:
@@ -61,27 +59,17 @@ def _run(a: Quantized, b: Quantized, dtype: torch.dtype, *, algorithm: int = 0, 
     return split_gemm(a.data, b.data, vector(a.scale), vector(b.scale), dtype, fast=fast, config=config)
 
 
-LOKA_SPLIT = Kernel(
-    name="loka_split",
-    library="loka",
-    summary="grad_weight with K cut for all multiprocessors, float32 accumulation",
-    recipes=_RECIPES,
-    unsupported=_unsupported,
-    multiples=_multiples,
-    run=functools.partial(_run, fast=False),
-    missing=no_triton,
-    algorithms=functools.partial(_algorithms, fast=False),
-)
-
-LOKA_SPLIT_FAST = Kernel(
-    name="loka_split_fast",
-    library="loka",
-    fast=True,
-    summary="grad_weight with K cut for all multiprocessors, fast accumulation",
-    recipes=_RECIPES,
-    unsupported=_unsupported,
-    multiples=_multiples,
-    run=functools.partial(_run, fast=True),
-    missing=no_triton,
-    algorithms=functools.partial(_algorithms, fast=True),
+LOKA_SPLIT, LOKA_SPLIT_FAST = (
+    Kernel(
+        name="loka_split_fast" if fast else "loka_split",
+        library="loka",
+        fast=fast,
+        recipes=_RECIPES,
+        unsupported=_unsupported,
+        multiples=_multiples,
+        run=functools.partial(_run, fast=fast),
+        missing=no_triton,
+        algorithms=functools.partial(_algorithms, fast=fast),
+    )
+    for fast in (False, True)
 )

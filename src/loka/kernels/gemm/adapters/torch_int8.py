@@ -50,7 +50,6 @@ def _run(a: Quantized, b: Quantized, dtype: torch.dtype, *, algorithm: int = 0) 
 TORCH_INT8 = Kernel(
     name="torch_int8",
     library="torch",
-    summary="torch._int_mm, int32 sums, scaled in ops of their own",
     recipes=("int8_row", "int8_row_centred"),
     unsupported=_unsupported,
     multiples=_multiples,

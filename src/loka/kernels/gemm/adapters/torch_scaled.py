@@ -19,6 +19,7 @@ from loka.core.problem import Problem, capability
 from loka.core.recipe import Format, Granularity, Recipe
 from loka.kernels.gemm.kernel import Kernel, Multiples
 from loka.kernels.gemm.layouts import column_major, padded_rows, scalar, vector
+from loka.kernels.gemm.legality import granularities, misaligned, not_float64, older_cuda, undefined
 
 _RECIPES = ("tensorwise_e4m3", "tensorwise_e5m2", "rowwise_e4m3", "rowwise_e4m3_pow2", "blockwise_e4m3")
 _HOT = ("rowwise_e4m3_hot32", "rowwise_e4m3_centred_hot32")
@@ -27,19 +28,13 @@ _HOT = ("rowwise_e4m3_hot32", "rowwise_e4m3_centred_hot32")
 _PACKAGED = ("tensorwise_e4m3", "rowwise_e4m3", "rowwise_e4m3_pow2")
 
 
-def _granularities(problem: Problem, recipe: Recipe) -> tuple[Granularity, Granularity]:
-    casts = recipe.casts(problem.gemm)
-    assert casts is not None
-    return casts[0].granularity, casts[1].granularity
-
-
 def _unsupported(problem: Problem, recipe: Recipe, *, fast: bool) -> str | None:
     casts = recipe.casts(problem.gemm)
     if casts is None:
-        return f"{recipe.name} does not define {problem.gemm}"
+        return undefined(problem, recipe)
     blocks = any(cast.granularity in (Granularity.GROUP_1X128, Granularity.BLOCK_128X128) for cast in casts)
-    if problem.dtype == "float64":
-        return "float64 results: FP8 GEMMs accumulate in float32"
+    if refused := not_float64(problem):
+        return refused
     if problem.target == "cpu":
         if fast:
             return "fast accumulation is a mode of the GPU's tensor cores"
@@ -51,30 +46,26 @@ def _unsupported(problem: Problem, recipe: Recipe, *, fast: bool) -> str | None:
         return f"{problem.target} has no FP8 tensor cores (needs sm_89 or newer)"
     if casts[0].format is Format.E5M2 and casts[1].format is Format.E5M2:
         return "both operands are e5m2; cuBLASLt takes at most one"
-    for side, size in (("K", problem.k), ("N", problem.n)):
-        if size % 16:
-            return f"{side}={size} is not a multiple of 16"
-    if not blocks:
-        return None
+    refused = misaligned(problem, n=16, k=16)
+    if refused or not blocks:
+        return refused
     if fast:
         return "blockwise scales are applied in float32; there is no fast accumulation"
     if gpu != (9, 0):
         return f"blockwise FP8 scales are for sm_90; {problem.target} has MX formats instead"
-    if problem.k % 128:
-        return f"K={problem.k} is not a multiple of 128"
+    if refused := misaligned(problem, k=128):
+        return refused
     if problem.m % 4:
         return f"M={problem.m} is not a multiple of 4, which the layout of the 1x128 scales needs"
     if problem.dtype not in ("bfloat16", "float32"):
         return f"{problem.dtype} results; the blockwise kernel writes bfloat16 or float32"
-    if torch.version.cuda and tuple(map(int, torch.version.cuda.split(".")[:2])) < (12, 9):
-        return f"needs CUDA 12.9, this torch was built with {torch.version.cuda}"
-    return None
+    return older_cuda(12, 9)
 
 
 def _multiples(problem: Problem, recipe: Recipe) -> Multiples:
     if problem.target == "cpu":
         return (1, 1, 1)
-    if Granularity.GROUP_1X128 in _granularities(problem, recipe):
+    if Granularity.GROUP_1X128 in granularities(problem, recipe):
         return (4, 16, 128)
     return (1, 16, 16)
 
@@ -121,7 +112,6 @@ def _scaled(
 TORCH = Kernel(
     name="torch",
     library="torch",
-    summary="torch._scaled_mm and F.scaled_mm, float32 accumulation",
     recipes=(*_RECIPES, *_HOT),
     unsupported=functools.partial(_unsupported, fast=False),
     multiples=_multiples,
@@ -133,7 +123,6 @@ TORCH_FAST = Kernel(
     name="torch_fast",
     library="torch",
     fast=True,
-    summary="torch._scaled_mm with fast accumulation",
     recipes=(*(name for name in _RECIPES if not name.startswith("blockwise")), *_HOT),
     unsupported=functools.partial(_unsupported, fast=True),
     multiples=_multiples,

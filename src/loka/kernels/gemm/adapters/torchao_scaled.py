@@ -18,7 +18,15 @@ from loka.core.problem import Problem, round_up
 from loka.core.recipe import Granularity, Recipe
 from loka.kernels.gemm.kernel import Kernel, Multiples
 from loka.kernels.gemm.layouts import column_major, row_major, scalar, vector
-from loka.kernels.gemm.legality import bfloat16_on_the_way, granularities, misaligned, no_fp8, not_bfloat16, undefined
+from loka.kernels.gemm.legality import (
+    bfloat16_on_the_way,
+    granularities,
+    misaligned,
+    no_fp8,
+    not_bfloat16,
+    not_float64,
+    undefined,
+)
 from loka.kernels.gemm.libraries import why_missing
 
 _RECIPES = ("tensorwise_e4m3", "tensorwise_e5m2", "rowwise_e4m3")
@@ -31,7 +39,7 @@ def _unsupported(problem: Problem, recipe: Recipe) -> str | None:
         return refused
     if granularities(problem, recipe)[0] is Granularity.ROW:
         return not_bfloat16(problem)
-    return "float64 results: FP8 GEMMs accumulate in float32" if problem.dtype == "float64" else None
+    return not_float64(problem)
 
 
 def _multiples(problem: Problem, recipe: Recipe) -> Multiples:
@@ -58,9 +66,7 @@ def _run(a: Quantized, b: Quantized, dtype: torch.dtype, *, algorithm: int = 0, 
 
 def _unsupported_block(problem: Problem, recipe: Recipe) -> str | None:
     refused = undefined(problem, recipe) or no_fp8(problem.target) or misaligned(problem, k=128)
-    if not refused and problem.dtype == "float64":
-        return "float64 results: FP8 GEMMs accumulate in float32"
-    return refused
+    return refused or not_float64(problem)
 
 
 def _multiples_block(problem: Problem, recipe: Recipe) -> Multiples:
@@ -100,7 +106,6 @@ TORCHAO, TORCHAO_FAST = (
     Kernel(
         name="torchao_fast" if fast else "torchao",
         library="torchao",
-        summary=f"torchao.float8, {'fast' if fast else 'float32'} accumulation",
         recipes=_RECIPES,
         unsupported=_unsupported,
         multiples=_multiples,
@@ -115,7 +120,6 @@ TORCHAO, TORCHAO_FAST = (
 TORCHAO_BLOCK = Kernel(
     name="torchao_block",
     library="torchao",
-    summary="Triton kernels of torchao's blockwise prototype",
     recipes=("blockwise_e4m3",),
     on_request="compiles and times 6 variants at the first call for each shape: minutes for a model",
     unsupported=_unsupported_block,
