@@ -24,7 +24,8 @@ def bundled(monkeypatch, tool, target):
         monkeypatch.setenv(name, path)  # so that it is undone
     if keeps_constants(path, target):
         pytest.skip(f"{path} drops none")
-    return path
+    yield path
+    vars(knobs.nvidia).pop(tool, None)  # back to the environment
 
 
 @pytest.mark.parametrize(("tool", "target"), TOOLS)
@@ -43,11 +44,31 @@ def test_constants_are_kept_by_the_script(bundled, tool, target):
 
 
 @pytest.mark.parametrize(("tool", "target"), TOOLS)
-def test_a_script_that_cannot_run_is_refused(bundled, tool, target, monkeypatch):
-    monkeypatch.setattr(assembler, "__file__", "/nowhere/assembler.py")
-    with pytest.raises(WrongResults, match="drops constants") as error:
+def test_a_script_that_cannot_run_is_refused(bundled, tool, target, monkeypatch, tmp_path):
+    before = dict(os.environ)
+    for name, text in (("ptxas.sh", ""), ("ptxas_blackwell.sh", "")):
+        (tmp_path / name).write_text(f"#!/bin/sh\n{text}")  # nobody may execute it
+    for file, why in (("/nowhere/assembler.py", "No such file"), (tmp_path / "assembler.py", "Permission denied")):
+        monkeypatch.setattr(assembler, "__file__", str(file))
+        with pytest.raises(WrongResults, match="drops constants") as error:
+            assembler._keep(tool)
+        assert why in str(error.value)
+    for path in tmp_path.iterdir():
+        path.chmod(0o755)
+        path.write_text("#!/bin/sh\nexit 1\n")
+    with pytest.raises(WrongResults, match="assembles nothing") as error:
         assembler._keep(tool)
     assert f"TRITON_{tool.upper()}_PATH" in str(error.value)
+    assert dict(os.environ) == before, "Triton goes on as it was set"
+
+
+@pytest.mark.parametrize(("tool", "target"), TOOLS)
+def test_a_tool_set_in_python_later_is_seen(bundled, tool, target, monkeypatch):
+    assembler._keep(tool)
+    monkeypatch.setattr(knobs.nvidia, tool, bundled)
+    assembler._keep(tool)
+    assert getattr(knobs.nvidia, tool).path.endswith(f"{tool}.sh")
+    assert os.environ[f"LOKA_{tool.upper()}"] == bundled
 
 
 def _after(tmp_path, text):

@@ -19,7 +19,7 @@ import loka
 from loka.cli.app import app
 
 SOURCE = Path(loka.__file__).parent
-OF_OTHERS = {"--query-gpu", "--nproc-per-node"}  # nvidia-smi's, torchrun's
+OF_OTHERS = {"--query-gpu", "--nproc-per-node", "--gpu-name"}  # nvidia-smi's, torchrun's, ptxas'
 PROSE = {"alone", "at", "found", "in", "is"}  # "without loka in Python"
 _COMMAND = re.compile(r"(?<![\w./-])loka ((?:[a-z]+(?: |(?=[`,.;:)'\"]|$)))+)")
 _OPTION = re.compile(r"(?<![\w-])--[a-z][a-z-]*[a-z]")

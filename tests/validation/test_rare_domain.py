@@ -101,6 +101,9 @@ def test_verdicts_by_segment_agree(world, tmp_path):
     def build():
         model = Tower()
         model.load_state_dict(world.model.state_dict())
+        with torch.no_grad():
+            for weight in model.parameters():  # of each pair its own, or four pairs are one
+                weight += 0.02 * weight.abs().mean() * torch.randn_like(weight)
         return model
 
     found = validate(

@@ -33,7 +33,6 @@ _PROGRAM = """.version 8.7
 """
 
 
-@functools.cache
 def keep_constants() -> None:
     """Where its ptxas drops constants, Triton assembles through ptxas.sh from here on: packed additions are split.
 
@@ -54,33 +53,50 @@ def _keep(tool: str) -> None:
     except ImportError:  # without Triton
         return
     found, target = getattr(knobs.nvidia, tool).path, _TOOLS[tool]
-    if keeps_constants(found, target):
+    if _keeps(found, target, "") is not False:
         return
-    script = str(Path(__file__).with_name(f"{tool}.sh"))
-    variable = f"TRITON_{tool.upper()}_PATH"
-    os.environ |= {variable: script, f"LOKA_{tool.upper()}": found}
-    if getattr(knobs.nvidia, tool).path != script or not keeps_constants(script, target):
+    script, variable = str(Path(__file__).with_name(f"{tool}.sh")), f"TRITON_{tool.upper()}_PATH"
+    try:
+        kept = _keeps(script, target, found)
+        why = {None: "assembles nothing", False: "drops them too"}.get(kept)
+    except OSError as error:
+        why = str(error)
+    if why:
         raise WrongResults(
             f"{found} drops constants of packed additions (triton#11581): kernels of Triton are wrong by it",
-            why=[f"{script}, which takes them apart, cannot be run in its place"],
-            way_out=f"set {variable} to a ptxas of CUDA 13.3 or newer",
+            why=[f"{script}, which would split them: {why}"],
+            way_out=f"set {variable}, or triton.knobs.nvidia.{tool} where it is set, to a ptxas of CUDA 13.3 or newer",
         )
+    os.environ |= {variable: script, f"LOKA_{tool.upper()}": found}
+    if getattr(knobs.nvidia, tool).path != script:  # set in Python, which goes before the environment
+        setattr(knobs.nvidia, tool, script)
     compiler.get_ptxas_version.cache_clear()  # by which Triton's caches go
     workers = sys.modules.get("torch._inductor.async_compile")
     if workers is not None:
         workers.shutdown_compile_workers()  # they have the environment of before
 
 
-def keeps_constants(ptxas: str, target: str) -> bool:
-    """Whether the code of a sum of which one half is read depends on what is added.
+def keeps_constants(ptxas: str, target: str) -> bool | None:
+    """Whether the code of a sum of which one half is read depends on what is added; None where nothing is assembled.
 
     Args:
-        target: a GPU, as `sm_90`. What this ptxas assembles nothing for counts as kept.
+        target: a GPU, as `sm_90`.
+
+    Raises OSError where `ptxas` cannot be run.
     """
+    return _keeps(ptxas, target, "")
+
+
+@functools.cache
+def _keeps(ptxas: str, target: str, behind: str) -> bool | None:
+    """`behind`: the assembler that `ptxas`, a script of ours, runs; by the environment where that is ""."""
+    environment = {**os.environ, **({f"LOKA_{tool.upper()}": behind for tool in _TOOLS} if behind else {})}
     with tempfile.TemporaryDirectory() as folder:
         text, code, found = Path(folder) / "sum.ptx", Path(folder) / "sum.cubin", []
         for constant in (1, 2):
             text.write_text(_PROGRAM.format(target=target, constant=constant))
-            done = subprocess.run([ptxas, f"--gpu-name={target}", text, "-o", code], capture_output=True)
-            found.append(code.read_bytes() if done.returncode == 0 else done.stderr + bytes([constant]))
+            command = [ptxas, f"--gpu-name={target}", str(text), "-o", str(code)]
+            if subprocess.run(command, capture_output=True, env=environment).returncode:
+                return None
+            found.append(code.read_bytes())
     return found[0] != found[1]
