@@ -220,6 +220,20 @@ def test_runs_from_before_schedules_are_read_as_runs_at_a_constant_rate(tmp_path
         run(tmp_path, pairs=1)
 
 
+def test_pairs_that_are_copies_are_refused(tmp_path):
+    torch.manual_seed(0)
+    weights = SmallModel().state_dict()
+
+    def build():
+        model = SmallModel()
+        model.load_state_dict(weights)
+        model.mlp[2].p = 0.0  # dropout's draws are the seed's
+        return model
+
+    with pytest.raises(LokaError, match="seeds 3 and 4 give one model"):
+        validate(build, TRAIN, TEST, (SAME,), config=CONFIG, out=tmp_path, pairs=2)
+
+
 def test_two_arms_of_one_name_are_refused(tmp_path):
     for arms in ((SAME, SAME), (replace(SAME, name="bf16"),)):
         with pytest.raises(LokaError, match="arms of one name"):

@@ -91,7 +91,7 @@ def validate(
     Raises:
         ValueError: no pairs, no arms, or a limit that is not positive.
         LokaError: two arms have one name, `out` holds another validation or one that was looked at by other
-            rules, or the control ends in NaN.
+            rules, the control ends in NaN, or runs of two seeds are one.
         DataRefused: all held-out labels of a task are equal.
     """
     segment_limit = limit if segment_limit is None else segment_limit
@@ -141,6 +141,8 @@ def validate(
                     why=finished[0].broke.splitlines()[:1],
                     way_out="a lower learning rate, or TrainConfig(grad_clip=...)",
                 )
+            if arm is base and place == 1:
+                _require_two(bench, control, seeds)
             runs += finished
         known = {(arm.name, arm.task): arm.differences for arm in done.arms} if done else {}
         verdicts = [
@@ -190,6 +192,17 @@ class _Rules:
 
     def tail(self, tail: float, pairs: int) -> float:
         return tail if self.planned is None else look_tail(pairs, self.planned, tail)
+
+
+def _require_two(bench: Bench, control: str, seeds: Sequence[int]) -> None:
+    """Pairs that are copies would count as many, and their spread would be nothing."""
+    first, second = (held_out(bench.out, control, seed).logits for seed in seeds[:2])
+    if np.array_equal(first, second, equal_nan=True):
+        raise LokaError(
+            f"seeds {seeds[0]} and {seeds[1]} give one model: the control's predictions are the same to the bit",
+            why=["rows come in one order, so that pairs differ by the weights that `build` draws"],
+            way_out="let `build` draw weights, or move those that it loads, by torch's generator, seeded for it",
+        )
 
 
 def _expected(bank: Bank, bench: Bench, seeds: Sequence[int]) -> dict[str, Expected]:
