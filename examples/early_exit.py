@@ -6,6 +6,7 @@ same model, and models differ by more.
 """
 
 import copy
+import sys
 
 import torch
 from torch import nn
@@ -73,4 +74,4 @@ def main(seeds: int = 1) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    main(*map(int, sys.argv[1:2]))
