@@ -13,14 +13,13 @@ import argparse
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
-from math import nan
-from statistics import fmean, stdev
 
 import torch
 from torch import nn
 from torch.nn.functional import binary_cross_entropy_with_logits as bce
 
 import loka
+from loka.core.error import estimate_mean
 from loka.core.table import format_table
 from loka.data import Batch, SyntheticClicks
 from loka.measurement import Settings
@@ -252,9 +251,8 @@ def run_seed(seed: int, sizes: Sizes) -> Outcome:
 
 
 def over(values: Iterable[float]) -> str:
-    """The mean over seeds and its standard error."""
-    found = list(values)
-    return f"{fmean(found):.4f} +- {stdev(found) / len(found) ** 0.5 if len(found) > 1 else nan:.4f}"
+    """The mean over seeds with its 95 % interval, Student's; of one seed it has no ends."""
+    return estimate_mean(list(values)).shown(".4f")
 
 
 def report(outcomes: Sequence[Outcome]) -> str:
@@ -278,6 +276,8 @@ def main(arguments: Sequence[str] | None = None) -> list[Outcome]:
     for name, value in asdict(Sizes()).items():
         parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=value)
     sizes = Sizes(**vars(parser.parse_args(arguments)))
+    if min(asdict(sizes).values()) < 1 or sizes.stream < sizes.windows * sizes.batch:
+        parser.error(f"{sizes}: all at least 1, and a batch of the stream for each window")
     outcomes = [run_seed(seed, sizes) for seed in range(sizes.seeds)]
     print(report(outcomes))
     return outcomes
