@@ -86,6 +86,7 @@ def test_a_window_that_does_not_tell_is_not_said_to_hold(folder):
     [
         ["plan", "no-such-report.json", "--ne", "inf"],
         ["plan", "no-such-report.json", "--max-mere", "nan"],
+        ["probe", "--segment", "dense:0", "--segment", "sparse:1"],
         ["probe", "--base-rate", "0"],
         ["probe", "--base-rate", "2"],
         ["probe", "--base-rate", "nan"],

@@ -177,6 +177,8 @@ def test_limits_by_task_and_segment_from_probe_to_page(folder):
     assert rare.unknown in text
     text = loka("plan", "parts.json", "--ne-of", "sales=1e-2", cwd=folder, fails=True)
     assert "the report knows no KL/H of 'sales'" in text
+    text = loka("plan", "parts.json", "--ne-of", "buy=1e-9", "--ne-of", "buy =1", cwd=folder, fails=True)
+    assert "--ne-of 'buy =1': buy has a limit already" in text
     text = loka("plan", "parts.json", "--ne", 1e-4, "--ne-of", "buy=1e-2", cwd=folder, fails=True)
     assert "leave --ne out and name every task" in text
     text = loka("drift", "by_task.json", "parts", "--report", "parts.json", cwd=folder, fails=2)

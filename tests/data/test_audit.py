@@ -72,6 +72,9 @@ def test_missing_values_and_parts_that_nobody_has():
         (torch.tensor([2**24, 2**24 + 1]), {"value": 2**24 + 1}, 1),
         (torch.arange(1_700_000_000, 1_700_000_100), {"at_most": 1_700_000_049.5}, 50),
         (torch.arange(9), {"at_most": math.inf}, 9),
+        (torch.tensor([2**63 + 5, 7, 2**64 - 1], dtype=torch.uint64), {"at_most": 1000}, 1),
+        (torch.tensor([2**63 + 5, 2**63 + 6], dtype=torch.uint64), {"value": 2**63 + 5}, 1),
+        (torch.tensor([2**63 + 5, 7], dtype=torch.uint64), {"value": -(2**63) + 5}, 0),
         (torch.arange(9), {"at_most": -1e30}, 0),
         (torch.arange(9), {"value": 0.5}, 0),
         (torch.tensor([0.1, math.nan]), {"value": 0.1}, 1),
@@ -80,6 +83,12 @@ def test_missing_values_and_parts_that_nobody_has():
 )
 def test_integers_are_compared_exactly(values, part, hits):
     assert Share(column="c", share=0.5, **part).hits(values) == hits
+
+
+def test_neighbours_do_not_look_alike():
+    parts = [{"value": 2**53 + 2}, {"at_most": 1_700_000_049.5}, {"value": math.nan}]
+    said = ["c = 9007199254740994", "c <= 1700000049.5", "c = nan"]
+    assert [str(Share(column="c", share=0.5, **part)) for part in parts] == said
 
 
 @pytest.mark.parametrize("wrong", [{}, {"value": 1, "at_most": 2}, {"value": 1, "share": 1.5}])
@@ -94,6 +103,8 @@ def test_what_cannot_be_audited_is_refused():
         audit({"d": torch.ones(3)}, [share])
     with pytest.raises(LokaError, match="no rows"):
         audit({"c": torch.ones(0)}, [share])
+    with pytest.raises(LokaError, match=r"column 'c' is \[3, 2\], not \[rows\]"):
+        audit({"c": torch.ones(3, 2)}, [share])
     for wrong in ({"traffic": []}, {"traffic": [share], "level": 0}):
         with pytest.raises(ValueError, match="level"):
             audit({"c": torch.ones(3)}, **wrong)

@@ -9,14 +9,20 @@ import pytest
 import torch
 from small_run import RandomRows, SmallModel
 
+from loka.core.budget import Budget
+from loka.core.device import fingerprint
 from loka.core.exceptions import LokaError, UnknownName
+from loka.core.records.plan import Plan
 from loka.core.storage.codec import encode
 from loka.core.storage.files import write_record
 from loka.nn import sites_of
+from loka.nn.linears import signature
+from loka.report.pages.quality import quality_section
+from loka.report.validation_table import validation_table, verdict_line
 from loka.train import TrainConfig, train
 from loka.train.segments import Segments
 from loka.validation import paired_difference
-from loka.validation.arms import ArmSpec, arm_named, by_recipe
+from loka.validation.arms import ArmSpec, arm_named, by_plan, by_recipe
 from loka.validation.record import Validation
 from loka.validation.runs import folder_of, held_out
 from loka.validation.segments import (
@@ -274,6 +280,21 @@ def test_naive_is_tensorwise_with_e5m2_gradients_on_every_layer():
     by_recipe("rowwise_e4m3", rows=64).apply(rows)
     for name in sites_of(rows)["mlp.3"].candidates:
         assert name.endswith(":rowwise_e4m3")
+
+
+def test_segments_that_a_plan_limits_and_nobody_judges_are_named(tmp_path):
+    division = frequent_ids(0, 2)
+    judged = divide(TEST, [division], batch_size=64)[0].names[0]
+    missing = ("sparse:1 = 7", "dense:2 in (-inf, 0.1]", "night")
+    budget, model = Budget(segments=dict.fromkeys((judged, *missing), 1e-3)), signature(SmallModel())
+    plan = Plan(model=model, machine=fingerprint("cpu"), budget=budget, timed=False, decisions={})
+    found = run(tmp_path, (by_plan(plan), SAME), divisions=[division], pairs=1)
+    assert [arm.unjudged for arm in found.arms] == [missing, ()]
+    said = found.arms[0].unjudged_line
+    assert "; give --segment sparse:1[:N] --segment dense:2[:N], as" in said
+    assert said in validation_table(found)
+    assert said in quality_section(found)
+    assert verdict_line(found.arms[0]).endswith("0.1], night")
 
 
 def test_unknown_arms_and_segments_list_what_there_is():

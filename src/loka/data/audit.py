@@ -28,7 +28,9 @@ class Share:
             raise ValueError(f"{self!r}: a share between 0 and 1, of a value or of all values at most so large")
 
     def __str__(self) -> str:
-        return f"{self.column} = {self.value:g}" if self.value is not None else f"{self.column} <= {self.at_most:g}"
+        sign, bound = ("<=", self.at_most) if self.value is None else ("=", self.value)
+        assert bound is not None
+        return f"{self.column} {sign} " + (f"{int(bound)}" if bound % 1 == 0 else f"{bound:.12g}")
 
     def hits(self, values: torch.Tensor) -> int:
         """Floats are compared as the column has them, integers exactly."""
@@ -39,10 +41,14 @@ class Share:
         if not values.is_floating_point():  # torch would round or wrap what is compared
             if self.at_most is None and (math.isinf(bound) or bound != int(bound)):
                 return 0
-            least, most = torch.iinfo(torch.int64).min, torch.iinfo(torch.int64).max
-            if not least <= bound < most:
+            if math.isinf(bound):
+                return len(values) if bound > 0 else 0
+            least, bound = torch.iinfo(torch.int64).min, math.floor(bound)
+            if values.dtype == torch.uint64:  # few ops know it: moved, in order, to where int64 has them all
+                values, bound = values.view(torch.int64) ^ least, bound + least
+            if not least <= bound < -least:
                 return len(values) if self.at_most is not None and bound > 0 else 0
-            values, bound = values.long(), math.floor(bound)
+            values = values.long()
         return int((values <= bound if self.value is None else values == bound).sum())
 
 
@@ -89,8 +95,8 @@ def audit(
     Where all rows are drawn from the traffic, one by one, any part is told apart in `level` of all audits at most.
     Rows of one user are not drawn one by one: give one of each.
 
-    Raises UnknownName for a column that is not given, LokaError for one without rows, ValueError for a level or
-    `within` that is not between 0 and 1, or no share.
+    Raises UnknownName for a column that is not given, LokaError for one without rows or of another shape,
+    ValueError for a level or `within` that is not between 0 and 1, or no share.
     """
     if not traffic or not 0 < level < 1 or not 0 <= within < 1:
         raise ValueError(f"{level=}, {within=}, {len(traffic)} shares: both between 0 and 1, and one share or more")
@@ -101,7 +107,11 @@ def audit(
 def _audited(share: Share, columns: Mapping[str, torch.Tensor], level: float, within: float) -> Audited:
     if share.column not in columns:
         raise UnknownName(f"no column {share.column!r}", way_out=f"one of {', '.join(columns)}")
-    values = columns[share.column].detach().flatten().cpu()
+    values = columns[share.column].detach().cpu()
+    if values.ndim != 1:
+        raise LokaError(
+            f"column {share.column!r} is {list(values.shape)}, not [rows]", way_out="a column for each value of a row"
+        )
     if not len(values):
         raise LokaError(f"column {share.column!r} has no rows to audit", way_out="give rows")
     hits, rows = share.hits(values), len(values)

@@ -28,6 +28,7 @@ def validation_table(validation: Validation) -> str:
     parts += [_arm(arm, validation) for arm in validation.arms]
     verdicts = ", ".join(f"{arm.title} {arm.verdict.upper()}" for arm in validation.arms)
     parts.append(f"verdict: {verdicts}")
+    parts += [arm.unjudged_line for arm in validation.arms if arm.unjudged]
     return "\n\n".join(parts)
 
 
@@ -162,4 +163,5 @@ def verdict_line(arm: ArmVerdict) -> str:
     passed = sum(segment.verdict == "pass" for segment in arm.segments)
     line = f"{arm.title}: {arm.verdict}, {percent(arm.average.ne_percent)}"
     line += f"; {passed} of {len(arm.segments)} segments pass" if arm.segments else ""
-    return line + (f", fail: {', '.join(failed)}" if failed else "")
+    line += f", fail: {', '.join(failed)}" if failed else ""
+    return line + (f", not judged: {', '.join(arm.unjudged)}" if arm.unjudged else "")

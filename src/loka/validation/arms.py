@@ -38,18 +38,21 @@ class ArmSpec:
     """An arm of a validation.
 
     `apply` changes a fresh model on its device, in place; `identity` are JSON values that differ where
-    `apply` does, so that finished runs of another arm are never taken for this one's.
+    `apply` does, so that finished runs of another arm are never taken for this one's. `limited`: segments with a
+    limit in its plan.
     """
 
     name: str
     apply: Callable[[nn.Module], object]
     identity: Mapping[str, Any]
+    limited: tuple[str, ...] = ()
 
 
 def by_plan(plan: Plan, *, name: str = "plan") -> ArmSpec:
     """The model as `loka.convert(model, plan)` makes it."""
     digest = hashlib.sha256(canonical(plan.to_json())).hexdigest()
-    return ArmSpec(name=name, apply=lambda model: convert(model, plan), identity={"plan": digest})
+    limited = tuple(plan.budget.segments)
+    return ArmSpec(name=name, apply=lambda model: convert(model, plan), identity={"plan": digest}, limited=limited)
 
 
 def by_recipe(name: str, *, rows: int) -> ArmSpec:

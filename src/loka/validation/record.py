@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -32,7 +33,7 @@ class ArmVerdict:
 
     `average` is None where no pair is done; `broke` says where a run ended in NaN. `readings` compare all
     rows in other ways: no verdict goes by them. `key` is a digest of what the arm does. Of several tasks an
-    arm has one of these for each, named by `task`.
+    arm has one of these for each, named by `task`. `unjudged` are segments that its plan limits, and no division has.
     """
 
     name: str
@@ -43,6 +44,17 @@ class ArmVerdict:
     readings: tuple[RowsVerdict, ...] = ()
     key: str = ""
     task: str = sparse("")
+    unjudged: tuple[str, ...] = sparse(())
+
+    @property
+    def unjudged_line(self) -> str:
+        """What to do about them, where there are any."""
+        features = dict.fromkeys(re.findall(r"^(?:dense|sparse):\d+", "\n".join(self.unjudged), re.MULTILINE))
+        options = " ".join(f"--segment {each}[:N]" for each in features)
+        return (
+            f"{self.title}: NOT judged, though the plan limits them: {', '.join(self.unjudged)}; give "
+            f"{options or 'divisions that have them'}, as the probe was given"
+        )
 
     @property
     def title(self) -> str:

@@ -74,7 +74,7 @@ def frequent_ids(feature: int, count: int = 4) -> Division:
         for place, found in enumerate(top):
             group[values == found] = place
         names = [f"sparse:{feature} = {found}" for found in top]
-        return group, (*names, f"sparse:{feature}, other ids") if len(ids) > count else tuple(names)
+        return group, (*names, f"sparse:{feature}, all but {count} ids") if len(ids) > count else tuple(names)
 
     return Division(f"sparse:{feature}", lambda batch: batch.sparse[:, feature], split)
 

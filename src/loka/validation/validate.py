@@ -149,6 +149,7 @@ def validate(
             replace(
                 _arm_verdict(bench, rules, arm.name, task, runs, known.get((arm.name, task), {})),
                 key=digest_of({**arm.identity, "task": task} if task else arm.identity),
+                unjudged=tuple(name for name in arm.limited if not any(name in part.names for part in segments)),
             )
             for arm in arms
             for task in bench.tasks

@@ -38,14 +38,16 @@ def named_budget(name: str, **others: Any) -> Budget:
 def limited_by_name(budget: Budget, given: Sequence[str], report: Report) -> Budget:
     """`budget` with a limit by each NAME=LIMIT of --ne-of: of a task of the report, else of a segment.
 
-    Raises LokaError for a text that is no such pair, a limit that makes no sense, and for --ne beside a limit
-    for each task.
+    Raises LokaError for a text that is no such pair, a name given twice, a limit that makes no sense, and for --ne
+    beside a limit for each task.
     """
     tasks: dict[str, float] = {}
     segments: dict[str, float] = {}
     for text in given:
         before, _, limit = text.rpartition("=")
         name = before.strip()
+        if name in tasks or name in segments:
+            raise LokaError(f"--ne-of {text!r}: {name} has a limit already", way_out="give one")
         try:
             (tasks if name in tasks_in(report.parts) else segments)[name] = float(limit)
         except ValueError:

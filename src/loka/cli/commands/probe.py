@@ -37,6 +37,7 @@ from loka.cli.options import (
 from loka.cli.terminal import say
 from loka.cli.torchrun import require_alone
 from loka.cli.train_lines import show_log, train_ne
+from loka.core.exceptions import LokaError
 from loka.core.records.stats import Stats
 from loka.core.storage.alone import alone_in
 from loka.data.batch import Source, tasks_of
@@ -66,10 +67,10 @@ def probe(
     with_mods: WithMods = True,
     base_rate: BaseRate = None,
     segment: Annotated[
-        str | None,
+        list[str] | None,
         typer.Option(
             help="dense:FEATURE[:BUCKETS] or sparse:FEATURE[:COUNT]: effects of each segment of the held-out "
-            "rows by itself too, for `loka plan --ne-of`."
+            "rows by itself too, for `loka plan --ne-of`; given once."
         ),
     ] = None,
     checkpoint: Annotated[
@@ -82,6 +83,11 @@ def probe(
     Effects on KL/H are those of the model at the end, from at most 8 batches that training has not used.
     """
     require_alone("probe")
+    if segment and len(segment) > 1:
+        raise LokaError(
+            f"--segment {' and --segment '.join(segment)}: segments that overlap cannot be drawn apart",
+            way_out="a probe for each",
+        )
     cadence, device = steps_between(every, "--every"), choose_device(device)
     opened = open_data(data, rows=rows, seed=seed, schema=schema)
     rate = share_of_labels(base_rate, opened.train)
@@ -91,7 +97,7 @@ def probe(
         say(mods.apply(built, MODS))
     built.to(device)
     config = train_config(batch_size=batch_size, schedule=schedule, seed=seed, device=device)
-    segments = None if segment is None else _divided(segment, opened.test, batch_size)
+    segments = _divided(segment[0], opened.test, batch_size) if segment else None
     with alone_in(out, "probing"):
         if checkpoint is not None:
             stats = _of_checkpoint(built, checkpoint, opened, config, rate, segments)

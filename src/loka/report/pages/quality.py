@@ -53,6 +53,7 @@ def _arm(arm: ArmVerdict, found: Validation) -> Html:
     parts: list[object] = [
         tag("h3", f"{arm.title}: ", tag("span", arm.verdict, class_=_KIND[arm.verdict])),
         paragraph(f"A run ended in NaN. {arm.broke}") if arm.broke else None,
+        paragraph(arm.unjudged_line) if arm.unjudged else None,
     ]
     average = arm.average
     if average is not None:
