@@ -41,7 +41,7 @@ def keep_constants() -> None:
     Raises:
         WrongResults: the script cannot run, or constants are dropped nevertheless.
     """
-    if torch.cuda.is_available():
+    if torch.version.cuda and torch.cuda.is_available():
         for tool in _TOOLS:
             _keep(tool)
 
