@@ -41,7 +41,7 @@ def test_effects_of_all_sites_add_up(several):
 @pytest.mark.parametrize(
     "wrong",
     [{"on_miss": "drop"}, {"ne": -1e-9}, {"ne": math.inf}, {"min_speedup": -0.1}, {"min_speedup": math.inf},
-     {"keep": "fc"}],
+     {"keep": "fc"}, {"ne": "1"}, {"segments": [("a", 1)]}, {"segments": {"a": None}}],
 )  # fmt: skip
 def test_budgets_that_cannot_be_kept_are_refused(wrong):
     with pytest.raises(ValueError, match=next(iter(wrong))):

@@ -6,8 +6,9 @@ from torch import nn
 
 import loka
 from loka.core.budget import Budget
-from loka.core.exceptions import EffectUnknown, UnknownName
-from loka.core.records.parts import LEAST_ROWS, Part
+from loka.core.exceptions import DataRefused, EffectUnknown, UnknownName
+from loka.core.numerics.effect import Effect
+from loka.core.records.parts import LEAST_ROWS, Part, joined, judged
 from loka.core.records.report import Report
 from loka.core.records.stats import Stats
 from loka.probe import merge_stats, renew_effects
@@ -219,8 +220,52 @@ def test_settings_that_cannot_be_are_refused(model):
         Budget(ne={})
     with pytest.raises(ValueError, match="3 names of tasks"):
         renew_effects(model, probed(model), batches(256), tasks=("a", "b", "c"), forward=ROWS["forward"])
+    given = iter(batches(256))
+    with pytest.raises(ValueError, match="a, for 2 logits"):
+        renew_effects(
+            model, probed(model), given, tasks=("a",), forward=lambda model, batch: {"logits": model(batch[0])}
+        )
+    assert next(given)
     with pytest.raises(ValueError, match="pass tasks="):
         renew_effects(model, probed(model), batches(256), segments=THIRD, forward=ROWS["forward"], logits=lambda z: z)
+
+
+@pytest.mark.parametrize(
+    ("labels", "places", "said"),
+    [
+        (lambda y: y.where(y > 0, -1), 128, "-1 for (click|buy), high"),
+        (lambda y: y.where(y < 1, torch.nan), 128, "nan for"),
+        (lambda y: y.T, 128, "2, 128., not .*click, buy, high"),
+        (lambda y: y[:, [0, 1, 1]], 128, "128, 3"),
+        (lambda y: y[:, 0], 128, ".128., not"),
+        (lambda y: y, 300, "300 places in .*high.*"),
+    ],
+)
+def test_labels_and_places_that_do_not_fit_are_refused(model, labels, places, said):
+    rows = {**ROWS, "segments": Segments(("high",), lambda batch: torch.zeros(places).long(), by="x")}
+    with pytest.raises(DataRefused, match=said):
+        renew_effects(model, probed(model), batches(128), labels=lambda batch: labels(batch[1]), **rows)
+
+
+def test_soft_labels_are_taken_and_others_not_asked(model):
+    def renew(labels, **others):
+        return renew_effects(model, probed(model), batches(256), labels=labels, **ROWS, **others).parts
+
+    assert renew(lambda batch: batch[1].where(batch[0][:, :1] > 2.0, -1)) == renew(labels_of)
+    renew(lambda batch: batch[1] * 0.7)
+    renew(lambda batch: batch[1] - 2, weights=lambda batch: torch.ones(128))
+
+
+@pytest.mark.parametrize(("terms", "said"), [([1.0, 2.0] * 53, "22 more"), ([1.0] * 150, "no upper end")])
+def test_rows_that_tell_nothing_do_not_count(terms, said):
+    effect = Effect.of(terms, [[0.5]] * len(terms))
+    both = judged(joined(Part(rows=109, unknown="alike"), Part(rows=len(terms))), [{"rowwise_e4m3": effect}])
+    assert said in both.unsupported
+
+
+def test_a_part_that_the_plan_has_not_is_refused(model, report):
+    with pytest.raises(UnknownName, match="'', 'click', 'buy', 'click, high', 'buy, high'"):
+        joint_effect(model, loka.plan(report, Budget(ne=1.0)), [], part="hig")
 
 
 def test_missing_rows_follow_from_the_width():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, SupportsFloat
 
 from loka.core.error import Estimate
 from loka.core.storage.codec import record, sparse
@@ -61,7 +61,9 @@ class Budget:
             value = getattr(self, name)
             if value is not None and not math.isfinite(value):
                 raise ValueError(f"{name} is {value}; it must be finite, or None to lift the limit")
-        by_name = {f"segments[{name!r}]": limit for name, limit in self.segments.items()}
+        if not isinstance(self.segments, Mapping):
+            raise ValueError(f"segments is {self.segments!r}; it must map names to limits")
+        by_name: dict[str, object] = {f"segments[{name!r}]": limit for name, limit in self.segments.items()}
         if isinstance(self.ne, Mapping):
             by_name |= {f"ne[{name!r}]": limit for name, limit in self.ne.items()}
             if not self.ne:
@@ -69,8 +71,8 @@ class Budget:
         elif self.ne is not None:
             by_name["ne"] = self.ne
         for name, limit in by_name.items():
-            if not 0 <= limit < math.inf:
-                raise ValueError(f"{name} is {limit}; an increase allowed is 0 or more, or None for no limit")
+            if not (isinstance(limit, SupportsFloat) and 0 <= float(limit) < math.inf):
+                raise ValueError(f"{name} is {limit!r}; an increase allowed is 0 or more (ne: or None for no limit)")
         if not 0 <= self.min_speedup < math.inf:
             raise ValueError(f"min_speedup is {self.min_speedup}; a ratio of times cannot be negative")
         if isinstance(self.keep, str):

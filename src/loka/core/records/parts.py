@@ -39,7 +39,7 @@ def _check(part: Part) -> None:
 @record(check=_check)
 @dataclass(frozen=True, kw_only=True)
 class Part:
-    """`rows` of it were probed, of `read` that were there to choose from.
+    """`rows` of it were probed and tell, of `read` that were there to choose from.
 
     `width` is what a budget is charged for all layers together over their estimate, by the reference recipe:
     2 says that the upper end is twice the estimate; inf where nothing is known. At most `allowed` counts as
@@ -61,7 +61,9 @@ class Part:
     @property
     def missing(self) -> int:
         """About how many more rows would do: widths of logarithms fall with the square root of the rows."""
-        factor = (math.log(self.width) / math.log(self.allowed)) ** 2 if math.isfinite(self.width) else 1.0
+        if not math.isfinite(self.width):
+            return LEAST_ROWS  # these count as none
+        factor = (math.log(self.width) / math.log(self.allowed)) ** 2
         return max(math.ceil(self.rows * factor), LEAST_ROWS, self.rows) - self.rows
 
     @property
@@ -69,11 +71,10 @@ class Part:
         """Why no budget can go by it; "" where one can."""
         if self.unknown or not self.missing:
             return self.unknown
-        known = f", which tell its KL/H to a factor of {self.width:.2f}, not {self.allowed:g}"
-        return (
-            f"{self.rows} rows of it were probed{known if math.isfinite(self.width) else ''}: about "
-            f"{self.missing} more are needed"
-        )
+        told = f"tell its KL/H to a factor of {self.width:.2f}, not {self.allowed:g}"
+        if not math.isfinite(self.width):
+            told = "give it no upper end (one cluster, copies or no effect, at a layer)"
+        return f"{self.rows} rows of it were probed, which {told}: about {self.missing} more are needed"
 
     def __str__(self) -> str:
         if self.unsupported:
@@ -82,15 +83,16 @@ class Part:
 
 
 def judged(part: Part, effects: Iterable[Mapping[str, Effect]]) -> Part:
-    """`part` with its width, by the effects of each layer."""
-    known = [by_recipe[REFERENCE].kl() for by_recipe in effects if REFERENCE in by_recipe]
-    total = total_effect(known)
+    """`part` with its width, by the effects of each layer, and with no more rows than those are of."""
+    found = [by_recipe[REFERENCE] for by_recipe in effects if REFERENCE in by_recipe]
+    total = total_effect(effect.kl() for effect in found)
     width = upper_bound(total) / total.value if total.value > 0 else math.inf
-    return replace(part, width=width)
+    told = max((round(effect.count) for effect in found), default=part.rows)
+    return replace(part, width=width, rows=min(part.rows, told))
 
 
 def joined(part: Part, other: Part) -> Part:
-    """The same part of other rows too; its width is to be judged anew."""
+    """The same part of other rows too; its width and rows are to be judged anew."""
     return replace(
         part,
         rows=part.rows + other.rows,

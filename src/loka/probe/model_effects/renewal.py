@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from loka.core.exceptions import NotConverted, PlanMismatch
+from loka.core.exceptions import DataRefused, NotConverted, PlanMismatch
 from loka.core.numerics.effect import NO_PROMISE, OLD, Effect
 from loka.core.numerics.label_rate import BaseRate, require_shares, task_rates
 from loka.core.records.parts import WIDTH, Part
@@ -33,7 +33,7 @@ from loka.probe.layer_stats import with_effects
 from loka.probe.model_effects.calls import Found, step_seed
 from loka.probe.model_effects.effects_by_part import ProbedRows, effects_by_part, over_batches
 from loka.probe.model_effects.error_projection import effects_of
-from loka.probe.model_effects.logits import Logits, NoEffect, refuse
+from loka.probe.model_effects.logits import Logits, NoEffect, called_logits, refuse
 from loka.probe.model_effects.movement import Horizon, added_variance, widened
 from loka.probe.model_effects.promise import no_promise
 from loka.probe.model_effects.segment_rows import SEGMENT_ROWS, RowSegments, SegmentRows
@@ -49,7 +49,7 @@ Clusters = Callable[[Any], torch.Tensor]
 Weights = Callable[[Any], torch.Tensor]
 """A batch -> [B], not negative: what each row weighs in the loss."""
 Labels = Callable[[Any], torch.Tensor | None]
-"""A batch -> [B] or [B, tasks] in {0, 1}, or None."""
+"""A batch -> [B] or [B, tasks] in [0, 1], or None."""
 T = TypeVar("T")
 
 SAMPLES, PER_BATCH = 1536, 192
@@ -115,6 +115,7 @@ def renew_effects(
     Raises:
         PlanMismatch: `stats` is of another model.
         NotConverted: the model runs by a plan; only the unquantized one can be evaluated.
+        DataRefused: places of segments, or labels, that do not fit the rows.
         ValueError: a base rate that is no share, another number of them than tasks, other names than logits,
             no samples, or weights that are negative, not finite or all 0.
     """
@@ -170,6 +171,12 @@ class _Rows:
     missed: dict[str, str] = field(default_factory=dict)
     count: int = 0
 
+    def require_named(self, count: int) -> None:
+        if self.tasks and len(self.tasks) != count:
+            raise ValueError(f"{len(self.tasks)} names of tasks, {', '.join(self.tasks)}, for {count} logits: name all")
+        if self.strata is not None and count > 1 and not self.tasks:
+            raise ValueError(f"segments of {count} logits need their names: pass tasks=")
+
 
 def _read(
     model: nn.Module,
@@ -187,7 +194,9 @@ def _read(
     linears, _ = find_linears(model)
     traced = {path: shape for path, shape in stats.model.layers.items() if shape.use is not None}
 
-    def probe(batch: Any, step: int, take: int, chosen: torch.Tensor | None) -> Found | None:
+    def probe(
+        batch: Any, step: int, take: int, chosen: torch.Tensor | None, places: torch.Tensor | None
+    ) -> Found | None:
         """One forward, and backward from the logits of some rows."""
         found: list[Found] = []
         sensitivity = Sensitivity(
@@ -217,15 +226,24 @@ def _read(
                 finally:
                     for handle in trace.stop():
                         handle.remove()
+                columns = called_logits(output) if logits is None and not isinstance(output, tuple) else None
+                if isinstance(columns, torch.Tensor) and columns.ndim == 2:
+                    rows.require_named(columns.shape[1])
                 sensitivity.finish(model, output)
         finally:
             eager.release()
+        if rows.strata is not None and places is not None and sensitivity.size not in (0, len(places)):
+            raise DataRefused(
+                f"segments.of gives {len(places)} places in {rows.strata.segments.names} to {sensitivity.size} rows",
+                way_out="give each row one, or -1",
+            )
         rows.missed |= sensitivity.missed()
         return found[0] if found else None
 
     def keep(batch: Any, fresh: Found | None, places: torch.Tensor | None, *, uniform: bool) -> None:
         if fresh is None:
             return
+        rows.require_named(fresh.logits.shape[1])
         rows.found.append(fresh)
         rows.uniform.append(uniform)
         if rows.strata is not None and places is not None:
@@ -240,16 +258,16 @@ def _read(
         strata, places, fresh = rows.strata, None, None
         if strata is not None:
             places = strata.places(batch)
-            strata.see(places, rows.labels(batch))
         if rows.count < samples:
-            fresh = probe(batch, number + 1, min(per_batch, samples - rows.count), None)
+            fresh = probe(batch, number + 1, min(per_batch, samples - rows.count), None, places)
             keep(batch, fresh, places, uniform=True)
             rows.count += len(fresh.picks) if fresh is not None else 0
         if strata is not None and places is not None:
+            strata.see(places, rows.labels(batch) if weights is None else None, rows.tasks)
             taken = fresh.picks if fresh is not None else places[:0]
             chosen = strata.choose(places, taken, step_seed(seed, number + 1) % (1 << 31))
             if len(chosen):
-                keep(batch, probe(batch, number + 1, len(chosen), chosen), places, uniform=False)
+                keep(batch, probe(batch, number + 1, len(chosen), chosen, places), places, uniform=False)
         if rows.count >= samples and (strata is None or strata.enough):
             return
 
@@ -261,10 +279,6 @@ def _renewed(stats: Stats, rows: _Rows, base_rate: BaseRate | None, horizon: Hor
         return replace(stats, layers=kept, parts={})
     every = [found for found, uniform in zip(rows.found, rows.uniform, strict=True) if uniform]
     z = torch.cat([found.logits for found in every])
-    if rows.tasks and len(rows.tasks) != z.shape[1]:
-        raise ValueError(f"{len(rows.tasks)} names of tasks, {', '.join(rows.tasks)}, for {z.shape[1]} logits")
-    if rows.strata is not None and z.shape[1] > 1 and not rows.tasks:
-        raise ValueError(f"segments of {z.shape[1]} logits need their names: pass tasks=")
     rates = task_rates(base_rate, z.shape[1]) if base_rate is not None else None
     refused = no_promise(z, rates)
     if refused:

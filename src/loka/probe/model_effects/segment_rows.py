@@ -12,6 +12,8 @@ from typing import Any, Protocol
 
 import torch
 
+from loka.core.exceptions import DataRefused
+from loka.core.records.parts import part_name
 from loka.probe.model_effects.calls import Found
 
 SEGMENT_ROWS = 512
@@ -62,14 +64,25 @@ class SegmentRows:
             )
         return found.to("cpu", torch.int64)
 
-    def see(self, places: torch.Tensor, labels: torch.Tensor | None) -> None:
-        """A batch goes by, with `labels` [B] or [B, T]."""
+    def see(self, places: torch.Tensor, labels: torch.Tensor | None, tasks: tuple[str, ...]) -> None:
+        """A batch goes by, with `labels` [B, T], or [B] of one task, in [0, 1]; else raises DataRefused."""
         for at in range(len(self.read)):
             self.read[at] += int((places == at).sum())
         if labels is None:
             return
-        columns = labels.to("cpu", torch.float64).reshape(len(places), -1)
-        known = (places >= 0) & (places < len(self.read))
+        columns, names, tasks = torch.as_tensor(labels).to("cpu", torch.float64), self.segments.names, tasks or ("",)
+        if columns.ndim == len(tasks) == 1:
+            columns = columns[:, None]
+        known = (places >= 0) & (places < len(names))
+        shape, needed, wrong = list(columns.shape), [len(places), len(tasks)], ""
+        if shape != needed:
+            wrong = f"{shape}, not {needed}, for {', '.join(filter(None, (*tasks, *names)))}"
+        elif len(strange := (known[:, None] & ~((columns >= 0) & (columns <= 1))).nonzero()):
+            row, task = strange[0].tolist()
+            wrong = f"{columns[row, task]:g} for {part_name(tasks[task], names[places[row]])}"
+        if wrong:
+            way_out = "let labels= give [rows, tasks] from 0 to 1, or None; segments.of takes out rows by -1"
+            raise DataRefused(f"no H of segments: labels are {wrong}", way_out=way_out)
         if self.positives is None:
             self.positives = torch.zeros(len(self.read), columns.shape[1], dtype=torch.float64)
         self.positives.index_add_(0, places[known], columns[known])

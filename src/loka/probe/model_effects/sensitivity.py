@@ -94,12 +94,13 @@ class Sensitivity:
         self._reasons: dict[str, str] = {}
         self._missed: dict[str, str] = {}  # why the latest step says nothing, by path
         self.loss = ClickLoss()
+        self.size = 0  # rows of logits
 
     def begin(self, arguments: Any, *, step: int) -> None:
         """Sampled step number `step` begins; `arguments` are those of the model."""
         self._flush()
         self._generator.manual_seed(step_seed(self._seed, step))
-        self._calls = []
+        self._calls, self.size = [], 0
         self._step = Step(batch_of(arguments))
 
     def see(
@@ -147,7 +148,7 @@ class Sensitivity:
             except NoEffect as reason:
                 self._step.picks = self._fall_back(str(reason))
                 return
-            self._shown = True
+            self._shown, self.size = True, z.shape[0]
             if self._base_rate is not None:
                 task_rates(self._base_rate, z.shape[1])
             refuse(model)

@@ -21,7 +21,7 @@ from torch import nn
 from torch.nn import functional
 
 from loka.core.error import Estimate, estimate_mean
-from loka.core.exceptions import DataRefused, NonFinite, NotConverted, PlanMismatch
+from loka.core.exceptions import DataRefused, NonFinite, NotConverted, PlanMismatch, UnknownName
 from loka.core.numerics.label_rate import require_shares, task_rates
 from loka.core.records.parts import WHOLE
 from loka.core.records.plan import Plan
@@ -112,6 +112,7 @@ def joint_effect(
         PlanMismatch: the plan was made for another model.
         NotConverted: the model runs a plan already; there is nothing unquantized to compare with.
         NonFinite: a logit is NaN or infinite.
+        UnknownName: the plan has no such `part`.
         DataRefused: no batch, or one without rows; an output that is no tensor of logits, or all of whose
             values lie between 0 and 1, which are probabilities; predictions without entropy.
         ValueError: a base rate that is no share.
@@ -127,6 +128,12 @@ def joint_effect(
         )
     if site_forwards(model):
         raise NotConverted("this model already runs a plan", way_out="loka.revert(model) first")
+    known = dict.fromkeys((WHOLE, *plan.limits, *(name for d in plan.decisions.values() for name in d.kl_by_part)))
+    if candidates and part not in known:
+        raise UnknownName(
+            f"the plan knows no KL/H of the part {part!r}",
+            way_out=f"one of {', '.join(map(repr, known))} ('' is all rows)",
+        )
     run = forward or _by_batch
     divergences, logits = [], []
     with evaluating(model), torch.no_grad():
