@@ -263,6 +263,12 @@ def test_rows_that_tell_nothing_do_not_count(terms, said):
     assert said in both.unsupported
 
 
+def test_a_layer_without_an_upper_end_hides_no_other():
+    """As an expert that hardly a row reaches: it stays in hp, and a limit on the part goes by the rest."""
+    known, alike = (Effect.of(terms, [[0.5]] * 150) for terms in ([1.0, 2.0] * 75, [1.0] * 150))
+    assert not judged(Part(rows=150), [{"rowwise_e4m3": known}, {"rowwise_e4m3": alike}]).unsupported
+
+
 def test_a_part_that_the_plan_has_not_is_refused(model, report):
     with pytest.raises(UnknownName, match="'', 'click', 'buy', 'click, high', 'buy, high'"):
         joint_effect(model, loka.plan(report, Budget(ne=1.0)), [], part="hig")

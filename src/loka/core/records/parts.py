@@ -73,7 +73,7 @@ class Part:
             return self.unknown
         told = f"tell its KL/H to a factor of {self.width:.2f}, not {self.allowed:g}"
         if not math.isfinite(self.width):
-            told = "give it no upper end (one cluster, copies or no effect, at a layer)"
+            told = "give it no upper end at any layer (one cluster, copies or no effect)"
         return f"{self.rows} rows of it were probed, which {told}: about {self.missing} more are needed"
 
     def __str__(self) -> str:
@@ -85,7 +85,9 @@ class Part:
 def judged(part: Part, effects: Iterable[Mapping[str, Effect]]) -> Part:
     """`part` with its width, by the effects of each layer, and with no more rows than those are of."""
     found = [by_recipe[REFERENCE] for by_recipe in effects if REFERENCE in by_recipe]
-    total = total_effect(effect.kl() for effect in found)
+    known = [effect.kl() for effect in found]
+    # A layer without an upper end stays in high precision: what is charged is the others'.
+    total = total_effect(one for one in known if math.isfinite(upper_bound(one)))
     width = upper_bound(total) / total.value if total.value > 0 else math.inf
     told = max((round(effect.count) for effect in found), default=part.rows)
     return replace(part, width=width, rows=min(part.rows, told))
