@@ -8,6 +8,7 @@ A tower of three layers, new rows on each rank at each step; FSDP2 gathers in FP
 host at step 100 and at the end; bits of whole weights, and of the output for rows that all ranks share.
 """
 
+import hashlib
 import json
 import sys
 import time
@@ -94,6 +95,7 @@ def main() -> None:
             "loss": float(loss),
             "applied": len(loka.regions(model).applied),
             "replicas": "bit-equal" if len(every) == 1 else "NOT EQUAL",
+            "bits": hashlib.sha256(min(every)).hexdigest()[:16],  # the same by --step compile and graph
             "mb_early": early,
             "mb_grown": {kind: late_mb[kind] - early[kind] for kind in early},
         }

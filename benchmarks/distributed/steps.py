@@ -8,7 +8,8 @@
     torchrun --nproc-per-node 2 benchmarks/distributed/steps.py --model wukong:small --narrowest 16 \\
         --batch-size 64 --rounds 6 --device cpu --out runs/tiny.jsonl
 
-`--step graph` captures steps of DistributedDataParallel whole, all-reduces included. A step of Wukong is that
+An arm with `_graph` behind its name, or any by `--step graph`, captures its steps whole, collectives included; tables
+of FSDP2 stay beside. A step of Wukong is that
 of `loka train`, optimizers and metrics included; of the tower, six layers of 2048, forward, backward and
 AdamW. One synthetic batch of each rank. The plan is --plan, or by hand: layers with
 both sides of --narrowest and more. Each arm takes turns with bf16 of its engine, rounds of four steps, the
@@ -41,7 +42,16 @@ from loka.nn.linears import signature
 from loka.train import TrainConfig
 from loka.train.run import Run
 
-ARMS = ("ddp_loka", "ddp_rowwise", "fsdp2_loka_fp8", "fsdp2_loka", "fsdp2_loka_auto")
+GRAPH = "_graph"
+ENGINES = {"ddp": ("ddp_loka", "ddp_rowwise"), "fsdp2": ("fsdp2_loka_fp8", "fsdp2_loka", "fsdp2_loka_auto")}
+ARMS = tuple(
+    arm for engine, loka in ENGINES.items() for name in (f"{engine}_bf16", *loka) for arm in (name, name + GRAPH)
+)
+
+
+def as_told(name: str, told: Namespace) -> tuple[str, Any]:
+    """An arm without its suffix, and how its steps run."""
+    return (name.removesuffix(GRAPH), "graph") if name.endswith(GRAPH) else (name, told.step)
 
 
 def zoo(name: str, told: Namespace) -> Made:
@@ -52,8 +62,8 @@ def zoo(name: str, told: Namespace) -> Made:
         model = model_builder(told.model)(rows)
     mods.apply(model, MODS)
     plan = planned(signature(model), told, device) if "loka" in name else None
-    graph = told.step == "graph"
-    config = TrainConfig(batch_size=size, device=told.device, step=told.step, capture_collectives=graph)
+    name, mode = as_told(name, told)
+    config = TrainConfig(batch_size=size, device=told.device, step=mode, capture_collectives=mode == "graph")
     model = over_ranks(model, config, engine="torch", dense=name.partition("_")[0], exchange="fp32")
     gathering = None
     if plan:
@@ -65,7 +75,7 @@ def zoo(name: str, told: Namespace) -> Made:
     batch = next(iter(rows.batches(size))).to(device)
 
     def more() -> dict[str, Any]:
-        found: dict[str, Any] = {"step": run.step_reason or told.step}
+        found: dict[str, Any] = {"step": run.step_reason or mode}
         if plan:
             found |= {"plan": str(told.plan or "by hand"), "applied": len(loka.regions(model).applied)}
             found["sites"] = sum(d.candidate != "hp" for d in plan.decisions.values())
@@ -78,6 +88,7 @@ def zoo(name: str, told: Namespace) -> Made:
 
 def tower(name: str, told: Namespace) -> Made:
     device = torch.device(told.device)
+    name, told.step = as_told(name, told)
     torch.manual_seed(0)
     model = Tower(told.width, 6).to(device)
     layers = signature(model)
@@ -96,7 +107,7 @@ def main() -> None:
     parser = options()
     parser.add_argument("--model", default="wukong:2gf", help="or tower")
     parser.add_argument("--width", type=int, default=2048, help="of the tower")
-    parser.add_argument("--arms", nargs="+", choices=ARMS, default=[a for a in ARMS if a != "ddp_rowwise"])
+    parser.add_argument("--arms", nargs="+", choices=ARMS, default=["ddp_loka", "fsdp2_loka_fp8", "fsdp2_loka"])
     told = parser.parse_args()
     with process_group(told.device) as told.device:
         make = partial(tower if told.model == "tower" else zoo, told=told)

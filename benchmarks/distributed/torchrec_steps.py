@@ -23,11 +23,13 @@ import torch.distributed as dist
 sys.path.insert(0, str(Path(__file__).parent))
 from shared import Arms, Made, options, planned
 
+from arms import CANDIDATES  # of benchmarks/regions, on the path behind shared
+
 import loka
 from loka.cli.torchrun import process_group
-from loka.core.signature import ModelSignature
 from loka.distributed.embedding_bags import torchrec
 from loka.distributed.sharded_tables import shard_tables
+from loka.measurement.settings import COARSE
 from loka.train import TrainConfig
 from loka.train.optim import build_optimizers
 from loka.train.steps.step_time import compiled
@@ -58,19 +60,28 @@ def batches(size: int, *, pinned: bool) -> list[Any]:
     return found
 
 
-def signature(told: argparse.Namespace, device: torch.device) -> ModelSignature:
-    """Of one probed step without wrappers: the cross layers are raw parameters, which Probe finds."""
-    model, batch = dlrm(told, device).to(device), batches(256, pinned=False)[0].to(device)
+def probed(told: argparse.Namespace, device: torch.device) -> loka.Stats:
+    """Of two steps without wrappers: the cross layers are raw parameters, which Probe finds."""
+    model, some = dlrm(told, device).to(device), batches(told.batch_size, pinned=False)
     with loka.Probe(model, every=1, effect_samples=0) as probe:
-        with torch.autocast(device.type, torch.bfloat16):
-            loss, _ = model(batch)
-        loss.backward()
-    return probe.stats().model
+        for batch in some[:2]:
+            with torch.autocast(device.type, torch.bfloat16):
+                loss, _ = model(batch.to(device))
+            loss.backward()
+    return probe.stats()
+
+
+def plan_of(told: argparse.Namespace, device: torch.device) -> loka.Plan:
+    stats = probed(told, device)
+    if not told.measured:
+        return planned(stats.model, told, device)
+    report = loka.measure(stats, device=device, candidates=CANDIDATES, settings=COARSE)
+    return loka.agree(loka.plan(report, loka.Budget(ne=None, min_speedup=1.0)))
 
 
 def made(name: str, told: argparse.Namespace) -> Made:
     device, size = torch.device(told.device), told.batch_size
-    plan = planned(signature(told, device), told, device) if name == "loka" else None
+    plan = plan_of(told, device) if name == "loka" else None
     model = shard_tables(dlrm(told, device), device=device, batch_size=size, lr=0.02)
     optimizers = build_optimizers(model, TrainConfig(batch_size=size, sparse_lr=0.02)).values()
     if plan:
@@ -92,8 +103,9 @@ def made(name: str, told: argparse.Namespace) -> Made:
         found: dict[str, Any] = {"pipelined": len(pipeline._pipelined_modules), "step": told.step}
         found["placed"] = sorted({w.sharding_type for p in model.plan.plan.values() for w in p.values()})
         if plan:
-            found |= {"plan": str(told.plan or "by hand"), "applied": len(loka.regions(model).applied)}
-            found["sites"] = len(plan.decisions)
+            how = told.plan or ("measured" if told.measured else "by hand")
+            found |= {"plan": str(how), "applied": len(loka.regions(model).applied)}
+            found["sites"] = sum(d.candidate != "hp" for d in plan.decisions.values())
         return found
 
     feed = itertools.cycle(batches(size, pinned=device.type == "cuda"))
@@ -103,6 +115,7 @@ def made(name: str, told: argparse.Namespace) -> Made:
 def main() -> None:
     parser = options()
     parser.add_argument("--shrink", type=int, default=1, help="divides all widths")
+    parser.add_argument("--measured", action="store_true", help="plan by probe and measure, on all ranks at once")
     told = parser.parse_args()
     with process_group(told.device, of_one=True) as told.device:
         Arms(f"DLRM_DCN / {told.shrink}", told, partial(made, told=told)).run("bf16", ["loka"])

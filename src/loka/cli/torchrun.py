@@ -134,4 +134,5 @@ def over_ranks(model: nn.Module, config: TrainConfig, *, engine: str, dense: str
             if isinstance(module, TABLES):
                 module.sparse = False
     with synced(stream):
-        return DistributedDataParallel(model.to(config.device))
+        # Gradients lie in what is sent: nothing is copied back.
+        return DistributedDataParallel(model.to(config.device), gradient_as_bucket_view=True)

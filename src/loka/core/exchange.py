@@ -35,7 +35,7 @@ def gather(data: bytes, group: dist.ProcessGroup | None) -> list[bytes]:
     lengths = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(world)]
     dist.all_gather(lengths, torch.tensor([len(data)], device=device), group=group)
     sizes = [int(length) for length in lengths]
-    mine = _bytes(data.ljust(max(sizes), b" "), device)
+    mine = _bytes(data.ljust(max(*sizes, 1), b" "), device)
     parts = [torch.empty_like(mine) for _ in range(world)]
     dist.all_gather(parts, mine, group=group)
     return [part.cpu().numpy().tobytes()[:size] for part, size in zip(parts, sizes, strict=True)]
@@ -58,6 +58,8 @@ def broadcast(data: bytes, group: dist.ProcessGroup | None) -> bytes:
     mine = dist.get_rank(group) == 0
     length = torch.tensor([len(data) if mine else 0], device=device)
     dist.broadcast(length, src=first, group=group)
+    if not int(length):
+        return b""
     sent = _bytes(data, device) if mine else torch.empty(int(length), dtype=torch.uint8, device=device)
     dist.broadcast(sent, src=first, group=group)
     return sent.cpu().numpy().tobytes()

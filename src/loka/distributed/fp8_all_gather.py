@@ -19,6 +19,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -230,7 +231,8 @@ class Exchange:
         # Each of the two would break a graph of its own where it is traced; FSDP2's are left out as well.
         enter, leave = torch.compiler.disable(self._enter), torch.compiler.disable(self._leave)
         for unit in self._units:
-            self._handles.append(unit.register_forward_pre_hook(enter, prepend=True))
+            # Not the module that a hook is called with: zoo.dense_part shares hooks with its model.
+            self._handles.append(unit.register_forward_pre_hook(partial(enter, unit), prepend=True))
             self._handles.append(unit.register_forward_hook(leave, always_call=True))
         self.renew()
 
@@ -279,13 +281,13 @@ class Exchange:
         for one in self.chosen:
             one.unhook()
 
-    def _enter(self, module: Any, args: Any) -> None:
+    def _enter(self, unit: Any, module: Any, args: Any) -> None:
         # Checkpointed forwards run again in backward, and are to find what they found before.
         self._depth += 1  # first, for `_leave` is called even where this raises
         if self._depth == 1 and torch._C._current_graph_task_id() == -1:
             self.renew()
             if self._scales.is_cuda:  # gathers wait for the optimizer alone where a user has said so
-                module.set_post_optim_event(torch.cuda.current_stream().record_event())
+                unit.set_post_optim_event(torch.cuda.current_stream().record_event())
 
     def _leave(self, module: Any, args: Any, output: Any) -> None:
         self._depth = max(self._depth - 1, 0)  # and where a hook before `_enter` raised

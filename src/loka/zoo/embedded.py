@@ -43,9 +43,20 @@ def dense_part(model: nn.Module) -> nn.Module:
     # What is in a memo is not copied: deepcopy takes these as they are.
     shared = [*model.children(), *front.children(), *model.parameters(), *model.buffers()]
     memo: dict[int, object] = {id(part): part for part in shared if part is not front}
-    memo[id(front.embeddings)] = LookedUp()
-    part: nn.Module = copy.deepcopy(model, memo)
+    part, part_front = _twin(model, memo), _twin(front, memo)
+    vars(part_front)["_modules"]["embeddings"] = LookedUp()
+    vars(part)["_modules"]["front"] = part_front
     return part
+
+
+def _twin(module: nn.Module, memo: dict[int, object]) -> nn.Module:
+    """Another object of the same class and state, hooks included. FSDP2's modules refuse copy and deepcopy."""
+    twin: nn.Module = object.__new__(type(module))
+    memo[id(module)] = twin  # a forward of FP8 sites refers to its module
+    torchs = {name: value for name, value in vars(module).items() if name.startswith("_")}
+    own = {name: value for name, value in vars(module).items() if name not in torchs}
+    vars(twin).update(torchs, **copy.deepcopy(own, memo), _modules=dict(module._modules))
+    return twin
 
 
 def look_up(model: nn.Module, sparse: torch.Tensor, sequence: torch.Tensor | None = None) -> tuple[torch.Tensor, ...]:

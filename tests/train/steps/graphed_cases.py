@@ -75,12 +75,13 @@ class Fake:
         saved = [(t, t.detach().clone()) for t in (*self.model.parameters(), *tensors)]
         self.groups = self._groups()
         self.result = function()
-        self.gradients = {p: p.grad for p in self.model.parameters()}
+        self.gradients = {p: p.grad for g in self.optimizer.param_groups for p in g["params"]}
         with torch.no_grad():
             for tensor, value in saved:
                 tensor.copy_(value)
-            for never_computed in (self.result, *self.gradients.values()):
-                never_computed.fill_(float("nan"))
+            for never_computed in (*_tensors(self.result), *self.gradients.values()):
+                if never_computed is not None:
+                    never_computed.fill_(float("nan"))
         if self.error is not None:
             raise self.error
         return copy.copy(self), self.result
@@ -90,9 +91,11 @@ class Fake:
         self._set(self.groups)
         for parameter in self.gradients:
             parameter.grad = None
-        self.result.copy_(self.function())
+        for result, computed in zip(_tensors(self.result), _tensors(self.function()), strict=True):
+            result.copy_(computed)
         for parameter, recorded in self.gradients.items():
-            recorded.copy_(parameter.grad)
+            if recorded is not None:
+                recorded.copy_(parameter.grad)
             parameter.grad = attributes[parameter]
         self._set(groups)
 
@@ -102,6 +105,10 @@ class Fake:
     def _set(self, groups):
         for group, values in zip(self.optimizer.param_groups, groups, strict=True):
             group.update(values)
+
+
+def _tensors(result):
+    return result if isinstance(result, tuple) else (result,)
 
 
 def plain(model, optimizer, data):

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 
@@ -79,7 +80,7 @@ class Undo:
                     "go on with the old one; change it in place"
                 )
         for weight, _, data in self.gradients:
-            if weight.data_ptr() != data.data_ptr():
+            if address(weight) != address(data):
                 return "the step moves a parameter to other memory, and a graph would go on with the old one"
         for tensor, value in self.on_host:
             if not _equal(tensor, value):
@@ -89,7 +90,7 @@ class Undo:
     def everything(self) -> None:
         """Takes it all back."""
         for weight, gradient, data in self.gradients:
-            if weight.data_ptr() != data.data_ptr():
+            if address(weight) != address(data):
                 weight.data = data
             weight.grad = gradient
         for module, buffers in self.buffers:
@@ -118,6 +119,11 @@ class Undo:
             [data for _, _, data in self.gradients],
             [buffers for _, buffers in self.buffers],
         )
+
+
+def address(tensor: torch.Tensor) -> int:
+    """Of a DTensor: that of this rank's shard, as it has no memory of its own."""
+    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).data_ptr()
 
 
 def _changed(old: dict[str, Any], new: dict[str, Any]) -> str | None:

@@ -24,7 +24,8 @@ from torch.optim import Optimizer
 from loka.core.exchange import gather, ranks_of
 from loka.core.recording import Recording, capture_stream, record, synced
 from loka.core.timing import first_line, still_usable
-from loka.train.steps.capture import Undo
+from loka.nn.fsdp_units import units_of
+from loka.train.steps.capture import Undo, address
 
 Result = torch.Tensor | tuple[torch.Tensor, ...]
 
@@ -35,6 +36,7 @@ OTHER_SHAPE = "a batch of another shape or dtype"
 ASKED = "asked for"
 
 REPLICAS = "DistributedDataParallel sends gradients while backward runs, which is not captured"
+GATHERS = "FSDP2 gathers weights while forward and backward run, which is not captured"
 
 # DistributedDataParallel puts its buckets together anew in the first step, and times ten with events that it
 # waits for; torch's notes on CUDA graphs ask for as many before a capture.
@@ -93,7 +95,8 @@ class GraphedStep:
         self._model = model
         self._optimizers = optimizers
         self._parameters = tuple(found)
-        self._warmup = max(warmup, _DDP_WARMUP) if _replicas(model) else warmup
+        self._exchanges = _exchanges(model)
+        self._warmup = max(warmup, _DDP_WARMUP) if self._exchanges == REPLICAS else warmup
         self._collectives = collectives
         self._shapes = tuple((example.shape, example.dtype) for example in examples)
         self._device = self._parameters[0].device
@@ -189,7 +192,7 @@ class GraphedStep:
         if self._stream is None and self._device.type == "cuda":
             # One of its own: cuBLAS keeps its workspace by stream and a graph the workspace of its capture,
             # so that graphs of one stream, replayed at once, would write to the same.
-            own = not (self._collectives and _replicas(self._model))
+            own = not (self._collectives and self._exchanges)
             self._stream = torch.cuda.Stream(self._device) if own else capture_stream(self._device)
         return self._stream
 
@@ -250,7 +253,7 @@ class GraphedStep:
     def _frozen(self) -> dict[str, object]:
         found: dict[str, object] = {
             "model.training": self._model.training,
-            "the memory of the parameters": tuple(p.data_ptr() for p in self._parameters),
+            "the memory of the parameters": tuple(address(p) for p in self._parameters),
         }
         for index, optimizer in enumerate(self._optimizers):
             name = f"{type(optimizer).__name__} {index}" if index else type(optimizer).__name__
@@ -268,8 +271,8 @@ class GraphedStep:
             return f"CUDA graphs need a CUDA device; the parameters are on {self._device}"
         if elsewhere := {p.device for p in self._parameters} - {self._device}:
             return f"the parameters are on several devices: {self._device} and {', '.join(map(str, elsewhere))}"
-        if not self._collectives and _replicas(self._model):
-            return REPLICAS
+        if self._exchanges and not self._collectives:
+            return self._exchanges
         for path, module in self._model.named_modules():
             table = isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse
             if table and module.weight.requires_grad:
@@ -331,8 +334,11 @@ def _of_other_ranks(wrong: str | None) -> str | None:
     return "; ".join(f"rank {rank}: {why}" for rank, why in enumerate(told) if why) or None
 
 
-def _replicas(model: nn.Module) -> bool:
-    return any(isinstance(module, nn.parallel.DistributedDataParallel) for module in model.modules())
+def _exchanges(model: nn.Module) -> str | None:
+    """What the model exchanges with other ranks while it runs, which a graph holds only where asked to."""
+    if any(isinstance(module, nn.parallel.DistributedDataParallel) for module in model.modules()):
+        return REPLICAS
+    return GATHERS if units_of(model) else None
 
 
 def _has_graphs(device: torch.device) -> bool:

@@ -30,7 +30,7 @@ from loka.nn.unwrap import device_of
 from loka.train.config import TrainConfig
 from loka.train.steps.agreement import disagreement
 from loka.train.steps.forward import arguments, predict, rows_of, tasks_in
-from loka.train.steps.graphed import REPLICAS, GraphedStep, graphed
+from loka.train.steps.graphed import GATHERS, REPLICAS, GraphedStep, graphed
 from loka.train.steps.pipelined import Ahead, Pipelined, pipelined
 from loka.train.steps.step_time import compiled, has_graphs, uncompiled
 from loka.zoo import dense_part, look_up
@@ -171,6 +171,7 @@ class Step:
         if rows:
             self._optimizers["sparse"].zero_grad(set_to_none=True)
             torch.autograd.backward(rows, gradients)
+            average_gradients(self._replicated)
             self._optimizers["sparse"].step()
         return Predicted(losses, logits)
 
@@ -264,9 +265,11 @@ class Step:
             return REPLICAS
         if "sparse" in self._optimizers:
             return "its tables have sparse gradients, whose sizes are known on the device only"
-        if self._config.gradients != "hp":
-            return f"gradients in {self._config.gradients} travel by code of ours, which is not captured"
-        return None
+        return self._uncaptured_codec()
+
+    def _uncaptured_codec(self) -> str | None:
+        codec = self._config.gradients
+        return None if codec == "hp" else f"gradients in {codec} travel by code of ours, which is not captured"
 
     def _split(self) -> str | None:
         """Sets the part that a graph can hold, and the tables beside it; or says why there is none."""
@@ -277,14 +280,16 @@ class Step:
             return self._uncaptured_gradients()
         if sharded_modules(self._model):
             return "TorchRec exchanges embeddings while forward and backward run, which is not captured"
-        if is_sharded(self._model):
-            return "FSDP2 gathers weights while forward and backward run, which is not captured"
+        if is_sharded(self._model) and not self._config.capture_collectives:
+            return GATHERS
+        if is_sharded(self._model) and self._config.gradients != "hp":
+            return self._uncaptured_codec()
         if "dense" not in self._optimizers:
             return "the model has nothing but tables, whose sparse gradients no graph can hold"
         if "sparse" not in self._optimizers:
             return None
         try:
-            with _without_hooks(self._model):  # a copy of the root would copy what its hooks belong to
+            with _without_hooks(self._model):
                 self._part = dense_part(self._model)
         except ValueError as error:
             return f"its tables have sparse gradients, whose sizes are known on the device only, and {error}"
@@ -340,6 +345,10 @@ def _eagerly(compiled: bool) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _without_hooks(model: nn.Module) -> Iterator[None]:
+    """But for FSDP2's and what stands around them: without those its root would not be gathered."""
+    if is_sharded(model):
+        yield
+        return
     kept = {name: vars(model)[name] for name in vars(model) if name.endswith("_hooks")}
     for name, hooks in kept.items():
         vars(model)[name] = type(hooks)()

@@ -1,0 +1,95 @@
+"""Steps under FSDP2: what CUDA graphs hold of them, with a stand-in for capture, on two ranks over gloo."""
+
+import contextlib
+from dataclasses import dataclass
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from graphed_cases import Fake, module
+from ranks import on_ranks
+from torch.distributed.tensor import DTensor
+
+import loka
+from loka.data import SyntheticClicks
+from loka.distributed import fp8_all_gather, shard_dense
+from loka.measurement.settings import Settings
+from loka.train import TrainConfig
+from loka.train.optim import build_optimizers
+from loka.train.steps import step as step_module
+from loka.train.steps.forward import arguments
+from loka.train.steps.step import Step
+from loka.train.steps.step_time import blocks_of
+from loka.zoo import build
+
+ROWS, STEPS = 16, 8
+POW2 = "emulated:rowwise_e4m3_pow2"
+
+
+def made():
+    torch.manual_seed(0)
+    rows = SyntheticClicks(rows=ROWS, seed=0)
+    return build("dcnv2", dense_features=rows.dense_features, vocab_sizes=rows.vocab_sizes, size="small")
+
+
+def whole(model):
+    tensors = (*model.parameters(), *(p.grad for p in model.parameters() if p.grad is not None))
+    return [t.full_tensor() if isinstance(t, DTensor) else t.detach().to_dense() for t in tensors]
+
+
+@dataclass(frozen=True)
+class Job:
+    plan: loka.Plan | None
+
+    def __call__(self, rank, folder):
+        plain, weights, step, captures = self.trained(False)
+        assert "FSDP2 gathers weights" in step.reason
+        assert captures == 0
+        losses, captured, step, captures = self.trained(True)
+        assert (step.reason, captures) == (None, 1)
+        assert step._graphed.replays == STEPS - 3
+        assert all(map(torch.equal, plain, losses))
+        assert all(map(torch.equal, weights, captured))
+        return {"moved": float((losses[-1] - losses[0]).norm())}
+
+    def trained(self, captures):
+        config = TrainConfig(batch_size=ROWS, step="graph", precision="fp32", capture_collectives=captures)
+        model = made()
+        if self.plan:
+            loka.convert(model, self.plan)
+        shard_dense(model, list(blocks_of(model)), device="cpu", gather_in=None)
+        if self.plan:
+            assert fp8_all_gather(model, self.plan).in_fp8
+        optimizers = build_optimizers(model, config)
+        # Adam takes no state that a graph may hold on a CPU.
+        dense = [weight for group in optimizers["dense"].param_groups for weight in group["params"]]
+        optimizers["dense"] = torch.optim.SGD(dense, lr=0.1, momentum=0.9)
+        fake = Fake(model, optimizers["dense"])
+        with contextlib.ExitStack() as held:
+            for where, what, instead in (
+                (step_module, "has_graphs", lambda device: True),
+                (step_module, "compiled", lambda model: model),
+                (module, "_has_graphs", lambda device: True),
+                (module, "record", fake),
+            ):
+                held.enter_context(mock.patch.object(where, what, instead))
+            step = Step(model, optimizers, config)
+            rows = SyntheticClicks(rows=ROWS * STEPS * 2, seed=0, shard=dist.get_rank(), shards=2)
+            losses = [step(batch).losses.clone() for batch in rows.batches(ROWS)]
+        return losses, whole(model), step, fake.captures
+
+
+def planned():
+    model = made()
+    with loka.Probe(model, every=1, effect_samples=0) as probe:
+        model(*arguments(next(iter(SyntheticClicks(rows=ROWS, seed=0).batches(ROWS))))).sum().backward()
+    quick = Settings(rows=32, min_draws=2, max_draws=2)
+    report = loka.measure(probe.stats(), device="cpu", candidates=[POW2], errors_only=True, settings=quick)
+    return loka.plan(report, loka.Budget(), force={"*": POW2})
+
+
+@pytest.mark.parametrize("in_fp8", [False, True])
+def test_a_captured_step_trains_as_one_that_is_not(in_fp8, tmp_path):
+    """Tables stay beside the graph, their gradients averaged over ranks; gathers in FP8 are in it."""
+    assert on_ranks(Job(planned() if in_fp8 else None), 2, tmp_path)[0]["moved"] > 0
