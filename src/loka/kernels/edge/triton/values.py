@@ -2,7 +2,7 @@
 
 Names in the text: p the place of a value, k a part of the tile.
 
-    raw<p>k, v<p>k   a leaf as it lies; a value. No k where all parts share it
+    raw<p>tk, v<p>k  a leaf as it lies; a value. No k where all parts share it; t: of rows that come in turns
     live, inside     rows, and columns, that exist
 """
 
@@ -107,6 +107,7 @@ class Lines:
         self.shape = f"[{', '.join(map(str, shape))}]"
         self.one = f"[{', '.join('1' for _ in shape)}]"
         self.lines: list[str] = []
+        self.turn = ""  # of the rows that lines are of, where these come in turns
         self.depth = 1
 
     def emit(self, line: str) -> None:
@@ -190,7 +191,7 @@ class Lines:
 
     def _leaf(self, place: int, k: str) -> str:
         kind, dtype = self.code.kinds[place], self.code.dtypes[place]
-        raw = f"raw{place}" if kind in self.shared else f"raw{place}{k}"
+        raw = f"raw{place}{self.turn}" if kind in self.shared else f"raw{place}{self.turn}{k}"
         if kind is Kind.SCALAR:
             raw = f"tl.load(leaf{place}_ptr)"
         elif kind is Kind.COLUMN:
