@@ -34,6 +34,7 @@ _FOUR_ROWS = tl.constexpr(
     "prmt.b32 $0, a, b, 0x5410; prmt.b32 $1, a, b, 0x7632; "
     "prmt.b32 $2, c, d, 0x5410; prmt.b32 $3, c, d, 0x7632;}"
 )
+_ABOVE = tl.constexpr(" ".join(f"prmt.b32 ${byte}, $4, 0x47000000, 0x75{byte}4;" for byte in range(4)))
 _EXP2, _INVERSE = tl.constexpr("ex2.approx.ftz.f32 $0, $1;"), tl.constexpr("rcp.approx.ftz.f32 $0, $1;")
 
 
@@ -65,9 +66,14 @@ def e5m2_number(byte):
 
 
 @triton.jit
-def byte_number(byte):
-    """0 to 255, by no conversion, which runs at a quarter of the rate: the lowest bits of 2^23 + byte."""
-    return (byte.to(tl.int32) | 0x4B000000).to(tl.float32, bitcast=True) - 8388608.0
+def byte_number(byte, LESS: tl.constexpr):
+    """0 to 255, less a number that 2^15 + byte has room for, by no conversion, which runs at a quarter of the rate:
+    bits 8 to 15 of 2^15 + byte."""
+    if _COMPILED:
+        above = tl.inline_asm_elementwise(_ABOVE, "=f,=f,=f,=f,r", [byte], dtype=tl.float32, is_pure=True, pack=4)
+    else:
+        above = (byte.to(tl.int32) << 8 | 0x47000000).to(tl.float32, bitcast=True)
+    return above - (32768.0 + LESS)
 
 
 @triton.jit

@@ -189,7 +189,7 @@ class Lines:
     def number(self, place: int, k: str) -> str:
         return f"{self.name(place, k)}.to(tl.float32)" if self.code.boolean[place] else self.name(place, k)
 
-    def _leaf(self, place: int, k: str) -> str:
+    def _leaf(self, place: int, k: str, less: float = 0.0) -> str:
         kind, dtype = self.code.kinds[place], self.code.dtypes[place]
         raw = f"raw{place}{self.turn}" if kind in self.shared else f"raw{place}{self.turn}{k}"
         if kind is Kind.SCALAR:
@@ -201,7 +201,7 @@ class Lines:
         if dtype in ("float8_e4m3fn", "float8_e5m2"):
             return f"{dtype.removeprefix('float8_').removesuffix('fn')}_number({raw})"
         if dtype == "uint8":
-            return f"byte_number({raw})"
+            return f"byte_number({raw}, {less})"
         return f"{raw}.to(tl.float32)" if kind is not Kind.FULL else f"widened({raw})"
 
     def _step(self, step: Step, k: str, parts: Sequence[str]) -> str:
@@ -220,6 +220,9 @@ class Lines:
         truths = [n if b else f"({n} != 0.0)" for n, b in zip(names, boolean, strict=True)]
         if step.op == "not":
             return f"{names[0]} == 0"
+        place, less = step.args[0], step.args[-1]
+        if step.op == "sub" and self._is_byte(place) and constant[1] and less * 256 in range(1 << 16):
+            return self._leaf(int(place), k, less)
         if step.op == "where":
             chosen = names if all(boolean[1:]) else floats
             return f"tl.where({truths[0]}, {chosen[1]}, {chosen[2]})"
@@ -230,6 +233,9 @@ class Lines:
         if step.op in _BINARY:
             return _BINARY[step.op].format(*floats)
         return _UNARY[step.op].format(*floats)
+
+    def _is_byte(self, place: Argument) -> bool:
+        return isinstance(place, int) and place < self.code.first_step and self.code.dtypes[place] == "uint8"
 
     def _is_cheap_to_invert(self, by: Argument) -> bool:
         """A number for more than an element, and what has an inverse that is a normal number."""
