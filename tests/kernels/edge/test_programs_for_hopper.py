@@ -14,7 +14,7 @@ from gpu import DRIVER
 pytest.importorskip("triton", reason="needs triton")
 
 SCRIPT = f"""{DRIVER}
-import json, sys
+import itertools, json, sys
 
 sys.path.insert(0, sys.argv[1])
 from edge_programs import CASES
@@ -29,7 +29,8 @@ def compiled(launch, arguments, programs, registers=0):
 
 program_kernels.Launch.run = compiled
 program_kernels.Launch.resident = lambda launch, arguments: (132, 0)
-for name in CASES:
+for name, many in itertools.product(CASES, (0, 1 << 40)):
+    program_kernels.TILE["many"] = many
     case, rows = CASES[name](1024), 256
     leaves = lying(case.program, case.leaves(rows, torch.device("cpu")), rows)
     given = torch.ones(rows, 1), torch.ones(rows, 1), torch.ones(2)

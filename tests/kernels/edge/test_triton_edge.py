@@ -8,6 +8,7 @@ have its maximum within a few units in the last place of 448 times a power of tw
 """
 
 import inspect
+from unittest import mock
 
 import pytest
 import torch
@@ -28,9 +29,15 @@ COMBINED = combinations(list(CASES), ROWS, FEATURES, together=2)
 
 
 def check(case, leaves, rows, given, *, exact):
-    program = case.program
+    """With transposed copies by the kernel that holds rows, wherever it can, and by another."""
+    for many in (0, 1 << 40):
+        with mock.patch.dict(fused.TILE, many=many, sums=3):
+            found = fused.run_program_fused(case.program, lying(case.program, leaves, rows), rows, *given)
+        check_outputs(case.program, leaves, rows, given, found, exact=exact)
+
+
+def check_outputs(program, leaves, rows, given, found, *, exact):
     expected = run_program(program, leaves, rows, *given)
-    found = fused.run_program_fused(program, lying(program, leaves, rows), rows, *given)
     assert len(found) == len(expected)
     named = dict(zip(program.outputs, expected, strict=True))
     values = evaluate(program, leaves, rows)
@@ -263,6 +270,7 @@ def test_blocks_of_all_sizes(block, device):
         {"direct": 0, "walkers": 1, "warps": 1, "vector": 4},
         {"high": 64, "wide": 32},
         {"high": 256, "wide": 16, "direct": 8},
+        {"turns": 4, "vector": 1},
     ],
     ids=str,
 )
@@ -316,6 +324,16 @@ def test_booleans_count_as_pytorch_has_them(device):
         case = w.done(gradient=w.step("add", both, kept), sums=(both, kept, w.step("add", both, 1.0)))
         leaves, given = all_of(case, 33, device)
         check(case, leaves, 33, given, exact=op != "div")
+
+
+def test_one_kernel_does_for_many_rows_that_are_not_too_wide(monkeypatch):
+    ran = []
+    monkeypatch.setattr(fused.Launch, "run", lambda launch, *_: ran.append(launch.kernel.fn.__name__))
+    for name, rows, features in (("rounded_norm", 4096, 1024), ("rounded_norm", 4095, 1024), ("gelu", 4096, 2064)):
+        leaves, given = all_of(case := CASES[name](features), rows, torch.device("cpu"))
+        fused.run_program_fused(case.program, leaves, rows, *given)
+        ran.append(rows)
+    assert ran == ["edge_rows", 4096, "edge_rows", "edge_tall", 4095, "edge_rows", "edge_tall", 4096]
 
 
 def test_equal_programs_share_a_kernel_and_its_text_is_a_source(device):

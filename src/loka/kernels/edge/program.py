@@ -168,7 +168,7 @@ class Program:
 
 
 _DERIVED = ("kinds", "_hash")  # what a program's own attributes say already
-GROUP = 128  # rows that one of the tops is of
+GROUP = 32  # rows that one of the tops is of, and runs of a transposed copy that a kernel writes at least
 
 
 def _check(condition: bool, what: str) -> None:

@@ -28,11 +28,14 @@ _INTEGERS = tl.constexpr(
     "add.rn.f32 c, $3, 0f4B400000; add.rn.f32 d, $4, 0f4B400000; prmt.b32 a, a, b, 0x0040; "
     "prmt.b32 c, c, d, 0x0040; prmt.b32 $0, a, c, 0x5410;}"
 )
-_EXP2, _INVERSE = tl.constexpr("ex2.approx.ftz.f32 $0, $1;"), tl.constexpr("rcp.approx.ftz.f32 $0, $1;")
-# Four bytes or two halves of two words: those below in turns, those above in turns.
-_BYTES_LOW, _BYTES_HIGH, _HALVES_LOW, _HALVES_HIGH = (
-    tl.constexpr(f"prmt.b32 $0, $1, $2, {selector};") for selector in ("0x5140", "0x7362", "0x5410", "0x7632")
+_FOUR_ROWS = tl.constexpr(
+    "{.reg .b32 a, b, c, d; prmt.b32 a, $4, $5, 0x5140; prmt.b32 b, $6, $7, 0x5140; "
+    "prmt.b32 c, $4, $5, 0x7362; prmt.b32 d, $6, $7, 0x7362; "
+    "prmt.b32 $0, a, b, 0x5410; prmt.b32 $1, a, b, 0x7632; "
+    "prmt.b32 $2, c, d, 0x5410; prmt.b32 $3, c, d, 0x7632;}"
 )
+_ABOVE = tl.constexpr(" ".join(f"prmt.b32 ${byte}, $4, 0x47000000, 0x75{byte}4;" for byte in range(4)))
+_EXP2, _INVERSE = tl.constexpr("ex2.approx.ftz.f32 $0, $1;"), tl.constexpr("rcp.approx.ftz.f32 $0, $1;")
 
 
 @triton.jit
@@ -63,9 +66,14 @@ def e5m2_number(byte):
 
 
 @triton.jit
-def byte_number(byte):
-    """0 to 255, by no conversion, which runs at a quarter of the rate: the lowest bits of 2^23 + byte."""
-    return (byte.to(tl.int32) | 0x4B000000).to(tl.float32, bitcast=True) - 8388608.0
+def byte_number(byte, LESS: tl.constexpr):
+    """0 to 255, less a number that 2^15 + byte has room for, by no conversion, which runs at a quarter of the rate:
+    bits 8 to 15 of 2^15 + byte."""
+    if _COMPILED:
+        above = tl.inline_asm_elementwise(_ABOVE, "=f,=f,=f,=f,r", [byte], dtype=tl.float32, is_pure=True, pack=4)
+    else:
+        above = (byte.to(tl.int32) << 8 | 0x47000000).to(tl.float32, bitcast=True)
+    return above - (32768.0 + LESS)
 
 
 @triton.jit
@@ -230,6 +238,18 @@ def whole(low, value_2, value_3):
 
 
 @triton.jit
+def four_rows(row_0, row_1, row_2, row_3):
+    """Bytes of four rows as words, one for each column, the first row lowest."""
+    if _COMPILED:
+        word = tl.inline_asm_elementwise(
+            _FOUR_ROWS, "=r,=r,=r,=r,r,r,r,r", [row_0, row_1, row_2, row_3], dtype=tl.int32, is_pure=True, pack=4
+        )
+    else:
+        word = row_0.to(tl.int32) | row_1.to(tl.int32) << 8 | row_2.to(tl.int32) << 16 | row_3.to(tl.int32) << 24
+    return word
+
+
+@triton.jit
 def _added(a, b, c, d):
     return a + c, b + d
 
@@ -264,49 +284,24 @@ def narrowed(value, DTYPE: tl.constexpr):
 
 
 @triton.jit
-def _in_turns(a, b, ASM: tl.constexpr, SHIFT: tl.constexpr, SIZE: tl.constexpr):
-    """A word of pieces of SIZE bits of two words, in turns, from bit SHIFT of them on."""
-    if _COMPILED:
-        word = tl.inline_asm_elementwise(ASM, "=r,r,r", [a, b], dtype=tl.int32, is_pure=True, pack=1)
-    else:
-        mask: tl.constexpr = (1 << SIZE) - 1
-        word = ((a >> SHIFT) & mask) | ((b >> SHIFT) & mask) << SIZE
-        if SIZE == 8:
-            word |= ((a >> (SHIFT + SIZE)) & mask) << 2 * SIZE | ((b >> (SHIFT + SIZE)) & mask) << 3 * SIZE
-    return word
-
-
-@triton.jit
 def transposed(
     from_ptr, to_ptr, start, first, rows, padded_rows,
-    WORDS: tl.constexpr, HIGH: tl.constexpr, WIDE: tl.constexpr,
+    COLUMNS: tl.constexpr, HIGH: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
-    """HIGH rows from `start` on of a matrix of bytes, WIDE of its WORDS words of four columns from `first`
-    on, into its transpose of `padded_rows` columns. Rows from `rows` on count as zeros.
-
-    The bytes of four rows change places within words: a word of the transpose holds four rows.
-    """
+    """HIGH rows from `start` on of a matrix of bytes, WIDE of its COLUMNS from `first` on, into its transpose of
+    `padded_rows` columns. Rows from `rows` on count as zeros."""
     w = tl.arange(0, HIGH // 4)
     c = first + tl.arange(0, WIDE)
-    kept = (c < WORDS)[None, :]
+    kept = (c < COLUMNS)[None, :]
     left = (rows - start).to(tl.int32) - 4 * w
-    at = from_ptr + start * WORDS + (w[:, None] * (4 * WORDS) + c[None, :])
+    at = from_ptr + start * COLUMNS + (w[:, None] * (4 * COLUMNS) + c[None, :])
     row_0 = tl.load(at, mask=(left > 0)[:, None] & kept, other=0)
-    row_1 = tl.load(at + WORDS, mask=(left > 1)[:, None] & kept, other=0)
-    row_2 = tl.load(at + 2 * WORDS, mask=(left > 2)[:, None] & kept, other=0)
-    row_3 = tl.load(at + 3 * WORDS, mask=(left > 3)[:, None] & kept, other=0)
-    upper_01 = _in_turns(row_0, row_1, _BYTES_LOW, 0, 8)
-    upper_23 = _in_turns(row_0, row_1, _BYTES_HIGH, 16, 8)
-    lower_01 = _in_turns(row_2, row_3, _BYTES_LOW, 0, 8)
-    lower_23 = _in_turns(row_2, row_3, _BYTES_HIGH, 16, 8)
-    along = padded_rows // 4
-    high = (start // 4).to(tl.int64)
-    to = to_ptr + high + ((4 * c)[None, :].to(tl.int64) * along + w[:, None])
-    mask = (high + w < along)[:, None] & kept
-    tl.store(to, _in_turns(upper_01, lower_01, _HALVES_LOW, 0, 16), mask=mask)
-    tl.store(to + along, _in_turns(upper_01, lower_01, _HALVES_HIGH, 16, 16), mask=mask)
-    tl.store(to + 2 * along, _in_turns(upper_23, lower_23, _HALVES_LOW, 0, 16), mask=mask)
-    tl.store(to + 3 * along, _in_turns(upper_23, lower_23, _HALVES_HIGH, 16, 16), mask=mask)
+    row_1 = tl.load(at + COLUMNS, mask=(left > 1)[:, None] & kept, other=0)
+    row_2 = tl.load(at + 2 * COLUMNS, mask=(left > 2)[:, None] & kept, other=0)
+    row_3 = tl.load(at + 3 * COLUMNS, mask=(left > 3)[:, None] & kept, other=0)
+    along, high = padded_rows // 4, start // 4
+    to = to_ptr + high + (c[None, :].to(tl.int64) * along + w[:, None])
+    tl.store(to, four_rows(row_0, row_1, row_2, row_3), mask=(high + w < along)[:, None] & kept)
 
 
 @triton.jit
@@ -337,7 +332,7 @@ def finish_sums(part_ptr, sum_ptr, first, parts, FEATURES: tl.constexpr, WIDE: t
 DEVICE_FUNCTIONS = (
     widened, e4m3_number, e5m2_number, byte_number, maximum_of, minimum_of, relu_of, exp_of,
     inverse_of, sigmoid_of, tanh_of, erf_of, top_of, scale_above, step_above, as_bytes, as_integers, half,
-    whole, sums_of, row_max_of, narrowed, transposed, store_tops, finish_sums, magnitude_bits,
+    whole, four_rows, sums_of, row_max_of, narrowed, transposed, store_tops, finish_sums, magnitude_bits,
     inverse_of_power,
 )  # fmt: skip
 NAMES = {"triton": triton, "tl": tl, **{function.__name__: function for function in DEVICE_FUNCTIONS}}

@@ -1,7 +1,7 @@
 """Programs on the GPU: each becomes kernels of its own. Twin: kernels/edge/twin.py.
 
-    edge_rows    whole rows: what lies row by row, and partial sums over rows
-    edge_tall    after that: what lies transposed, and the sums
+    edge_rows    whole rows: what lies row by row, partial sums over rows, and what lies transposed where it can
+    edge_tall    after that: what lies transposed where it cannot, and the sums
 
 A program that asks for nothing of one of them goes without it.
 """
@@ -14,7 +14,7 @@ import torch
 
 from loka.core.problem import round_up
 from loka.kernels.edge.outputs import unwritten
-from loka.kernels.edge.program import Kind, Program
+from loka.kernels.edge.program import GROUP, Kind, Program
 from loka.kernels.edge.triton.device import NAMES
 from loka.kernels.edge.triton.rows import RowLaunch, Sides, row_parameters, row_places, row_source, sides_of
 from loka.kernels.edge.triton.tall import TallLaunch, fits, summing, tall_parameters, tall_source
@@ -42,6 +42,9 @@ class Tile:
         direct: bytes of an element's leaves up to which the transposed value is computed by the second kernel
             from them, instead of being kept as bytes by the first.
         high, wide, tall_warps: of the second kernel.
+        turns: elements of a row in a thread up to which the first kernel transposes.
+        many: rows from which it does: a program has GROUP of them, and few programs leave processors idle.
+        sums: over all rows, up to which it does: threads hold them too.
     """
 
     warps: int = 4
@@ -53,6 +56,9 @@ class Tile:
     high: int = 128
     wide: int = 128
     tall_warps: int = 4
+    turns: int = 32
+    many: int = 4096
+    sums: int = 1
 
 
 def tile_of(code: Code) -> Tile:
@@ -125,8 +131,9 @@ class Plan:
         high: rows that a program of the first kernel holds.
         walks, walkers: whether it goes through several groups of them, and how many programs do; 0 for what
             the GPU holds.
-        copied: whether the first kernel writes the gradient's bytes.
+        copied: whether the first kernel writes the gradient's bytes for the second.
         staged: whether it writes the transposed value's.
+        registers: of a thread of the first kernel at most; 0 for as many as it takes.
     """
 
     rows: Launch | None
@@ -136,6 +143,7 @@ class Plan:
     walkers: int
     copied: bool
     staged: bool
+    registers: int = 0
 
 
 def run_program_fused(
@@ -195,15 +203,12 @@ def _run(
         for p, (leaf, kind) in enumerate(zip(leaves, program.leaves, strict=True))
         if kind is Kind.FULL
     }
-    for name in ("row", "staged"):  # the second kernel reads four columns at a time
-        data = arguments.get(f"{name}_ptr")
-        arguments[f"{name}_words_ptr"] = None if data is None else data.view(torch.int32)
     arguments |= {"rows": rows, "padded_rows": round_up(rows, 16), "span": plan.high}
     arguments["count"] = 0 if tops is None else tops.numel()
     with launching_on(leaves[0]):
         if plan.rows is not None:
             groups = cdiv(rows, plan.high)
-            walkers, registers = plan.rows.resident(arguments) if plan.walks else (groups, 0)
+            walkers, registers = plan.rows.resident(arguments) if plan.walks else (groups, plan.registers)
             turns = cdiv(groups, plan.walkers or walkers) if plan.walks else 1
             programs = cdiv(groups, turns)
             arguments |= {"span": turns * plan.high, "parts": programs}
@@ -226,6 +231,8 @@ def _plan(
 ) -> Plan:
     code = Code(program, dtypes)
     tile = replace(tile_of(code), **dict(tiles))
+    if (one := _in_turns(code, rows, scales, tile)) is not None:
+        return one
     staged = _is_staged(code, tile)
     copied = program.row or program.column
     first, high = None, 0
@@ -253,6 +260,45 @@ def _plan(
         copied=copied,
         staged=staged,
     )
+
+
+def _in_turns(code: Code, rows: int, scales: int, tile: Tile) -> Plan | None:
+    """One kernel for all but the sums, where threads can hold the bytes of GROUP rows."""
+    program = code.program
+    if rows < tile.many or program.gradient is None or not (program.column or program.transposed is not None):
+        return None
+    staged, high = program.transposed is not None, GROUP // 4
+    sides = sides_of(code, 32 * tile.vector, staged=staged)
+    least = min(high, high * sides.width // (32 * tile.vector))  # a row is a warp's, or several warps'
+    warps = max(power_above(cdiv(high * sides.parts * sides.width, 32 * tile.turns)), least, 1)
+    if warps > _MOST_WARPS or len(program.sums) > tile.sums:
+        return None
+    rows_launch = RowLaunch(
+        rows=high,
+        sides=sides_of(code, 32 * tile.vector * max(warps // high, 1), staged=staged),
+        vector=tile.vector,
+        walks=False,
+        stages=1,
+        even=rows % GROUP == 0,
+        copy=program.row or program.column,
+        staged=staged,
+        turns=True,
+        scales=scales,
+    )
+    rest = Code(replace(program, column=False, transposed=None), code.dtypes)
+    return Plan(
+        rows=Launch(_row_kernel(program, code.dtypes, rows_launch), row_parameters(code), 0, warps),
+        tall=_tall(rest, rows, scales, False, tile),
+        high=GROUP,
+        walks=False,
+        walkers=0,
+        copied=False,
+        staged=False,
+        registers=_MANY,
+    )
+
+
+_MOST_WARPS = 16  # with _MANY registers in a thread they are all that a multiprocessor has
 
 
 def _stages(code: Code, tile: Tile, sides: Sides, high: int, warps: int, *, staged: bool) -> int:

@@ -1,9 +1,12 @@
 """The text of the kernel that holds whole rows of a program: one text for each way to launch it.
 
 A program of the grid reads every leaf of R rows once and holds all N features of them in registers, so that
-sums over rows and the maximum of a row take no second look. It writes what lies row by row; what is wanted
-transposed is written as bytes row by row here, and transposed by tall.py. Where sums over all rows are
-wanted, a program walks through several groups of R rows, and leaves one sum of them.
+sums over rows and the maximum of a row take no second look. It writes what lies row by row. Where sums over all
+rows are wanted, a program walks through several groups of R rows, and leaves one sum of them.
+
+What is wanted transposed is written here too where a program can hold `GROUP` rows of bytes: it computes every
+fourth row of them, in four turns, until four rows make one word of a copy. Else bytes are written row by row,
+and transposed by tall.py.
 
 A row is parts of one shape: [R, C], or [B, R, b] where blocks count: B blocks of b features, padded to a
 power of two. Threads lie along a part with V features each, as far as it reaches, and hold all its rows:
@@ -16,7 +19,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from loka.core.problem import round_up
-from loka.kernels.edge.program import Kind
+from loka.kernels.edge.program import GROUP, Kind
 from loka.kernels.edge.triton.values import Code, Lines, folded, mask_of, power_above
 
 
@@ -43,7 +46,9 @@ class RowLaunch:
         stages: groups that it then holds at once: all but one are still read.
         even: whether all rows of groups exist.
         copy: whether the bytes of the gradient are written.
-        staged: whether those of the transposed value are.
+        staged: whether those of the transposed value are computed.
+        turns: whether `rows` is a quarter of GROUP, which come in four turns, and copies are transposed here.
+        scales: of the input then: 0 for none, 1 for one, 2 for one a row.
     """
 
     rows: int
@@ -54,6 +59,8 @@ class RowLaunch:
     even: bool
     copy: bool
     staged: bool
+    turns: bool = False
+    scales: int = 0
 
 
 def row_places(code: Code, *, staged: bool) -> list[int]:
@@ -82,6 +89,7 @@ def row_parameters(code: Code) -> list[str]:
         *(f"leaf{p}_ptr" for p in range(len(program.leaves))),
         *("row_ptr", "staged_ptr", "r_ptr", "integer_ptr", "step_ptr", "part_ptr"),
         *(f"value{number}_ptr" for number in range(len(program.values))),
+        *("column_ptr", "transposed_ptr", "top_ptr", "tops_ptr", "input_scale_ptr", "padded_rows"),
         *("gradient_scale_ptr", "given_ptr", "rows", "span", "count"),
         *(f"stride{p}" for p in code.leaves(range(len(program.leaves)), Kind.FULL)),
     ]
@@ -106,7 +114,7 @@ class _Rows(Lines):
         self.even = [whole and (k + 1) * reach <= code.program.features for k in range(sides.parts)]
 
     def live(self, k: str, shape: str = "") -> str | None:
-        return None if self.rows_even else f"live{shape}"
+        return None if self.rows_even else f"live{self.turn}{shape}"
 
     def here(self, name: str, k: str) -> str | None:
         return None if self.even[int(k[1:])] else f"{name}{k}{self.columnwise}"
@@ -115,22 +123,64 @@ class _Rows(Lines):
         launch, kinds = self.launch, self.code.kinds
         before = [p for p in self.places if kinds[p] in (Kind.ROW, Kind.SCALAR)]
         self._open(before)
+        if launch.turns:
+            self._take_turns(before)
+            return self._defined()
         if launch.walks:
             along = f"0, (end - begin).to(tl.int32), {launch.rows}, num_stages={launch.stages}"
             self.emit(f"for group in tl.range({along}):")
             self.depth += 1
             self.emit("start = begin + group")
-        if not launch.even:
-            self.emit(f"live = q < {'end' if launch.walks else 'rows'} - start")
-        self._load()
+        self.emit(f"q = tl.arange(0, {launch.rows})")
+        self._load("end" if launch.walks else "rows")
+        self._compute(before)
+        if launch.walks:
+            self.depth -= 1
+        self._leave_sums()
+        return self._defined()
+
+    def _defined(self) -> str:
+        return self.define("edge_rows", row_parameters(self.code), '"rows", "span", "count"')
+
+    def _compute(self, before: Sequence[int]) -> None:
         for place in before:
             self.known(place, "")
         self.compute([p for p in self.places if p not in before], self.parts)
         self._scale()
-        if launch.walks:
-            self.depth -= 1
+
+    def _take_turns(self, before: Sequence[int]) -> None:
+        """Each reads ahead for the next one."""
+        turns = [f"_t{number}" for number in range(4)]
+        self.emit(f"w = tl.arange(0, {self.launch.rows})")
+        for number, ahead in enumerate([*turns, ""]):
+            if ahead:
+                self.turn = ahead
+                self.emit(f"q{ahead} = 4 * w + {number}")
+                self._load("rows")
+            if number:
+                self.turn = turns[number - 1]
+                self._compute(before)
+            elif self.launch.staged:
+                self._read_top()
+        self.turn = ""
         self._leave_sums()
-        return self.define("edge_rows", row_parameters(self.code), '"rows", "span", "count"')
+        self.emit("along, high = padded_rows // 4, start // 4")
+        program = self.code.program
+        if program.column:
+            bits = folded("tl.maximum", [f"bits{turn}" for turn in turns])
+            self.emit(f"tl.store(tops_ptr + tl.program_id(0), tl.max({bits}, axis=0).to(tl.float32, bitcast=True))")
+            self._transpose("row", "column", turns)
+        if program.transposed is not None:
+            self.emit("if tl.program_id(0) == 0:")
+            self.emit("    tl.store(top_ptr, top)")
+            self._transpose("staged", "transposed", turns)
+
+    def _transpose(self, name: str, to: str, turns: Sequence[str]) -> None:
+        below = None if self.launch.even else f"(high + w < along){self.rowwise}"
+        for k in self.parts:
+            words = f"four_rows({', '.join(f'{name}{turn}{k}' for turn in turns)})"
+            at = f"{to}_ptr + high + (c{k}{self.columnwise}.to(tl.int64) * along + w{self.rowwise})"
+            self.emit(f"tl.store({at}, {words}{mask_of(below, self.here('kept', k))})")
 
     def _open(self, before: Sequence[int]) -> None:
         launch = self.launch
@@ -138,8 +188,7 @@ class _Rows(Lines):
             self.emit("begin = tl.program_id(0).to(tl.int64) * span")
             self.emit("end = tl.minimum(begin + span, rows)")
         else:
-            self.emit(f"start = tl.program_id(0).to(tl.int64) * {launch.rows}")
-        self.emit(f"q = tl.arange(0, {launch.rows})")
+            self.emit(f"start = tl.program_id(0).to(tl.int64) * {GROUP if launch.turns else launch.rows}")
         for number, k in enumerate(self.parts):
             self._columns(number, k)
         for place in self.code.leaves(before, Kind.ROW):
@@ -147,13 +196,17 @@ class _Rows(Lines):
                 at = f"leaf{place}_ptr + c{k}{self.columnwise}"
                 self.let(f"raw{place}{k}", f"tl.load({at}{mask_of(self.here('inside', k))})")
         self.compute(before, self.parts, use=False)
-        if launch.staged:
-            self.emit("by = inverse_of_power(top_of(given_ptr, count))")
+        if launch.staged and not launch.turns:
+            self._read_top()
         blocks, wide = self.sides[1:]
-        shape = f"[{blocks}, {wide}]" if blocks else f"[{wide}]"
+        shape = self.shape if launch.turns else f"[{blocks}, {wide}]" if blocks else f"[{wide}]"
         for number in range(len(self.code.program.sums)):
             for k in self.parts:
                 self.let(f"total{number}{k}", f"tl.zeros({shape}, tl.float32)")
+
+    def _read_top(self) -> None:
+        self.emit("top = top_of(given_ptr, count)")
+        self.let("by", "inverse_of_power(top)")
 
     def _columns(self, number: int, k: str) -> None:
         """Their numbers: V at a time count as neighbours, whatever lies in a thread then."""
@@ -173,13 +226,15 @@ class _Rows(Lines):
 
     # Leaves.
 
-    def _load(self) -> None:
+    def _load(self, end: str) -> None:
         """All leaves of a group before any arithmetic, so that no load waits for it."""
-        start, live = "start", self.live("")
+        start, live, q = "start", self.live(""), f"q{self.turn}"
+        if live:
+            self.emit(f"{live} = {q} < {end} - start")
         for place in self.code.leaves(self.places, Kind.FULL, Kind.COLUMN, Kind.BLOCK):
             kind = self.code.kinds[place]
             if kind is Kind.COLUMN:
-                self.let(f"raw{place}", f"tl.load(leaf{place}_ptr + {start} + q{mask_of(live)})")
+                self.let(f"raw{place}{self.turn}", f"tl.load(leaf{place}_ptr + {start} + {q}{mask_of(live)})")
                 continue
             for k in self.parts:
                 if kind is Kind.FULL:
@@ -187,17 +242,17 @@ class _Rows(Lines):
                 else:
                     at, inside = self._blocks(start, k)
                 mask = mask_of(self.live("", self.rowwise), inside)
-                self.let(f"raw{place}{k}", f"tl.load(leaf{place}_ptr + {at}{mask})")
+                self.let(f"raw{place}{self.turn}{k}", f"tl.load(leaf{place}_ptr + {at}{mask})")
         if self.launch.staged:
-            self.let("rawscale", f"tl.load(gradient_scale_ptr + {start} + q{mask_of(live)})")
+            self.let(f"rawscale{self.turn}", f"tl.load(gradient_scale_ptr + {start} + {q}{mask_of(live)})")
 
     def _elements(self, start: str, stride: str | int, k: str) -> str:
-        return f"{start} * {stride} + (q{self.rowwise} * {stride} + c{k}{self.columnwise})"
+        return f"{start} * {stride} + (q{self.turn}{self.rowwise} * {stride} + c{k}{self.columnwise})"
 
     def _blocks(self, start: str, k: str) -> tuple[str, str | None]:
         """Where numbers of blocks lie, and which of them exist."""
         count = self.code.program.features // self.code.program.block
-        at = f"{start} * {count} + (q{self.rowwise} * {count} + b{k}[:, None, None])"
+        at = f"{start} * {count} + (q{self.turn}{self.rowwise} * {count} + b{k}[:, None, None])"
         return at, None if self.even[int(k[1:])] else f"(b{k} < {count})[:, None, None]"
 
     # Outputs.
@@ -210,14 +265,15 @@ class _Rows(Lines):
     def _use(self, place: int, k: str) -> None:
         program, launch = self.code.program, self.launch
         if launch.staged and place == program.transposed:
-            self.let("factor", f"(rawscale * by){self.rowwise}")
+            self.let("factor", f"(rawscale{self.turn} * by){self.rowwise}")
             self._store_bytes("staged", f"{self.full(place, k)} * factor", k)
         for number, summed in enumerate(program.sums):
             if place == summed:
                 text = self.full(place, k)
                 if not launch.even:
-                    text = f"tl.where(live{self.rowwise}, {text}, 0.0)"
-                self.let(f"total{number}{k}", f"total{number}{k} + tl.sum({text}, axis={self.down})")
+                    text = f"tl.where({self.live('', self.rowwise)}, {text}, 0.0)"
+                text = text if launch.turns else f"tl.sum({text}, axis={self.down})"
+                self.let(f"total{number}{k}", f"total{number}{k} + {text}")
         for number, (value, dtype) in enumerate(zip(program.values, program.value_dtypes, strict=True)):
             if place == value:
                 self._store_value(number, place, dtype, k)
@@ -229,6 +285,8 @@ class _Rows(Lines):
         bits = [f"magnitude_bits({self.existing(self.full(gradient, k), k)})" for k in self.parts]
         self.let("most", self.across("tl.max({}, axis={})", folded("tl.maximum", bits)))
         self._copies("r", "scale_above(most)", "inverse_of_power(r)")
+        if self.launch.turns and self.code.program.column:
+            self._note_top()
         for k in self.parts if self.launch.copy else ():
             self._store_bytes("row", f"{self.full(gradient, k)} * inverse_r", k)
         if self.code.program.integers:
@@ -238,11 +296,24 @@ class _Rows(Lines):
 
     def _copies(self, scale: str, text: str, inverse: str) -> None:
         self.let(scale, text)
-        self.emit(f"tl.store({scale}_ptr + start + q, {scale}{mask_of(self.live(''))})")
+        self.emit(f"tl.store({scale}_ptr + start + q{self.turn}, {scale}{mask_of(self.live(''))})")
         self.let(f"inverse_{scale}", f"{inverse}{self.rowwise}")
+
+    def _note_top(self) -> None:
+        """r times the input's scale."""
+        live = self.live("")
+        at = f"input_scale_ptr + start + q{self.turn}{mask_of(live)}" if self.launch.scales == 2 else "input_scale_ptr"
+        product = f"magnitude_bits(r * tl.load({at}))" if self.launch.scales else "magnitude_bits(r)"
+        self.let(f"bits{self.turn}", f"tl.where({live}, {product}, 0)" if live else product)
 
     def _store_bytes(self, name: str, text: str, k: str, cast: str = "as_bytes") -> None:
         text = f"{cast}({self.existing(text, k) if self.columns != self.code.program.features else text})"
+        if self.launch.turns and name != "integer":
+            if not self.rows_even:  # transposed copies have more
+                text = f"tl.where({self.live('', self.rowwise)}, {text}, 0).to(tl.uint8)"
+            text = self.let(f"{name}{self.turn}{k}", text)
+            if name == "staged" or not self.code.program.row:
+                return
         mask = mask_of(self.live(k, self.rowwise), self.here("kept", k))
         self.emit(f"tl.store({name}_ptr + {self._elements('start', self.columns, k)}, {text}{mask})")
 
@@ -251,7 +322,7 @@ class _Rows(Lines):
         if kind is Kind.COLUMN:
             if k != self.parts[0]:
                 return
-            at, inside = f"start + q{self.rowwise}", None
+            at, inside = f"start + q{self.turn}{self.rowwise}", None
         elif kind is Kind.FULL:
             at, inside = self._elements("start", features, k), self.here("inside", k)
         else:
@@ -264,4 +335,6 @@ class _Rows(Lines):
             line = f"({number} * tl.num_programs(0) + tl.program_id(0)) * {self.code.program.features}"
             for k in self.parts:
                 mask = mask_of(None if self.even[int(k[1:])] else f"inside{k}")
-                self.emit(f"tl.store(part_ptr + {line} + c{k}, total{number}{k}{mask})")
+                total = f"total{number}{k}"
+                total = f"tl.sum({total}, axis={self.down})" if self.launch.turns else total
+                self.emit(f"tl.store(part_ptr + {line} + c{k}, {total}{mask})")

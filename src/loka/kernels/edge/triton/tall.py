@@ -37,16 +37,7 @@ def tall_parameters(code: Code) -> list[str]:
     program = code.program
     return [
         *(f"leaf{p}_ptr" for p in range(len(program.leaves))),
-        *(
-            "row_words_ptr",
-            "staged_words_ptr",
-            "part_ptr",
-            "column_ptr",
-            "transposed_ptr",
-            "top_ptr",
-            "r_ptr",
-            "tops_ptr",
-        ),
+        *("row_ptr", "staged_ptr", "part_ptr", "column_ptr", "transposed_ptr", "top_ptr", "r_ptr", "tops_ptr"),
         *(f"sum{number}_ptr" for number in range(len(program.sums))),
         *("input_scale_ptr", "gradient_scale_ptr", "given_ptr", "rows", "padded_rows", "count", "parts"),
         *(f"stride{p}" for p in code.leaves(range(len(program.leaves)), Kind.FULL)),
@@ -127,20 +118,14 @@ class _Tall(Lines):
             self._compute_transposed(program.transposed)
 
     def _transpose(self, source: str, target: str) -> None:
-        words = f"{self.columns // 4}, {self.launch.high}, {self.launch.wide // 4}"
-        self.emit(f"transposed({source}_words_ptr, {target}_ptr, start, first // 4, rows, padded_rows, {words})")
+        sizes = f"{self.columns}, {self.launch.high}, {self.launch.wide}"
+        self.emit(f"transposed({source}_ptr, {target}_ptr, start, first, rows, padded_rows, {sizes})")
 
     def _tops(self) -> None:
-        groups = max(self.launch.high // GROUP, 1)
-        whole = f" & (start % {GROUP} == 0)" if self.launch.high < GROUP else ""
+        groups = self.launch.high // GROUP
         for group in range(groups):
-            here = (
-                f"down * {self.launch.high // GROUP} + {group}"
-                if self.launch.high >= GROUP
-                else (f"down // {GROUP // self.launch.high}")
-            )
-            behind = f" & (start + {group * GROUP} < rows)"
-            self.emit(f"if (first == 0){whole}{behind}:")
+            self.emit(f"if (first == 0) & (start + {group * GROUP} < rows):")
+            here = f"down * {groups} + {group}"
             self.emit(f"    store_tops(r_ptr, input_scale_ptr, tops_ptr, {here}, rows, {self.launch.scales})")
 
     def _compute_transposed(self, transposed: int) -> None:

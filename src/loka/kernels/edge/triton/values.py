@@ -2,7 +2,7 @@
 
 Names in the text: p the place of a value, k a part of the tile.
 
-    raw<p>k, v<p>k   a leaf as it lies; a value. No k where all parts share it
+    raw<p>tk, v<p>k  a leaf as it lies; a value. No k where all parts share it; t: of rows that come in turns
     live, inside     rows, and columns, that exist
 """
 
@@ -107,6 +107,7 @@ class Lines:
         self.shape = f"[{', '.join(map(str, shape))}]"
         self.one = f"[{', '.join('1' for _ in shape)}]"
         self.lines: list[str] = []
+        self.turn = ""  # of the rows that lines are of, where these come in turns
         self.depth = 1
 
     def emit(self, line: str) -> None:
@@ -188,9 +189,9 @@ class Lines:
     def number(self, place: int, k: str) -> str:
         return f"{self.name(place, k)}.to(tl.float32)" if self.code.boolean[place] else self.name(place, k)
 
-    def _leaf(self, place: int, k: str) -> str:
+    def _leaf(self, place: int, k: str, less: float = 0.0) -> str:
         kind, dtype = self.code.kinds[place], self.code.dtypes[place]
-        raw = f"raw{place}" if kind in self.shared else f"raw{place}{k}"
+        raw = f"raw{place}{self.turn}" if kind in self.shared else f"raw{place}{self.turn}{k}"
         if kind is Kind.SCALAR:
             raw = f"tl.load(leaf{place}_ptr)"
         elif kind is Kind.COLUMN:
@@ -200,7 +201,7 @@ class Lines:
         if dtype in ("float8_e4m3fn", "float8_e5m2"):
             return f"{dtype.removeprefix('float8_').removesuffix('fn')}_number({raw})"
         if dtype == "uint8":
-            return f"byte_number({raw})"
+            return f"byte_number({raw}, {less})"
         return f"{raw}.to(tl.float32)" if kind is not Kind.FULL else f"widened({raw})"
 
     def _step(self, step: Step, k: str, parts: Sequence[str]) -> str:
@@ -219,6 +220,9 @@ class Lines:
         truths = [n if b else f"({n} != 0.0)" for n, b in zip(names, boolean, strict=True)]
         if step.op == "not":
             return f"{names[0]} == 0"
+        place, less = step.args[0], step.args[-1]
+        if step.op == "sub" and self._is_byte(place) and constant[1] and less * 256 in range(1 << 16):
+            return self._leaf(int(place), k, less)
         if step.op == "where":
             chosen = names if all(boolean[1:]) else floats
             return f"tl.where({truths[0]}, {chosen[1]}, {chosen[2]})"
@@ -229,6 +233,9 @@ class Lines:
         if step.op in _BINARY:
             return _BINARY[step.op].format(*floats)
         return _UNARY[step.op].format(*floats)
+
+    def _is_byte(self, place: Argument) -> bool:
+        return isinstance(place, int) and place < self.code.first_step and self.code.dtypes[place] == "uint8"
 
     def _is_cheap_to_invert(self, by: Argument) -> bool:
         """A number for more than an element, and what has an inverse that is a normal number."""
