@@ -21,6 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import ProfilerActivity, profile
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "regions"))
+from arms import CANDIDATES as CANDIDATES
 from records import append
 from running import tell
 

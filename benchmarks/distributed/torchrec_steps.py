@@ -21,9 +21,7 @@ import torch
 import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).parent))
-from shared import Arms, Made, options, planned
-
-from arms import CANDIDATES  # of benchmarks/regions, on the path behind shared
+from shared import CANDIDATES, Arms, Made, options, planned
 
 import loka
 from loka.cli.torchrun import process_group

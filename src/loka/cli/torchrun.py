@@ -21,6 +21,7 @@ from loka.distributed import shard_dense
 from loka.distributed.lookups import TABLES
 from loka.distributed.sharded_tables import EXCHANGES, shard_tables
 from loka.train import TrainConfig
+from loka.train.steps.graphed import release_collectives
 from loka.train.steps.step_time import blocks_of
 
 DENSE = ("ddp", "fsdp2")
@@ -52,6 +53,7 @@ def process_group(device: str, *, of_one: bool = False) -> Iterator[str]:
             yield device
     finally:
         if started:
+            release_collectives()
             dist.destroy_process_group()
 
 

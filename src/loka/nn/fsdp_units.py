@@ -100,6 +100,14 @@ def units_of(model: nn.Module) -> dict[str, nn.Module]:
     return {path: module for path, module in named_modules(model) if isinstance(module, FSDPModule)}
 
 
+def share_unit(twin: nn.Module, model: nn.Module) -> None:
+    """`twin`, which has the parameters and hooks of `model`, is the same unit of FSDP2, if that is one."""
+    from torch.distributed._composable_state import _insert_module_state
+
+    if "" in units_of(model):
+        _insert_module_state(twin, model._get_fsdp_state())  # type: ignore[operator]
+
+
 def sharded_parameters(model: nn.Module) -> list[Sharded]:
     """In the order of units, which is the same on every rank.
 

@@ -31,7 +31,7 @@ COMBINED = combinations(list(CASES), ROWS, FEATURES, together=2)
 def check(case, leaves, rows, given, *, exact):
     """With transposed copies by the kernel that holds rows, wherever it can, and by another."""
     for many in (0, 1 << 40):
-        with mock.patch.dict(fused.TILE, many=many, sums=3):
+        with mock.patch.dict(fused.TILE, many=many):
             found = fused.run_program_fused(case.program, lying(case.program, leaves, rows), rows, *given)
         check_outputs(case.program, leaves, rows, given, found, exact=exact)
 
@@ -326,14 +326,24 @@ def test_booleans_count_as_pytorch_has_them(device):
         check(case, leaves, 33, given, exact=op != "div")
 
 
-def test_one_kernel_does_for_many_rows_that_are_not_too_wide(monkeypatch):
+@pytest.mark.parametrize(
+    ("name", "rows", "features", "spills", "kernels"),
+    [
+        ("rounded_norm", 4096, 1024, False, ["edge_rows"]),
+        ("rounded_norm", 4096, 1024, True, ["edge_rows", "edge_tall"]),
+        ("rounded_norm", 4095, 1024, False, ["edge_rows", "edge_tall"]),
+        ("gelu", 4096, 2064, False, ["edge_rows", "edge_tall"]),
+        ("relu", 4096, 1024, False, ["edge_rows", "edge_tall"]),  # a sum over rows
+    ],
+)
+def test_one_kernel_does_for_many_rows_that_registers_hold(monkeypatch, name, rows, features, spills, kernels):
     ran = []
     monkeypatch.setattr(fused.Launch, "run", lambda launch, *_: ran.append(launch.kernel.fn.__name__))
-    for name, rows, features in (("rounded_norm", 4096, 1024), ("rounded_norm", 4095, 1024), ("gelu", 4096, 2064)):
-        leaves, given = all_of(case := CASES[name](features), rows, torch.device("cpu"))
-        fused.run_program_fused(case.program, leaves, rows, *given)
-        ran.append(rows)
-    assert ran == ["edge_rows", 4096, "edge_rows", "edge_tall", 4095, "edge_rows", "edge_tall", 4096]
+    monkeypatch.setattr(fused.Launch, "resident", lambda launch, arguments: (132, 0))
+    monkeypatch.setattr(fused.Launch, "spills", lambda launch, *_: spills)
+    leaves, given = all_of(case := CASES[name](features), rows, torch.device("cpu"))
+    fused.run_program_fused(case.program, leaves, rows, *given)
+    assert ran == kernels
 
 
 def test_equal_programs_share_a_kernel_and_its_text_is_a_source(device):

@@ -49,6 +49,8 @@ def test_gradients_on_their_way_are_captured_only_where_asked_for(fake):
             step(*batch)
         if asked:
             assert (step.eager_steps.total(), step.replays, record.captures) == (11, 3, 1)
+            module.release_collectives()
+            assert not step.graphed, "NCCL's group is destroyed only without it"
         else:
             assert (step.eager_steps.total(), step.replays, record.captures) == (14, 0, 0)
             assert "DistributedDataParallel sends gradients" in str(step.reason)

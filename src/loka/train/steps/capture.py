@@ -121,9 +121,27 @@ class Undo:
         )
 
 
+def not_capturable(optimizer: Optimizer) -> str | None:
+    """Why a graph would freeze what an optimizer reads, or None."""
+    name = type(optimizer).__name__
+    for at, group in enumerate(optimizer.param_groups):
+        if group.get("capturable", True) is False:
+            return (
+                f"group {at} of {name} has capturable=False: it counts its steps on the host, which a graph "
+                f"would freeze; build it as {name}(..., capturable=True)"
+            )
+        for key, value in group.items():
+            if isinstance(value, torch.Tensor) and value.device != group["params"][0].device:
+                return (
+                    f"{key!r} of group {at} of {name} is a tensor on {value.device}, whose value a graph "
+                    "would freeze; move it to the parameters' device"
+                )
+    return None
+
+
 def address(tensor: torch.Tensor) -> int:
-    """Of a DTensor: that of this rank's shard, as it has no memory of its own."""
-    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).data_ptr()
+    """Of a DTensor: that of this rank's shard, as it has no memory of its own. `to_local` takes far longer."""
+    return (tensor._local_tensor if isinstance(tensor, DTensor) else tensor).data_ptr()
 
 
 def _changed(old: dict[str, Any], new: dict[str, Any]) -> str | None:

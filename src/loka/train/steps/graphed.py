@@ -12,6 +12,7 @@ the addresses that were recorded and runs them. What the graph cannot know runs 
 from __future__ import annotations
 
 import warnings
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -25,7 +26,7 @@ from loka.core.exchange import gather, ranks_of
 from loka.core.recording import Recording, capture_stream, record, synced
 from loka.core.timing import first_line, still_usable
 from loka.nn.fsdp_units import units_of
-from loka.train.steps.capture import Undo, address
+from loka.train.steps.capture import Undo, address, not_capturable
 
 Result = torch.Tensor | tuple[torch.Tensor, ...]
 
@@ -43,6 +44,16 @@ GATHERS = "FSDP2 gathers weights while forward and backward run, which is not ca
 _DDP_WARMUP = 11
 
 
+_WITH_COLLECTIVES: weakref.WeakSet[GraphedStep] = weakref.WeakSet()
+
+
+def release_collectives() -> None:
+    """Drops all graphs that hold collectives, before their process group is destroyed: NCCL waits for them then,
+    and hung two H100s for good."""
+    for step in list(_WITH_COLLECTIVES):
+        step.reset()
+
+
 def graphed(
     function: Callable[..., Result],
     *examples: torch.Tensor,
@@ -58,10 +69,11 @@ def graphed(
     and dtypes of a batch, on any device. `warmup` batches run eagerly before the capture: they make
     what is made once, such as optimizer state and compiled kernels.
 
-    With `collectives` the all-reduces of a DistributedDataParallel are captured too, after 11 warm-ups; it
-    has to be built within `synced(capture_stream(device))` (loka.core.recording). **No run of hours has
+    With `collectives` those of DistributedDataParallel are captured too, after 11 warm-ups, and those of FSDP2;
+    the first has to be built within `synced(capture_stream(device))` (loka.core.recording). **No run of hours has
     proven that yet**. Where one rank cannot capture none replays; a batch of another shape on one of them alone
-    may still hang all. Without it such a model runs eagerly.
+    may still hang all. Call `release_collectives()` before the process group is destroyed. Without it such a
+    model runs eagerly.
 
     Raises ValueError for warmup < 1, no example, and a model without parameters.
     """
@@ -86,6 +98,8 @@ class GraphedStep:
             raise ValueError(f"warmup={warmup}: optimizer state made inside a graph is made anew by every replay")
         if not examples:
             raise ValueError("no example tensor: a graph reads its batch from tensors of fixed shapes")
+        self._units: Any = tuple(units_of(model).values())
+        self._share_out()
         # A parameter that only an optimizer knows has a gradient to keep too.
         found = dict.fromkeys(model.parameters())
         found.update(dict.fromkeys(p for o in optimizers for g in o.param_groups for p in g["params"]))
@@ -144,6 +158,7 @@ class GraphedStep:
             return self._eager(batch, self._refused)
         if tuple((tensor.shape, tensor.dtype) for tensor in batch) != self._shapes:
             return self._eager(batch, OTHER_SHAPE)
+        self._share_out()
         self._watch()
         if self._captured is None and not self._refused:
             if self._warm < self._warmup:
@@ -188,6 +203,12 @@ class GraphedStep:
         with synced(self._side()):
             return _detached(self._function(*moved))
 
+    def _share_out(self) -> None:
+        """Behind a forward without backward, as of an evaluation, FSDP2 keeps its root gathered until the next
+        backward. A graph would hold no gather of it, or leave it for the next such forward: weights of before."""
+        for unit in self._units:
+            unit.reshard()
+
     def _side(self) -> torch.cuda.Stream | None:
         if self._stream is None and self._device.type == "cuda":
             # One of its own: cuBLAS keeps its workspace by stream and a graph the workspace of its capture,
@@ -219,6 +240,8 @@ class GraphedStep:
             return
         gradients = tuple(parameter.grad for parameter in self._parameters)
         self._captured = _Captured(recording, inputs, result, gradients, undo.kept())
+        if self._exchanges:
+            _WITH_COLLECTIVES.add(self)
         self._changed = None
 
     def _replay(self, batch: tuple[torch.Tensor, ...], clone: bool) -> Result:
@@ -280,7 +303,7 @@ class GraphedStep:
                     f"{path or 'the model'} has sparse gradients, whose size is known on the device only; "
                     "give it sparse=False, or look its rows up outside the step"
                 )
-        return next(filter(None, map(_not_capturable, self._optimizers)), None)
+        return next(filter(None, map(not_capturable, self._optimizers)), None)
 
     def _unfit_after_a_step(self) -> str | None:
         for path, parameter in self._model.named_parameters():
@@ -348,23 +371,6 @@ def _has_graphs(device: torch.device) -> bool:
 def _usable(device: torch.device) -> bool:
     """After an illegal memory access every later call fails too, and there is nothing to fall back to."""
     return device.type != "cuda" or still_usable()
-
-
-def _not_capturable(optimizer: Optimizer) -> str | None:
-    name = type(optimizer).__name__
-    for at, group in enumerate(optimizer.param_groups):
-        if group.get("capturable", True) is False:
-            return (
-                f"group {at} of {name} has capturable=False: it counts its steps on the host, which a graph "
-                f"would freeze; build it as {name}(..., capturable=True)"
-            )
-        for key, value in group.items():
-            if isinstance(value, torch.Tensor) and value.device != group["params"][0].device:
-                return (
-                    f"{key!r} of group {at} of {name} is a tensor on {value.device}, whose value a graph "
-                    "would freeze; move it to the parameters' device"
-                )
-    return None
 
 
 def _difference(old: Mapping[str, Any], new: Mapping[str, Any]) -> tuple[str, str]:

@@ -26,6 +26,7 @@ from loka.distributed.dense_sharding import average_gradients, is_sharded, repli
 from loka.distributed.sharded_tables import sharded_modules
 from loka.nn import unwrap
 from loka.nn.fp8_state_dict import fp8_state_dict, load_fp8_state_dict
+from loka.nn.fsdp_units import share_unit
 from loka.nn.unwrap import device_of
 from loka.train.config import TrainConfig
 from loka.train.steps.agreement import disagreement
@@ -291,6 +292,7 @@ class Step:
         try:
             with _without_hooks(self._model):
                 self._part = dense_part(self._model)
+            share_unit(self._part, self._model)
         except ValueError as error:
             return f"its tables have sparse gradients, whose sizes are known on the device only, and {error}"
         self._beside = True

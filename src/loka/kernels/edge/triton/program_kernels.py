@@ -44,7 +44,6 @@ class Tile:
         high, wide, tall_warps: of the second kernel.
         turns: elements of a row in a thread up to which the first kernel transposes.
         many: rows from which it does: a program has GROUP of them, and few programs leave processors idle.
-        sums: over all rows, up to which it does: threads hold them too.
     """
 
     warps: int = 4
@@ -58,7 +57,6 @@ class Tile:
     tall_warps: int = 4
     turns: int = 32
     many: int = 4096
-    sums: int = 1
 
 
 def tile_of(code: Code) -> Tile:
@@ -102,6 +100,15 @@ class Launch(NamedTuple):
             _RESIDENT[key] = max(each, 1) * multiprocessors(device), limit
         return _RESIDENT[key]
 
+    def spills(self, arguments: dict[str, Any], registers: int) -> bool:
+        """Whether a thread keeps in memory what it cannot in registers."""
+        if INTERPRETED:
+            return False
+        key = self.kernel, self.warps, arguments["leaf0_ptr"].device
+        if key not in _SPILLS:
+            _SPILLS[key] = self._compiled(arguments, registers).n_spills > 0
+        return _SPILLS[key]
+
     def _compiled(self, arguments: dict[str, Any], registers: int) -> Any:
         values, options = self._values(arguments), self._options(registers)
         compiled = self.kernel.warmup(*values, grid=(1,), **options)
@@ -117,6 +124,7 @@ class Launch(NamedTuple):
 
 
 _RESIDENT: dict[Any, tuple[int, int]] = {}
+_SPILLS: dict[Any, bool] = {}
 _MANY, _TOO_MANY = 128, 200  # registers of a thread, above which a multiprocessor holds less than 16 warps
 _SHARED = 228 << 10  # bytes of a multiprocessor, of which each program takes 1024 more than its own
 _AHEAD, _MOST_AHEAD = 16 << 10, 160 << 10  # of them, into which a warp and a program may read ahead
@@ -133,6 +141,7 @@ class Plan:
             the GPU holds.
         copied: whether the first kernel writes the gradient's bytes for the second.
         staged: whether it writes the transposed value's.
+        turns: whether the first kernel transposes, in turns.
         registers: of a thread of the first kernel at most; 0 for as many as it takes.
     """
 
@@ -143,6 +152,7 @@ class Plan:
     walkers: int
     copied: bool
     staged: bool
+    turns: bool = False
     registers: int = 0
 
 
@@ -186,25 +196,21 @@ def _run(
 ) -> list[torch.Tensor]:
     scales = 0 if input_scale is None else 1 if input_scale.numel() == 1 else 2
     dtypes = tuple(str(leaf.dtype).removeprefix("torch.") for leaf in leaves)
-    plan = plan_of(program, dtypes, rows, scales)
-    outputs = [allocated(output) for output in unwritten(program, rows, leaves[0].device)]
-    named = dict(zip(program.outputs, outputs, strict=True))
-    given = {"input_scale": input_scale, "gradient_scale": gradient_scale, "given": tops}
-    arguments: dict[str, Any] = {f"{name}_ptr": tensor for name, tensor in given.items()}
-    arguments |= {f"{name}_ptr": _words(out, name) for name, out in named.items()}
-    device = leaves[0].device
+    given: dict[str, Any] = {"input_scale_ptr": input_scale, "gradient_scale_ptr": gradient_scale, "given_ptr": tops}
+    given["count"] = 0 if tops is None else tops.numel()
+    plan, device = plan_of(program, dtypes, rows, scales), leaves[0].device
+    if plan.turns and plan.rows is not None:
+        trial = given | _arguments(program, plan, leaves, rows, unwritten(program, rows, device))
+        with launching_on(leaves[0]):
+            # A ReLU with the sum of a bias spilled, and took 51 us for 29 by two kernels; 2,048 features no less.
+            if plan.rows.spills(trial, plan.registers):
+                plan = plan_of(program, dtypes, rows, scales, turns=False)
+    outputs = [allocated(output) for output in unwritten(program, rows, device)]
+    arguments = given | _arguments(program, plan, leaves, rows, outputs)
     if plan.copied and not program.row:
         arguments["row_ptr"] = _bytes(program, rows, device)
     if plan.staged:
         arguments["staged_ptr"] = _bytes(program, rows, device)
-    arguments |= {f"leaf{p}_ptr": _numbers(leaf) for p, leaf in enumerate(leaves)}
-    arguments |= {
-        f"stride{p}": leaf.stride(0)
-        for p, (leaf, kind) in enumerate(zip(leaves, program.leaves, strict=True))
-        if kind is Kind.FULL
-    }
-    arguments |= {"rows": rows, "padded_rows": round_up(rows, 16), "span": plan.high}
-    arguments["count"] = 0 if tops is None else tops.numel()
     with launching_on(leaves[0]):
         if plan.rows is not None:
             groups = cdiv(rows, plan.high)
@@ -221,17 +227,31 @@ def _run(
     return outputs
 
 
-def plan_of(program: Program, dtypes: tuple[str, ...], rows: int, scales: int) -> Plan:
-    return _plan(program, dtypes, rows, scales, tuple(TILE.items()))
+def _arguments(
+    program: Program, plan: Plan, leaves: list[torch.Tensor], rows: int, outputs: list[torch.Tensor]
+) -> dict[str, Any]:
+    named = zip(program.outputs, outputs, strict=True)
+    found: dict[str, Any] = {f"{name}_ptr": _words(out, name) for name, out in named}
+    found |= {f"leaf{p}_ptr": _numbers(leaf) for p, leaf in enumerate(leaves)}
+    found |= {
+        f"stride{p}": leaf.stride(0)
+        for p, (leaf, kind) in enumerate(zip(leaves, program.leaves, strict=True))
+        if kind is Kind.FULL
+    }
+    return found | {"rows": rows, "padded_rows": round_up(rows, 16), "span": plan.high}
+
+
+def plan_of(program: Program, dtypes: tuple[str, ...], rows: int, scales: int, *, turns: bool = True) -> Plan:
+    return _plan(program, dtypes, rows, scales, tuple(TILE.items()), turns)
 
 
 @functools.lru_cache(maxsize=8192)
 def _plan(
-    program: Program, dtypes: tuple[str, ...], rows: int, scales: int, tiles: tuple[tuple[str, int], ...]
+    program: Program, dtypes: tuple[str, ...], rows: int, scales: int, tiles: tuple[tuple[str, int], ...], turns: bool
 ) -> Plan:
     code = Code(program, dtypes)
     tile = replace(tile_of(code), **dict(tiles))
-    if (one := _in_turns(code, rows, scales, tile)) is not None:
+    if turns and (one := _in_turns(code, rows, scales, tile)) is not None:
         return one
     staged = _is_staged(code, tile)
     copied = program.row or program.column
@@ -263,15 +283,15 @@ def _plan(
 
 
 def _in_turns(code: Code, rows: int, scales: int, tile: Tile) -> Plan | None:
-    """One kernel for all but the sums, where threads can hold the bytes of GROUP rows."""
+    """One kernel for all, where threads can hold the bytes of GROUP rows."""
     program = code.program
-    if rows < tile.many or program.gradient is None or not (program.column or program.transposed is not None):
-        return None
     staged, high = program.transposed is not None, GROUP // 4
+    if program.sums or rows < tile.many or program.gradient is None or not (program.column or staged):
+        return None
     sides = sides_of(code, 32 * tile.vector, staged=staged)
     least = min(high, high * sides.width // (32 * tile.vector))  # a row is a warp's, or several warps'
     warps = max(power_above(cdiv(high * sides.parts * sides.width, 32 * tile.turns)), least, 1)
-    if warps > _MOST_WARPS or len(program.sums) > tile.sums:
+    if warps > _MOST_WARPS:
         return None
     rows_launch = RowLaunch(
         rows=high,
@@ -285,15 +305,15 @@ def _in_turns(code: Code, rows: int, scales: int, tile: Tile) -> Plan | None:
         turns=True,
         scales=scales,
     )
-    rest = Code(replace(program, column=False, transposed=None), code.dtypes)
     return Plan(
         rows=Launch(_row_kernel(program, code.dtypes, rows_launch), row_parameters(code), 0, warps),
-        tall=_tall(rest, rows, scales, False, tile),
+        tall=None,
         high=GROUP,
         walks=False,
         walkers=0,
         copied=False,
         staged=False,
+        turns=True,
         registers=_MANY,
     )
 

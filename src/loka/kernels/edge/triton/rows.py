@@ -163,7 +163,6 @@ class _Rows(Lines):
             elif self.launch.staged:
                 self._read_top()
         self.turn = ""
-        self._leave_sums()
         self.emit("along, high = padded_rows // 4, start // 4")
         program = self.code.program
         if program.column:
@@ -199,7 +198,7 @@ class _Rows(Lines):
         if launch.staged and not launch.turns:
             self._read_top()
         blocks, wide = self.sides[1:]
-        shape = self.shape if launch.turns else f"[{blocks}, {wide}]" if blocks else f"[{wide}]"
+        shape = f"[{blocks}, {wide}]" if blocks else f"[{wide}]"
         for number in range(len(self.code.program.sums)):
             for k in self.parts:
                 self.let(f"total{number}{k}", f"tl.zeros({shape}, tl.float32)")
@@ -272,8 +271,7 @@ class _Rows(Lines):
                 text = self.full(place, k)
                 if not launch.even:
                     text = f"tl.where({self.live('', self.rowwise)}, {text}, 0.0)"
-                text = text if launch.turns else f"tl.sum({text}, axis={self.down})"
-                self.let(f"total{number}{k}", f"total{number}{k} + {text}")
+                self.let(f"total{number}{k}", f"total{number}{k} + tl.sum({text}, axis={self.down})")
         for number, (value, dtype) in enumerate(zip(program.values, program.value_dtypes, strict=True)):
             if place == value:
                 self._store_value(number, place, dtype, k)
@@ -335,6 +333,4 @@ class _Rows(Lines):
             line = f"({number} * tl.num_programs(0) + tl.program_id(0)) * {self.code.program.features}"
             for k in self.parts:
                 mask = mask_of(None if self.even[int(k[1:])] else f"inside{k}")
-                total = f"total{number}{k}"
-                total = f"tl.sum({total}, axis={self.down})" if self.launch.turns else total
-                self.emit(f"tl.store(part_ptr + {line} + c{k}, {total}{mask})")
+                self.emit(f"tl.store(part_ptr + {line} + c{k}, total{number}{k}{mask})")
