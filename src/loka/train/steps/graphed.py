@@ -72,8 +72,8 @@ def graphed(
     With `collectives` those of DistributedDataParallel are captured too, after 11 warm-ups, and those of FSDP2;
     the first has to be built within `synced(capture_stream(device))` (loka.core.recording). **No run of hours has
     proven that yet**. Where one rank cannot capture none replays; a batch of another shape on one of them alone
-    may still hang all. Call `release_collectives()` before the process group is destroyed. Without it such a
-    model runs eagerly.
+    may still hang all. Call the step's `reset()` before the process group is destroyed, which waits for its graph.
+    Without it such a model runs eagerly.
 
     Raises ValueError for warmup < 1, no example, and a model without parameters.
     """
