@@ -250,6 +250,9 @@ def test_units_by_pattern_and_tables():
     assert step.units == ("top.0",)
     with pytest.raises(LokaError, match=r"no module .* 'towers"):
         traced_step(model, batch, mode=mode, engine="fsdp2", units=["towers.*"])
+    deep = fake_model(nn.Sequential(nn.Sequential(nn.Linear(16, 8), nn.ReLU()), nn.Linear(8, 1)), mode)
+    step = traced_step(deep, fake_batch(torch.zeros(4, 16), mode, rows=16), mode=mode, engine="fsdp2", units=["*"])
+    assert step.units == ("0", "1"), "and not what lies in them"
 
 
 def test_the_process_group_is_given_back_and_one_that_stands_is_left_alone(tmp_path):

@@ -104,6 +104,13 @@ def test_ends_are_those_of_all_inputs_at_once():
     assert found.swings[GAINS].high == pytest.approx(100 / 35)
 
 
+def test_regions_may_spare_bytes_between_gemms():
+    """Where these are all that takes time, 0.7 of them, at the least, are 1 / 0.7 times as fast."""
+    found = row(across(network=network(inside=(1e-9, 1e9), launch=1e-9, memory=1e-6), gpus=(8,)), 8, "ddp", "-")
+    assert (found.speedup.low, found.speedup.value) == pytest.approx((1, 1), rel=1e-3)
+    assert 1.2 < found.speedup.high < 1 / 0.7  # Adam's bytes stay
+
+
 def test_every_number_has_its_ends_and_its_label():
     found = across(network=Network.load(EXAMPLE))
     text = str(found)

@@ -326,26 +326,6 @@ def test_booleans_count_as_pytorch_has_them(device):
         check(case, leaves, 33, given, exact=op != "div")
 
 
-@pytest.mark.parametrize(
-    ("name", "rows", "features", "spills", "kernels"),
-    [
-        ("rounded_norm", 4096, 1024, False, ["edge_rows"]),
-        ("rounded_norm", 4096, 1024, True, ["edge_rows", "edge_tall"]),
-        ("rounded_norm", 4095, 1024, False, ["edge_rows", "edge_tall"]),
-        ("gelu", 4096, 2064, False, ["edge_rows", "edge_tall"]),
-        ("relu", 4096, 1024, False, ["edge_rows", "edge_tall"]),  # a sum over rows
-    ],
-)
-def test_one_kernel_does_for_many_rows_that_registers_hold(monkeypatch, name, rows, features, spills, kernels):
-    ran = []
-    monkeypatch.setattr(fused.Launch, "run", lambda launch, *_: ran.append(launch.kernel.fn.__name__))
-    monkeypatch.setattr(fused.Launch, "resident", lambda launch, arguments: (132, 0))
-    monkeypatch.setattr(fused.Launch, "spills", lambda launch, *_: spills)
-    leaves, given = all_of(case := CASES[name](features), rows, torch.device("cpu"))
-    fused.run_program_fused(case.program, leaves, rows, *given)
-    assert ran == kernels
-
-
 def test_equal_programs_share_a_kernel_and_its_text_is_a_source(device):
     plans = []
     for _ in range(2):

@@ -22,6 +22,7 @@ from loka.nn.linears import signature
 from loka.nn.unwrap import unwrap
 from loka.scaling.cluster.collectives import HOPS, End, check_groups, check_ranks
 from loka.scaling.cluster.compute import (
+    BY_PLAN,
     OTHER_RATE,
     Placed,
     forecast_times,
@@ -34,7 +35,7 @@ from loka.scaling.cluster.engines import ENGINES, Engine, EngineStep, traced_ste
 from loka.scaling.cluster.memory import CAPACITY, held
 from loka.scaling.cluster.notes import notes_of, of_tables, origins
 from loka.scaling.cluster.placement import Placer
-from loka.scaling.cluster.pricing import GAINS, PRODUCTS, TIMES, Formats, Priced, step_of
+from loka.scaling.cluster.pricing import BETWEEN, GAINS, PRODUCTS, TIMES, Formats, Priced, step_of
 from loka.scaling.cluster.schedule import Timeline, schedule
 from loka.scaling.cluster.tables import Exchange, QComm, Tables, exchange
 from loka.scaling.cluster.wires import check_traced
@@ -267,14 +268,13 @@ def _inputs(network: Network) -> dict[str, Quantity | None]:
             "and tree for all-reduce, and one to each rank for all-to-all; 1: log2 of the ranks, for "
             "all-to-all one",
         ),
-        PRODUCTS: Quantity(
-            value=OTHER_RATE.value,
-            low=OTHER_RATE.low,
-            high=OTHER_RATE.high,
-            origin="assumed",
-            comment="time of products that are no site, over that of as many FLOPs of sites; a guess",
-        ),
+        PRODUCTS: _guess(OTHER_RATE, "time of products that are no site, over that of as many FLOPs of sites; a guess"),
+        BETWEEN: _guess(BY_PLAN, "bytes between GEMMs by plan, over bf16's: regions spare casts and copies; a guess"),
     }
+
+
+def _guess(at: Estimate, comment: str) -> Quantity:
+    return Quantity(value=at.value, low=at.low, high=at.high, origin="assumed", comment=comment)
 
 
 _FASTER = {"bandwidth inside a node", "bandwidth between nodes", "memory bandwidth", GAINS}

@@ -23,6 +23,9 @@ UNKNOWN = 0.05
 OTHER_RATE = Estimate(1.0, 0.5, 3.0)
 """Time of a product that is no site, over that of as many FLOPs of sites in bf16: a guess, and a wide one."""
 
+BY_PLAN = Estimate(1.0, 0.7, 1.0)
+"""Bytes between GEMMs by plan, over those in bf16: a guess. Once it was measured: 0.73, Wukong 2 GF (2026-11-24)."""
+
 _Key = tuple[bool, int, int, int]
 
 

@@ -360,17 +360,23 @@ def _reduced(params: tuple[Param, ...], buffer: torch.Tensor) -> Reduced:
     return Reduced(params, buffer.numel() * buffer.element_size(), buffer.element_size())
 
 
+def _fits(path: str, pattern: str) -> bool:
+    """Name by name: `layers.*` are the layers, and not what lies in them."""
+    names, wanted = path.split("."), pattern.split(".")
+    return len(names) == len(wanted) and all(map(fnmatch.fnmatchcase, names, wanted))
+
+
 def _units(model: nn.Module, patterns: Sequence[str]) -> tuple[str, ...]:
     held = {path: m for path, m in model.named_modules() if path and any(True for _ in m.parameters())}
     if patterns:
         for pattern in patterns:
-            if not fnmatch.filter(held, pattern):
+            if not any(_fits(path, pattern) for path in held):
                 raise LokaError(
                     f"no module with parameters has a path like {pattern!r}",
                     why=[f"there are {', '.join(list(held)[:12])}{', ...' if len(held) > 12 else ''}"],
                     way_out="a path or pattern such as 'layers.*', or none, for the layers of all lists",
                 )
-        return tuple(path for path in held if any(fnmatch.fnmatchcase(path, one) for one in patterns))
+        return tuple(path for path in held if any(_fits(path, one) for one in patterns))
     found: list[str] = []
     for path, module in model.named_modules():
         if not isinstance(module, (nn.ModuleList, nn.Sequential)):

@@ -6,7 +6,7 @@ from typing import Any
 
 from loka.core.records.network import Network
 from loka.scaling.cluster.collectives import HOPS, End, Wire, picked_of, picked_wire_us
-from loka.scaling.cluster.compute import OTHER_RATE, Placed, Segment, gemm_us
+from loka.scaling.cluster.compute import BY_PLAN, OTHER_RATE, Placed, Segment, gemm_us
 from loka.scaling.cluster.engines import CopiedOut, EngineStep, Gathered, Moved, Reduced, Replicated
 from loka.scaling.cluster.schedule import Blocking, Compute, Copied, Gather, Item, Join, Reduce, Replicate
 from loka.scaling.cluster.tables import Exchange
@@ -20,6 +20,7 @@ from loka.scaling.cluster.wires import (
 )
 
 TIMES, GAINS, PRODUCTS = "bf16 GEMM times", "gain of eight bits", "other products"
+BETWEEN = "elementwise by plan"
 """Inputs that are no number of a network."""
 
 _ADAM = 28
@@ -95,9 +96,11 @@ class Priced:
         self, network: Network, ranks: int, *, rate: float, planned: bool, ends: Mapping[str, End]
     ) -> Iterator[Item]:
         """What `schedule` runs. `rate`: FLOPs a microsecond of products that are no site. `ends`: of the
-        network's quantities, HOPS, TIMES, GAINS and PRODUCTS."""
+        network's quantities, HOPS, TIMES, GAINS, PRODUCTS and BETWEEN."""
         picked = picked_of(network, ends)
         moved = picked["elementwise share"] / picked["memory bandwidth"] / 1e3
+        if planned:
+            moved *= getattr(BY_PLAN, ends.get(BETWEEN, "value"))
         flops = getattr(OTHER_RATE, ends.get(PRODUCTS, "value")) / rate
         time, gain, hops = (ends.get(name, "value") for name in (TIMES, GAINS, HOPS))
         sent = [_item(one, picked_wire_us(one.wire, ranks, network, picked, hops), network) for one in self._kinds]
