@@ -65,8 +65,8 @@ class TrainConfig:
         accumulate: parts that a batch goes through the model in, one update for all: memory of a part only.
         step: how a step runs: "eager", with its blocks compiled, or compiled and captured in a CUDA graph.
             What cannot be runs eagerly, and `TrainResult.step_reason` says why.
-        capture_collectives: whether the graph may hold DistributedDataParallel's all-reduces. Off: no run of
-            hours has proven it, and the command line does not offer it.
+        capture_collectives: whether the graph may hold the collectives of DistributedDataParallel or FSDP2. Off:
+            no run of hours has proven it, and the command line does not offer it.
         window: steps that the window metrics cover.
         gather: how FSDP2 gathers the weights of FP8 sites: "hp" as all others, "fp8" where they can be
             (loka.distributed.fp8_all_gather), "auto" where that is faster by measured times (choose_gather).
