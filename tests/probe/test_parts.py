@@ -218,6 +218,9 @@ def test_settings_that_cannot_be_are_refused(model):
         Budget(segments={"a": -1.0})
     with pytest.raises(ValueError, match="names no task"):
         Budget(ne={})
+    for task, name in ("b", ""), ("a, x", "x"):
+        with pytest.raises(ValueError, match="to differ"):
+            renew_effects(model, probed(model), [], tasks=("a", task), segments=Segments((name,), THIRD.of, by=""))
     with pytest.raises(ValueError, match="3 names of tasks"):
         renew_effects(model, probed(model), batches(256), tasks=("a", "b", "c"), forward=ROWS["forward"])
     given = iter(batches(256))
@@ -254,6 +257,15 @@ def test_soft_labels_are_taken_and_others_not_asked(model):
     assert renew(lambda batch: batch[1].where(batch[0][:, :1] > 2.0, -1)) == renew(labels_of)
     renew(lambda batch: batch[1] * 0.7)
     renew(lambda batch: batch[1] - 2, weights=lambda batch: torch.ones(128))
+
+
+def test_h_is_of_rows_with_labels(model):
+    rows = [(x, None if at % 2 else torch.full((128, 2), 0.9)) for at, (x, _) in enumerate(batches(12_800))]
+    some, every = (
+        renew_effects(model, probed(model), rows, labels=of, **ROWS).layers["shared"].effects_by_part["buy, high"]
+        for of in (labels_of, lambda _: rows[0][1])
+    )
+    assert some["rowwise_e4m3"].kl().value == pytest.approx(every["rowwise_e4m3"].kl().value)
 
 
 @pytest.mark.parametrize(("terms", "said"), [([1.0, 2.0] * 53, "22 more"), ([1.0] * 150, "no upper end")])

@@ -72,6 +72,8 @@ def test_an_empty_store_knows_nothing():
 def test_what_cannot_be_stored_or_read_is_refused(tmp_path):
     with pytest.raises(ServeRefused, match="1 of 2 latents hold NaN"):
         Latents.of(torch.arange(2), torch.tensor([[1.0], [torch.nan]]), teacher="T", version=1, written=0)
+    with pytest.raises(ServeRefused, match="2 of 2 latents hold NaN"):
+        Latents.of(torch.arange(2), torch.full((2, 1), 1e99, dtype=torch.double), teacher="T", version=1, written=0)
     with pytest.raises(ServeRefused, match="do not belong together"):
         Latents.of(torch.arange(4), values(3), teacher="T", version=1, written=0)
     store = latents([1, 2, 3])

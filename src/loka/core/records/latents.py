@@ -76,13 +76,14 @@ class Latents:
                 f"ids {ids.dtype} {list(ids.shape)} and latents {list(latents.shape)} do not belong together",
                 way_out="give int64 [N] and [N, d]",
             )
+        latents = latents.detach().float()
         bad = int((~latents.isfinite()).any(dim=1).sum())
         if bad:
             raise ServeRefused(
                 f"{bad} of {len(ids)} latents hold NaN or infinity",
                 way_out="look at the teacher's rows (`Answer.nonfinite_rows`), and store the others",
             )
-        quantized = quantize(latents.detach(), CAST)
+        quantized = quantize(latents, CAST)
         when = {"version": torch.full_like(ids, version), "written": torch.full_like(ids, written)}
         made = cls(teacher=teacher, ids=ids, low=quantized.data, scale=quantized.scale, **when)
         return made._newest()  # of no rows quantize makes one scale, which goes here

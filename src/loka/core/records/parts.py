@@ -2,9 +2,8 @@
 
     KL/H of task t in segment g  =  mean over the rows of g of  1/2 p_t (1 - p_t) (J_t . dY)^2  /  H_t there
 
-Neither is a share of the whole's: a segment of 2 % of the rows may lose a hundred times what all lose in the
-mean. Meta's Lattice (arXiv 2512.09200) serves many pairs of a domain and an objective, "portfolios", by one
-model: each has a quality of its own that has to hold.
+None is scaled from the whole's. Meta's Lattice (arXiv 2512.09200) serves many pairs of a domain and an
+objective, "portfolios", by one model.
 """
 
 from __future__ import annotations

@@ -1,8 +1,6 @@
 """Effects of single tasks and segments from the rows of a renewal; what a part is: core/records/parts.py.
 
-    s_i of task t alone, the rows of segment g alone, H by the labels of t in g
-
-Every part has effects of its own with intervals of its own: none is scaled from the whole's.
+s_i of task t alone, the rows of segment g alone, H by the labels of t in g
 """
 
 from collections.abc import Mapping, Sequence
@@ -60,9 +58,9 @@ def effects_by_part(
         for at, segment in enumerate(segments.segments.names if segments else ()):
             assert segments is not None
             here, read = rows.places == at, segments.read[at]
-            known = None
-            if segments.positives is not None and rows.weights is None:  # weighted rows weigh predictions
-                known = LabelRate(positives=float(segments.positives[at, task]), rows=read)
+            positives, known = segments.positives, None
+            if positives is not None and rows.weights is None and positives[at, -1]:  # weighted rows weigh predictions
+                known = LabelRate(positives=float(positives[at, task]), rows=int(positives[at, -1]))
             part = Part(task=name, segment=segment, rows=int(here.sum()), read=read, allowed=allowed)
             wanted.append((part, task, here, known))
     effects: dict[str, dict[str, dict[str, Effect]]] = {path: {} for path in paths}

@@ -23,7 +23,7 @@ from torch import nn
 from loka.core.exceptions import DataRefused, NotConverted, PlanMismatch
 from loka.core.numerics.effect import NO_PROMISE, OLD, Effect
 from loka.core.numerics.label_rate import BaseRate, require_shares, task_rates
-from loka.core.records.parts import WIDTH, Part
+from loka.core.records.parts import WIDTH, Part, part_name
 from loka.core.records.stats import LinearStats, Stats
 from loka.nn.linears import find_linears, signature
 from loka.nn.site import site_forwards
@@ -124,8 +124,9 @@ def renew_effects(
             f"samples is {samples}, per_batch {per_batch}, segment_rows {segment_rows}; each must be at "
             f"least 1, and segment_width, {segment_width}, above 1"
         )
-    if len(set(tasks)) < len(tasks) or "" in tasks:
-        raise ValueError(f"the names of tasks have to differ, and none is empty: {', '.join(tasks)}")
+    parts = [part_name(t, s) for t in tasks or ("",) for s in ("", *(segments.names if segments else ()))]
+    if len(set(parts)) < len(parts) or "" in tasks:
+        raise ValueError(f"names of tasks, segments and both have to differ, none empty: {'; '.join(parts)}")
     require_shares(base_rate)
     differences = signature(model, like=stats.model).differences(stats.model)
     if differences:

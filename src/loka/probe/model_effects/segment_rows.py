@@ -1,9 +1,9 @@
 """Rows of each segment for a renewal of effects: a stratified sample of the batches that are read.
 
-A rare segment has too few rows in any sample of all rows: of 1536 it has 31 where it is 2 % of them. So
-beside that sample more rows of each segment are drawn, until it has its own number of them. Within a segment
-every row of a batch is as likely as another, whichever of the two draws it, so means over its rows need no
-weights; means over all rows go by the sample of all rows alone (Cochran, Sampling Techniques, chapter 5).
+A segment of 2 % has 31 rows in a sample of 1536 of all, too few. So more of each are drawn beside
+it, until each has enough. Within a segment every row of a batch is as likely as another, whichever of the two
+draws it, so means over its rows need no weights; means over all rows go by the sample
+of all rows alone (Cochran, Sampling Techniques, chapter 5).
 """
 
 from collections.abc import Callable
@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
+from torch.nn import functional
 
 from loka.core.exceptions import DataRefused
 from loka.core.records.parts import part_name
@@ -34,8 +35,8 @@ class RowSegments(Protocol):
 class SegmentRows:
     """What each segment still lacks, and what was found of it.
 
-    `wanted` rows of each are probed; `read` counts all that went by, and `positives` [segments, T] their
-    positive labels, where there are labels.
+    `wanted` rows of each are probed; `read` counts all that went by, `positives` [segments, T + 1] their
+    positive labels and rows with labels.
     """
 
     segments: RowSegments
@@ -84,8 +85,8 @@ class SegmentRows:
             way_out = "let labels= give [rows, tasks] from 0 to 1, or None; segments.of takes out rows by -1"
             raise DataRefused(f"no H of segments: labels are {wrong}", way_out=way_out)
         if self.positives is None:
-            self.positives = torch.zeros(len(self.read), columns.shape[1], dtype=torch.float64)
-        self.positives.index_add_(0, places[known], columns[known])
+            self.positives = torch.zeros(len(self.read), len(tasks) + 1, dtype=torch.float64)
+        self.positives.index_add_(0, places[known], functional.pad(columns[known], (0, 1), value=1.0))
 
     def choose(self, places: torch.Tensor, taken: torch.Tensor, seed: int) -> torch.Tensor:
         """Rows of the batch for what is lacking, beside those `taken`; none where nothing is, or is here."""
