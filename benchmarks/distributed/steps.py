@@ -88,7 +88,8 @@ def zoo(name: str, told: Namespace) -> Made:
 
 def tower(name: str, told: Namespace) -> Made:
     device = torch.device(told.device)
-    name, told.step = as_told(name, told)
+    name, mode = as_told(name, told)
+    told = Namespace(**{**vars(told), "step": mode})  # of this arm alone
     torch.manual_seed(0)
     model = Tower(told.width, 6).to(device)
     layers = signature(model)
