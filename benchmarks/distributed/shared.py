@@ -225,7 +225,8 @@ def replicated(model: nn.Module, told: argparse.Namespace) -> DistributedDataPar
 
 
 def trained(model: nn.Module, call: nn.Module, x: torch.Tensor, *, graph: bool) -> partial[Any]:
-    """A step of AdamW under bf16 autocast on the rows in `x`, which may be others at each call."""
+    """A step of AdamW under bf16 autocast on the rows in `x`, which may be others at each call. Something to learn:
+    to be zero everywhere took a tower 10,000 steps, and all bits are equal then."""
     fast = {"fused": True, "capturable": True} if x.is_cuda else {}
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, **fast)
 
@@ -233,7 +234,7 @@ def trained(model: nn.Module, call: nn.Module, x: torch.Tensor, *, graph: bool) 
         optimizer.zero_grad(set_to_none=True)
         with torch.autocast(x.device.type, torch.bfloat16):
             y = call(x)
-        loss = y.float().square().mean()
+        loss = nn.functional.mse_loss(y.float(), x.roll(1, dims=1).relu())
         loss.backward()
         optimizer.step()
         return loss.detach()

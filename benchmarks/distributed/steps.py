@@ -9,7 +9,7 @@
         --batch-size 64 --rounds 6 --device cpu --out runs/tiny.jsonl
 
 An arm with `_graph` behind its name, or any by `--step graph`, captures its steps whole, collectives included; tables
-of FSDP2 stay beside. A step of Wukong is that
+of FSDP2 stay beside. With `_blocks` each compiled block is graphs of its own (DDP). A step of Wukong is that
 of `loka train`, optimizers and metrics included; of the tower, six layers of 2048, forward, backward and
 AdamW. One synthetic batch of each rank. The plan is --plan, or by hand: layers with
 both sides of --narrowest and more. Each arm takes turns with bf16 of its engine, rounds of four steps, the
@@ -42,16 +42,20 @@ from loka.nn.linears import signature
 from loka.train import TrainConfig
 from loka.train.run import Run
 
-GRAPH = "_graph"
+GRAPH, BLOCKS = "_graph", "_blocks"
 ENGINES = {"ddp": ("ddp_loka", "ddp_rowwise"), "fsdp2": ("fsdp2_loka_fp8", "fsdp2_loka", "fsdp2_loka_auto")}
 ARMS = tuple(
-    arm for engine, loka in ENGINES.items() for name in (f"{engine}_bf16", *loka) for arm in (name, name + GRAPH)
+    arm
+    for engine, loka in ENGINES.items()
+    for name in (f"{engine}_bf16", *loka)
+    for arm in (name, name + GRAPH, name + BLOCKS)
 )
 
 
 def as_told(name: str, told: Namespace) -> tuple[str, Any]:
     """An arm without its suffix, and how its steps run."""
-    return (name.removesuffix(GRAPH), "graph") if name.endswith(GRAPH) else (name, told.step)
+    bare = name.removesuffix(BLOCKS).removesuffix(GRAPH)
+    return bare, told.step if bare == name else "graph"
 
 
 def zoo(name: str, told: Namespace) -> Made:
@@ -62,8 +66,9 @@ def zoo(name: str, told: Namespace) -> Made:
         model = model_builder(told.model)(rows)
     mods.apply(model, MODS)
     plan = planned(signature(model), told, device) if "loka" in name else None
+    whole = not name.endswith(BLOCKS)
     name, mode = as_told(name, told)
-    config = TrainConfig(batch_size=size, device=told.device, step=mode, capture_collectives=mode == "graph")
+    config = TrainConfig(batch_size=size, device=told.device, step=mode, capture_collectives=mode == "graph" and whole)
     model = over_ranks(model, config, engine="torch", dense=name.partition("_")[0], exchange="fp32")
     gathering = None
     if plan:

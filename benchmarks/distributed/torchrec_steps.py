@@ -6,7 +6,8 @@
 
 MLPerf's dense sizes, 26 tables of 10,000 rows of 128 with one id a bag, in DistributedModelParallel by
 TorchRec's planner; row-wise AdaGrad, Adam for the dense part; TrainPipelineSparseDist from pinned batches.
-Bottom, cross and top are compiled, each by itself. Times are those of steps.py; `groups_us` splits rank 0's.
+Bottom, cross and top are compiled, each by itself, and CUDA graphs by `--step graph`. Times are those of
+steps.py; `groups_us` splits rank 0's.
 """
 
 import argparse
@@ -84,8 +85,9 @@ def made(name: str, told: argparse.Namespace) -> Made:
     optimizers = build_optimizers(model, TrainConfig(batch_size=size, sparse_lr=0.02)).values()
     if plan:
         loka.convert(model, plan)
-    if told.step == "compile":
-        compiled(next(m for m in model.modules() if type(m).__name__ == "DLRM_DCN"))
+    replayed = told.step == "graph" and device.type == "cuda"
+    if told.step != "eager":
+        compiled(next(m for m in model.modules() if type(m).__name__ == "DLRM_DCN"), replayed=replayed)
 
     def forward(batch: Any) -> Any:
         with torch.autocast(device.type, torch.bfloat16):
@@ -107,7 +109,13 @@ def made(name: str, told: argparse.Namespace) -> Made:
         return found
 
     feed = itertools.cycle(batches(size, pinned=device.type == "cuda"))
-    return partial(pipeline.progress, feed), more
+
+    def step() -> None:
+        if replayed:
+            torch.compiler.cudagraph_mark_step_begin()
+        pipeline.progress(feed)
+
+    return step, more
 
 
 def main() -> None:

@@ -27,7 +27,7 @@ Device = Annotated[str | None, typer.Option(help="cuda or cpu; the GPU if there 
 Rows = Annotated[int, typer.Option(min=10, help="Size of the synthetic world, held-out rows included.")]
 BatchSize = Annotated[int, typer.Option(min=1, help="Rows in a step.")]
 StepName = Annotated[
-    str, typer.Option("--step", help="eager; compile: blocks compiled; graph: and the step in one CUDA graph.")
+    str, typer.Option("--step", help="eager; compile: blocks compiled; graph: and in one CUDA graph, or one a block.")
 ]
 DenseRate = Annotated[float, typer.Option("--lr", min=0, help="Of dense weights, Adam.")]
 SparseRate = Annotated[float, typer.Option("--sparse-lr", min=0, help="Of tables, row-wise AdaGrad.")]

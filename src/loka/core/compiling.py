@@ -33,12 +33,15 @@ _numbers = itertools.count()
 _collector = threading.RLock()
 
 
-def compile_in_place(module: Module, frame: CodeType | None = None) -> Module:
+def compile_in_place(module: Module, frame: CodeType | None = None, *, replayed: bool = False) -> Module:
     """The same module, whose calls run compiled for the shapes they see; `forward` and hooks stay its own.
 
-    `frame`: of `new_frame`, for modules that may share what is compiled; one of its own without.
+    `frame`: of `new_frame`, for modules that may share what is compiled; one of its own without. `replayed`: what
+    is compiled runs as CUDA graphs of torch's own (CUDA graph trees), which keep the memory of all that they return:
+    call `torch.compiler.cudagraph_mark_step_begin()` where nobody needs that of before any more.
     """
-    module._compiled_call_impl = torch.compile(_own_call(module, frame), dynamic=False)
+    options: dict[str, Any] | None = {"triton.cudagraphs": True} if replayed else None
+    module._compiled_call_impl = torch.compile(_own_call(module, frame), dynamic=False, options=options)
     return module
 
 

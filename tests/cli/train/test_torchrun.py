@@ -102,6 +102,7 @@ def test_from_bf16_to_fp8_and_by_that_plan(tmp_path):
     assert "continued from step 25" in first["again"]
     assert held_out(first["again"]) == held_out(first["auto"])
     assert "ran 25 x " in first["by plan"]
+    assert "with --step graph they replay a graph for each block" in " ".join(first["by plan"].split())
     assert "by the plan in" in first["goes on"]
     assert held_out(first["goes on"]) == held_out(first["by plan"])
     assert not any(second.values())

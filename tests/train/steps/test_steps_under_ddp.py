@@ -83,21 +83,25 @@ def test_where_one_rank_cannot_capture_none_replays(fake, monkeypatch, own):
 
 
 @pytest.mark.parametrize(
-    ("changes", "optimizers", "reason"),
+    ("changes", "optimizers", "reason", "by_block"),
     [
-        ({"capture_collectives": False}, ["dense"], "DistributedDataParallel sends gradients"),
-        ({}, ["dense"], "no step was run yet"),
-        ({}, ["dense", "sparse"], "its tables have sparse gradients"),
-        ({"gradients": "int8"}, ["dense"], "gradients in int8"),
+        ({"capture_collectives": False}, ["dense"], "DistributedDataParallel sends gradients", True),
+        ({"capture_collectives": False, "accumulate": 2}, ["dense"], "DistributedDataParallel sends gradients", False),
+        ({}, ["dense"], "no step was run yet", False),
+        ({}, ["dense", "sparse"], "its tables have sparse gradients", True),
+        ({"gradients": "int8"}, ["dense"], "gradients in int8", True),
     ],
 )
-def test_a_step_of_the_loop_says_why_it_is_not_captured(monkeypatch, changes, optimizers, reason):
-    monkeypatch.setattr("loka.train.steps.step.has_graphs", lambda device: True)
-    monkeypatch.setattr("loka.train.steps.step.compiled", lambda model: model)
+def test_a_step_of_the_loop_says_why_it_is_not_captured(monkeypatch, changes, optimizers, reason, by_block):
+    asked = []
+    monkeypatch.setattr("loka.train.steps.extent.has_graphs", lambda device: True)
+    monkeypatch.setattr("loka.train.steps.step.compiled", lambda model, replayed: asked.append(replayed))
     config = TrainConfig(batch_size=8, step="graph", **{"capture_collectives": True, **changes})
     model = DistributedDataParallel(small())
     step = Step(model, {name: sgd(model) for name in optimizers}, config)
     assert str(step.reason).startswith(reason)
+    assert asked == [by_block]
+    assert str(step.reason).endswith("; its compiled blocks are CUDA graphs of their own") == by_block
 
 
 @pytest.mark.gpu

@@ -18,6 +18,7 @@ from loka.distributed import fp8_all_gather, shard_dense
 from loka.measurement.settings import Settings
 from loka.train import TrainConfig
 from loka.train.optim import build_optimizers
+from loka.train.steps import extent
 from loka.train.steps import step as step_module
 from loka.train.steps.forward import arguments
 from loka.train.steps.step import Step
@@ -91,8 +92,8 @@ class Job:
         fake = Sharded(model, optimizers["dense"])
         with contextlib.ExitStack() as held:
             for where, what, instead in (
-                (step_module, "has_graphs", lambda device: True),
-                (step_module, "compiled", lambda model: model),
+                (extent, "has_graphs", lambda device: True),
+                (step_module, "compiled", lambda model, replayed: model),
                 (module, "_has_graphs", lambda device: True),
                 (module, "record", fake),
             ):

@@ -98,7 +98,7 @@ def test_a_compiled_step_trains_alike():
 def compile_one(name, backend, monkeypatch):
     """A compiled step compiles the member `name` of its model alone."""
 
-    def compiled(model):
+    def compiled(model, replayed):
         member = getattr(model, name)
         member._compiled_call_impl = torch.compile(lambda x: member._call_impl(x), backend=backend)
         return model
@@ -149,7 +149,7 @@ class Counting(nn.Module):
 
 def test_the_first_batch_is_compared_from_the_same_state(monkeypatch):
     for name in ("compiled", "uncompiled"):
-        monkeypatch.setattr(module, name, lambda model: model)
+        monkeypatch.setattr(module, name, lambda model, **_: model)
     rows = SyntheticClicks(rows=64, seed=0, dense_features=4)
     torch.manual_seed(0)
     model = Counting()
@@ -189,8 +189,8 @@ def test_a_graph_needs_a_gpu():
 @pytest.fixture
 def tables_beside(monkeypatch):
     """All of step="graph" but the compiler and the capture: lookups outside, their gradients handed back."""
-    monkeypatch.setattr(module, "has_graphs", lambda device: True)
-    monkeypatch.setattr(module, "compiled", lambda model: model)
+    monkeypatch.setattr("loka.train.steps.extent.has_graphs", lambda device: True)
+    monkeypatch.setattr(module, "compiled", lambda model, replayed: model)
 
 
 @pytest.mark.usefixtures("tables_beside")

@@ -57,10 +57,6 @@ from loka.train.schedule import describe
 from loka.train.tensorboard import TensorBoard
 
 _SEGMENTS = 16
-_UNCAPTURED = (
-    "note: steps of several ranks run without CUDA graphs, by which plans are timed; on two H200s the host "
-    "made them slower than bf16's (docs/distributed.md)"
-)
 _MOST_PARTS = 1 << 16  # of rows; more in a checkpoint is no number of ranks
 
 
@@ -231,8 +227,8 @@ def train(
             say(chosen.summary())
         planned = auto or chosen is not None
         check_engine(engine, dense, qcomm, config, planned=planned)
-        if planned and part[1] > 1:
-            say(_UNCAPTURED)
+        if planned and part[1] > 1 and (dense == "fsdp2" or config.step != "graph"):
+            say(_without_graphs(dense))
         built = build_model(model, opened.train, seed=seed, with_mods=with_mods)
         say(describe(config, Length.of(opened.train, config).steps))
         shared = out is not None and (checkpoints is None or out.resolve() != checkpoints.resolve())
@@ -268,6 +264,15 @@ def train(
             say(result.exchange)
         if first or dense == "fsdp2" or engine == "torchrec":  # whose forward is of all ranks
             show_quality(built, opened, config, bars, result.average)
+
+
+def _without_graphs(dense: str) -> str:
+    """What a plan for several ranks is told, whose steps replay nothing."""
+    way_out = "" if dense == "fsdp2" else "; with --step graph they replay a graph for each block"
+    return (
+        "note: these steps run without CUDA graphs, by which plans are timed; on two H200s the host made them slower "
+        f"than bf16's (docs/distributed.md){way_out}"
+    )
 
 
 def _known_share(source: Source, batch_size: int) -> Shares:

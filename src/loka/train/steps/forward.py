@@ -24,8 +24,8 @@ def tasks_in(batch: Batch) -> int:
 def predict(
     model: nn.Module, inputs: tuple[torch.Tensor, ...], precision: Precision, *, tasks: int = 1
 ) -> torch.Tensor:
-    """Logits in float32, [B] of one task or [B, tasks]. Raises LokaError for a model that returns anything
-    else."""
+    """Logits in float32, [B] of one task or [B, tasks], in memory of their own: a block that replays a CUDA graph
+    writes to what it returned before. Raises LokaError for a model that returns anything else."""
     device = inputs[0].device
     with torch.autocast(device.type, dtype=torch.bfloat16, enabled=precision == "bf16"):
         logits = model(*inputs)
@@ -40,7 +40,7 @@ def predict(
             way_out="return a logit for each label: `loka.zoo.build(..., tasks=)` of the zoo's models; the "
             'labels are those of the schema: "label": "click", or "label": ["click", "buy"] (docs/data.md)',
         )
-    return logits.float()
+    return logits.to(torch.float32, copy=True)
 
 
 def rows_of(batch: Batch, first: int, last: int) -> Batch:

@@ -2,7 +2,8 @@
 
     eager     as written
     compile   the model's blocks compiled (train/steps/step_time.py), the rest as written
-  graph   blocks compiled, and all but tables with sparse gradients in one CUDA graph (train/steps/graphed.py)
+  graph   blocks compiled, and all but tables with sparse gradients in one CUDA graph (train/steps/graphed.py);
+          where there can be no such graph, each block in graphs of its own, with what travels between them
 
 What cannot run as asked, or computes something else when compiled (train/steps/agreement.py), runs as the line
 above it, with the same result up to rounding, and `reason` says why. A batch of another size than the config's,
@@ -26,15 +27,15 @@ from loka.distributed.dense_sharding import average_gradients, is_sharded, repli
 from loka.distributed.sharded_tables import sharded_modules
 from loka.nn import unwrap
 from loka.nn.fp8_state_dict import fp8_state_dict, load_fp8_state_dict
-from loka.nn.fsdp_units import share_unit
 from loka.nn.unwrap import device_of
 from loka.train.config import TrainConfig
 from loka.train.steps.agreement import disagreement
+from loka.train.steps.extent import Extent, extent_of
 from loka.train.steps.forward import arguments, predict, rows_of, tasks_in
-from loka.train.steps.graphed import GATHERS, REPLICAS, GraphedStep, graphed
+from loka.train.steps.graphed import GraphedStep, graphed
 from loka.train.steps.pipelined import Ahead, Pipelined, pipelined
-from loka.train.steps.step_time import compiled, has_graphs, uncompiled
-from loka.zoo import dense_part, look_up
+from loka.train.steps.step_time import compiled, uncompiled
+from loka.zoo import look_up
 
 Sight = Literal["none", "host", "hooks"]
 """Who has to see a step: nobody; code on the host, so that no graph replays it; hooks, so that no compiled
@@ -69,25 +70,22 @@ class Step:
         self._rehearsing = False
         self._why_not_compiled: str | None = None
         self._graphed: GraphedStep | None = None
-        self._part, self._beside = model, False  # what a graph may hold; whether tables are beside it
         self._replicated = replicated_tables(model)
         self._whole = False
         self._coming = coming if config.pipeline and sharded_modules(model) else None
         self._pipeline: Pipelined | None = None
         self._exchange = _ONE_BY_ONE if sharded_modules(model) else None
-        self._why_no_graph: str | None = None
-        if config.step == "graph":
-            self._why_no_graph = self._split()
+        self._extent = extent_of(model, optimizers, config) if config.step == "graph" else Extent(model)
         if self._compiled:
-            compiled(unwrap(model))
+            compiled(unwrap(model), replayed=self._extent.by_block)
 
     @property
     def reason(self) -> str | None:
         """Why it does not run as the config asks; None where it does, or asks for nothing."""
         if self._why_not_compiled or self._config.step != "graph":
             return self._why_not_compiled
-        if self._why_no_graph:
-            return self._why_no_graph
+        if self._extent.reason:
+            return self._extent.reason
         return self._graphed.reason if self._graphed else "no step was run yet"
 
     @property
@@ -99,7 +97,7 @@ class Step:
         if self._pipeline is not None:  # ids of this batch are on their way
             short = len(batch) != self._config.batch_size
             with _eagerly(self._compiled and (short or sight == "hooks")):
-                return self._pipeline()
+                return self._inside(batch)
         if sight == "hooks" or len(batch) != self._config.batch_size:
             with _eagerly(self._compiled):
                 return self._outside(batch)
@@ -146,16 +144,18 @@ class Step:
             self._pipeline = None
 
     def _inside(self, batch: Batch) -> Predicted:
-        """By the graph, where there may be one."""
+        """By graphs, where there may be some."""
+        if self._extent.by_block:
+            torch.compiler.cudagraph_mark_step_begin()
         if self._coming is not None and (self._tried or not self._compiled):
             self._begin_pipeline(batch, self._coming)
-            if self._pipeline is not None:
-                return self._pipeline()
-        if self._config.step != "graph" or self._why_no_graph:
+        if self._pipeline is not None:
+            return self._pipeline()
+        if self._config.step != "graph" or self._extent.why_no_graph:
             return self._learn(arguments(batch), batch.label)
         inputs = arguments(batch)
         rows: list[torch.Tensor] = []
-        if self._beside:
+        if self._extent.beside:
             inputs = (inputs[0], *look_up(self._model, *inputs[1:3]), *inputs[3:])
             rows = _rows_in(inputs)
             inputs = tuple(tensor.detach() for tensor in inputs)
@@ -164,7 +164,7 @@ class Step:
                 self._captured,
                 *inputs,
                 batch.label,
-                model=self._part,
+                model=self._extent.part,
                 optimizers=self._optimizers["dense"],
                 collectives=self._config.capture_collectives,
             )
@@ -209,11 +209,11 @@ class Step:
         if self._whole:
             return self._learn(inputs, label)
         rows: list[torch.Tensor] = []
-        if self._beside:
+        if self._extent.beside:
             inputs = tuple(tensor.detach() for tensor in inputs)
             rows = [tensor.requires_grad_() for tensor in _rows_in(inputs)]
         self._optimizers["dense"].zero_grad(set_to_none=True)
-        losses, logits = _backward(self._part, inputs, label, self._config)
+        losses, logits = _backward(self._extent.part, inputs, label, self._config)
         self._clip()
         self._optimizers["dense"].step()
         # Zeros where the model did not use them: a graph has one number of outputs.
@@ -260,44 +260,6 @@ class Step:
             weights = [weight for group in groups for weight in group["params"]]
             nn.utils.clip_grad_norm_(weights, self._config.grad_clip)
 
-    def _uncaptured_gradients(self) -> str | None:
-        """Why a graph cannot hold a step of DistributedDataParallel, or None."""
-        if not self._config.capture_collectives:
-            return REPLICAS
-        if "sparse" in self._optimizers:
-            return "its tables have sparse gradients, whose sizes are known on the device only"
-        return self._uncaptured_codec()
-
-    def _uncaptured_codec(self) -> str | None:
-        codec = self._config.gradients
-        return None if codec == "hp" else f"gradients in {codec} travel by code of ours, which is not captured"
-
-    def _split(self) -> str | None:
-        """Sets the part that a graph can hold, and the tables beside it; or says why there is none."""
-        device = device_of(self._model)
-        if not has_graphs(device):
-            return f"CUDA graphs need a CUDA device; the model is on {device}"
-        if isinstance(self._model, nn.parallel.DistributedDataParallel):
-            return self._uncaptured_gradients()
-        if sharded_modules(self._model):
-            return "TorchRec exchanges embeddings while forward and backward run, which is not captured"
-        if is_sharded(self._model) and not self._config.capture_collectives:
-            return GATHERS
-        if is_sharded(self._model) and self._config.gradients != "hp":
-            return self._uncaptured_codec()
-        if "dense" not in self._optimizers:
-            return "the model has nothing but tables, whose sparse gradients no graph can hold"
-        if "sparse" not in self._optimizers:
-            return None
-        try:
-            with _without_hooks(self._model):
-                self._part = dense_part(self._model)
-            share_unit(self._part, self._model)
-        except ValueError as error:
-            return f"its tables have sparse gradients, whose sizes are known on the device only, and {error}"
-        self._beside = True
-        return None
-
 
 def _rows_in(inputs: tuple[torch.Tensor, ...]) -> list[torch.Tensor]:
     """What was looked up, of the arguments of `dense_part`: in the place of ids, and of a history's, which
@@ -343,21 +305,6 @@ def _eagerly(compiled: bool) -> Iterator[None]:
         return
     with torch.compiler.set_stance("force_eager"):
         yield
-
-
-@contextlib.contextmanager
-def _without_hooks(model: nn.Module) -> Iterator[None]:
-    """But for FSDP2's and what stands around them: without those its root would not be gathered."""
-    if is_sharded(model):
-        yield
-        return
-    kept = {name: vars(model)[name] for name in vars(model) if name.endswith("_hooks")}
-    for name, hooks in kept.items():
-        vars(model)[name] = type(hooks)()
-    try:
-        yield
-    finally:
-        vars(model).update(kept)
 
 
 def _compiler_errors() -> tuple[type[Exception], ...]:

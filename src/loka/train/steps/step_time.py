@@ -133,8 +133,9 @@ def _wants_gradient(module: nn.Module, args: object, output: torch.Tensor) -> to
     return output.detach().requires_grad_()
 
 
-def compiled(model: nn.Module) -> nn.Module:
-    """Compiles the parts of `model` in place: each block of a container, each other child.
+def compiled(model: nn.Module, *, replayed: bool = False) -> nn.Module:
+    """Compiles the parts of `model` in place: each block of a container, each other child; `replayed`, as
+    `compile_in_place` has it.
 
     Blocks that repeat compile once, so a deep model compiles in the time of a shallow one. Parts
     that hold embedding tables, and single layers, stay as they are.
@@ -146,7 +147,7 @@ def compiled(model: nn.Module) -> nn.Module:
     torch._dynamo.config.optimize_ddp = False
     frame = new_frame()
     for part in blocks_of(model):
-        compile_in_place(part, frame)
+        compile_in_place(part, frame, replayed=replayed)
     return model
 
 
