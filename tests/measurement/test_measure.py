@@ -239,3 +239,14 @@ def test_a_candidate_that_fails_its_self_check_is_unsupported(stats, monkeypatch
     assert not found["emulated:tensorwise_e4m3"].unsupported
     assert report.sites["3/output"].measurements["torch:tensorwise_e4m3"].errors
     assert set(asked) == {"torch:tensorwise_e4m3"}, "neither emulation nor what cannot run anyway"
+
+
+def test_operands_are_drawn_in_float32_whatever_the_default(stats):
+    expected = loka.measure(stats, device="cpu", candidates=["emulated:rowwise_e4m3"], settings=QUICK)
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        found = loka.measure(stats, device="cpu", candidates=["emulated:rowwise_e4m3"], settings=QUICK)
+    finally:
+        torch.set_default_dtype(before)
+    assert found.sites == expected.sites

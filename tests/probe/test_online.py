@@ -223,6 +223,20 @@ def test_nested_probes_leave_the_compiler_on():
         pass
 
 
+def test_a_module_inside_of_compiled_code_is_refused():
+    """It ended in an error of Dynamo's own: what a probe does to see a step cannot be traced."""
+    model, x = odd_mlp(), torch.randn(4, 13)
+    compiled = torch.compile(model, backend="eager")
+    with (
+        pytest.raises(LokaError, match=r"inside of what torch.compile(.|\n)*Probe\(compiled\)"),
+        loka.Probe(model, every=1),
+    ):
+        compiled(x)
+    with loka.Probe(compiled, every=1) as probe:
+        compiled(x).sum().backward()
+    assert set(probe.stats().layers)
+
+
 def test_a_root_that_is_a_linear_and_hooks_of_the_user():
     model = nn.Linear(13, 1)
     model.register_forward_hook(lambda module, args, output: output * 1.0)

@@ -2,6 +2,7 @@
 
 import copy
 import math
+from collections import OrderedDict
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
@@ -205,6 +206,40 @@ def test_models_whose_rows_are_not_answered_by_themselves(build, told, first):
         frozen(model, BOTH, calibration=[rows(first), *calibration()])
 
 
+class Squeezes(Tower):
+    def forward(self, dense, ids):
+        y = super().forward(dense, ids)
+        return {"tasks": torch.stack([y, -y, y], dim=1).squeeze(), "one": y.squeeze()}
+
+
+def test_a_bucket_of_one_row_keeps_its_side():
+    """Of three tasks one was answered."""
+    torch.manual_seed(0)
+    model = Squeezes().eval()
+    with pytest.raises(ServeRefused, match=r"an output \[3\] for 1 rows, where 3 give \[3, 3\]"):
+        frozen(model, BOTH)
+    answer = frozen(model, BOTH, buckets=(16,))(rows(1)).output
+    assert {name: list(leaf.shape) for name, leaf in answer.items()} == {"tasks": [1, 3], "one": [1]}
+
+
+def test_answers_are_of_the_models_kind():
+    class Named(OrderedDict):
+        """As Hugging Face's outputs: entries are attributes too."""
+
+        def __setitem__(self, name, value):
+            super().__setitem__(name, value)
+            self.__dict__[name] = value
+
+    class Returns(Tower):
+        def forward(self, dense, ids):
+            return Named(logits=super().forward(dense, ids))
+
+    answer = frozen(Returns().eval(), BOTH)(rows(5)).output
+    assert type(answer) is Named
+    assert answer.logits is answer["logits"]
+    assert answer.logits.shape == (5,)
+
+
 def _with(value):
     batches = calibration()
     batches[2][0][5, 5] = value
@@ -223,6 +258,7 @@ def _with(value):
         ([rows(64), rows(64)[0]], "not of the form"),
         ([rows(64), None], "a request is a NoneType"),
         ([(rows(64)[0], rows(63)[1])], "unequal numbers of rows"),
+        (rows(64)[0], "calibration is one tensor"),
     ],
 )
 def test_calibration_rows_that_say_nothing(given, told):

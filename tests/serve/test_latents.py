@@ -81,6 +81,8 @@ def test_what_cannot_be_stored_or_read_is_refused(tmp_path):
         store.merged(latents([4], teacher="other"))
     with pytest.raises(ServeRefused, match="clock shows 9, and latents were written 1 later"):
         store.look_up(torch.arange(3), now=9)
+    with pytest.raises(ServeRefused, match=r"ids are torch.int32 \[3\]"):
+        store.look_up(torch.arange(3, dtype=torch.int32), now=10)
     store.save(tmp_path)
     with pytest.raises(FileRefused, match=r"another teacher(.|\n)*other"):
         Latents.load(tmp_path, teacher="other")

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+import pytest
 import torch
 import torch.nn.functional as F
 from models import stats_of
@@ -133,6 +134,31 @@ def experts(inputs=32):
 
 def test_a_stack_of_one_input_is_measured():
     assert len(forced_plan(experts(1)[2]).decisions) == 8, "output and grad_weight of four; x needs no gradient"
+
+
+class Broadcast(Experts):
+    def forward(self, x):
+        return x @ self.w
+
+
+@pytest.mark.parametrize("shape", [(0, 32), (1, 0, 32), (0, 4, 8, 32), (3, 4, 0, 32)], ids=str)
+def test_stacks_take_no_rows(shape):
+    model, x = Broadcast(32), torch.randn(shape, requires_grad=True)
+    expected = model(x).shape
+    loka.convert(model, forced_plan(stats_of(model, torch.randn(16, 32))))
+    y = model(x)
+    y.sum().backward()
+    assert (y.shape, x.grad.shape) == (expected, x.shape)
+
+
+@pytest.mark.parametrize("shape", [(3, 32, 9), (32, 32), (32, 7)])
+def test_a_pointwise_convolution_takes_one_example_too(shape):
+    """[channels, positions]: where both are as many, rows were multiplied for columns."""
+    conv, x = nn.Conv1d(32, 32, 1), torch.randn(shape)
+    expected = conv(x)
+    found = loka.convert(conv, forced_plan(stats_of(conv, torch.randn(4, 32, 32))))(x)
+    assert (found.shape, found.stride()) == (expected.shape, expected.stride())
+    assert (found - expected).norm() < 0.1 * expected.norm()  # e4m3's roundings are 2^-4 of a number at most
 
 
 def test_gradients_of_stacked_weights_lie_as_the_parameter():

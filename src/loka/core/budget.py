@@ -71,7 +71,7 @@ class Budget:
         elif self.ne is not None:
             by_name["ne"] = self.ne
         for name, limit in by_name.items():
-            if not (isinstance(limit, SupportsFloat) and 0 <= float(limit) < math.inf):
+            if isinstance(limit, bool) or not (isinstance(limit, SupportsFloat) and 0 <= float(limit) < math.inf):
                 raise ValueError(f"{name} is {limit!r}; an increase allowed is 0 or more (ne: or None for no limit)")
         if not 0 <= self.min_speedup < math.inf:
             raise ValueError(f"min_speedup is {self.min_speedup}; a ratio of times cannot be negative")

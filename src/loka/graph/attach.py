@@ -1,5 +1,6 @@
 """Putting sites into a model, and taking them out."""
 
+import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -61,11 +62,38 @@ def attach(
         centre = _centre(path, chosen[0], layers[path], centres or {})
         hot = _hot(path, chosen[0], layers[path], (hot_columns or {}).get(path, ()))
         by_caller.setdefault(use.caller, {})[use] = make(path, chosen, device, join=join, centre=centre, hot=hot)
+    for path, use in _mistaken(modules, layers, candidates).items():
+        by_caller.setdefault(use.caller, {})[use] = Site(path, (HP, HP, HP), device)
     forwards = [_forward(modules, caller, sites) for caller, sites in by_caller.items()]
     for forward, path in zip(forwards, by_caller, strict=True):
         forward.path = path
         install(forward)
     _keep_out_of_fused_inference(model)
+
+
+def _mistaken(
+    modules: Mapping[str, nn.Module], layers: Mapping[str, LinearShape], candidates: Mapping[str, Candidates]
+) -> dict[str, WeightUse]:
+    """Sites in high precision that run inside of another module, which multiplies by the same weight in the same
+    form at a site in FP8: its function mode would take their calls for its own, so that they get sites too."""
+    callers: dict[tuple[int, str, str], set[str]] = {}
+    for path in candidates:
+        if (use := layers[path].use) is not None:
+            callers.setdefault(_weight_of(modules, use), set()).add(use.caller)
+    found = {}
+    for path, shape in layers.items() if callers else ():
+        use = use_of(path, shape)
+        with contextlib.suppress(NotConverted):  # a part of the model was converted, without that layer
+            others = callers.get(_weight_of(modules, use), set()) - {use.caller}
+            if others and path not in candidates and use.caller in modules:
+                found[path] = use
+    return found
+
+
+def _weight_of(modules: Mapping[str, nn.Module], use: WeightUse) -> tuple[int, str, str]:
+    """What tied weights, each by its own name, have in common: the tensor, the view of it, the form."""
+    owner, attribute, name = _owner(modules, use.key)
+    return id(getattr(owner, attribute)), use.key.removeprefix(name), use.form
 
 
 def _centre(path: str, output: str, layer: LinearShape, centres: Mapping[str, Sequence[float]]) -> torch.Tensor | None:

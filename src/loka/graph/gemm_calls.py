@@ -130,26 +130,26 @@ def _times_weight(x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None) -
     if x.dim() == 3 and x.shape[0] == experts and experts > 1:
         return GemmCall(w, x, w.transpose(1, 2), "matmul", _same, _same, bias)
     if x.dim() == 2 or (x.dim() == 3 and (x.shape[0] == 1 or experts == 1)):  # all weights read the same
-        rows = x.shape[-2]
-        together = w.transpose(1, 2).reshape(-1, w.shape[1])
+        rows, features = x.shape[-2], w.shape[2]  # written out: of no rows, -1 could be any number
+        together = w.transpose(1, 2).reshape(experts * features, w.shape[1])
         if x.dim() == 3 and x.shape[0] > 1:
             return GemmCall(w, x, together, "matmul", _same, _same, bias)
 
         def output(y: torch.Tensor) -> torch.Tensor:
-            return y.reshape(rows, experts, -1).transpose(0, 1)
+            return y.reshape(rows, experts, features).transpose(0, 1)
 
         def to_rows(out: torch.Tensor) -> torch.Tensor:
-            return out.transpose(0, 1).reshape(rows, -1)
+            return out.transpose(0, 1).reshape(rows, experts * features)
 
         return GemmCall(w, x.reshape(rows, x.shape[-1]), together, "matmul", to_rows, output, bias)
     if x.dim() == 4 and x.shape[1] == experts:
         first, rows = x.shape[0], x.shape[2]
 
         def leading(y: torch.Tensor) -> torch.Tensor:
-            return y.reshape(experts, first, rows, -1).transpose(0, 1)
+            return y.reshape(experts, first, rows, y.shape[-1]).transpose(0, 1)
 
         def trailing(out: torch.Tensor) -> torch.Tensor:
-            return out.transpose(0, 1).reshape(experts, first * rows, -1)
+            return out.transpose(0, 1).reshape(experts, first * rows, out.shape[-1])
 
         return GemmCall(w, trailing(x), w.transpose(1, 2), "matmul", trailing, leading, bias)
     return None

@@ -45,11 +45,11 @@ class Conv1DForward(LinearForward):
 
 
 class PointwiseForward(LinearForward):
-    """Of nn.Conv1d with a kernel of one: [B, K, positions] -> [B, N, positions]."""
+    """Of nn.Conv1d with a kernel of one: [B, K, positions] -> [B, N, positions], or without B."""
 
     def __call__(self, input: torch.Tensor) -> torch.Tensor:
-        y = self.site(input.movedim(1, -1), self.weight.flatten(1))
-        return _with_bias(y, self.bias).movedim(-1, 1).contiguous()  # as nn.Conv1d returns it
+        y = self.site(input.mT, self.weight.flatten(1))
+        return _with_bias(y, self.bias).mT.contiguous()  # as nn.Conv1d returns it
 
 
 def _rows_of_nested(forward: LinearForward, input: torch.Tensor) -> torch.Tensor:

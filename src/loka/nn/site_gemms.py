@@ -7,11 +7,12 @@ inside it (docs/log.md, 2026-11-22). Where something traces or watches ops they 
 from typing import Any
 
 import torch
+from torch.autograd import forward_ad
 
 from loka.core.exceptions import NotConverted
 from loka.core.records.report import HP
 from loka.nn.fp8_weight import Fp8Weight
-from loka.nn.site_ops import Candidates, backward_parts, forward_parts, site_backward, site_forward
+from loka.nn.site_ops import Candidates, backward_parts, forward_parts, site_backward, site_forward, transformed
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter, Fp8Weight)
 
@@ -54,9 +55,10 @@ class SiteGemms(torch.autograd.Function):
         gathered = isinstance(weight, Fp8Weight) and not torch.compiler.is_compiling()
         share_weight = keep[1] and output != HP and grad_input != HP and not gathered
         if _direct(x, weight):
-            y, kept_x, x_scale, kept_weight, weight_scale = forward_parts(
-                x, weight, health, candidates, (share_x, share_weight), hot
-            )
+            with torch._C.DisableTorchFunction():  # a mode around may know the weight, and take this for its own
+                y, kept_x, x_scale, kept_weight, weight_scale = forward_parts(
+                    x, weight, health, candidates, (share_x, share_weight), hot
+                )
         else:
             y, kept_x, x_scale, kept_weight, weight_scale = site_forward(
                 x, weight, health, site, *candidates, share_x, share_weight, join, hot
@@ -76,15 +78,15 @@ class SiteGemms(torch.autograd.Function):
         saved = ctx.saved_tensors
         _, grad_input, grad_weight = ctx.candidates
         want_x, want_weight = ctx.needs_input_grad[:2]
-        direct = _direct(grad_output)
-        exact = direct and (not want_x or grad_input == HP) and (not want_weight or grad_weight == HP)
+        _refuse_transforms(ctx.site, grad_output)
+        exact = (not want_x or grad_input == HP) and (not want_weight or grad_weight == HP)
         if torch.is_grad_enabled() and not exact and not torch.compiler.is_compiling():  # create_graph=True
             raise NotConverted(
                 f"{ctx.site}: no second derivative, as of a gradient penalty, goes through gradients in FP8",
                 why=["casts, and what forward keeps of the operands, have no graph: its terms would be lost"],
                 way_out="force grad_input and grad_weight to hp, or loka.revert(model)",
             )
-        if direct:
+        if _direct(grad_output) or (exact and torch.is_grad_enabled() and not torch.compiler.is_compiling()):
             names, want = (grad_input, grad_weight), (want_x, want_weight)
             x, x_scale, weight, scale = saved
             dx, dw = backward_parts(
@@ -106,6 +108,15 @@ class SiteGemms(torch.autograd.Function):
         return dx if want_x else None, dw if want_weight else None, None, None, None, None, None, None
 
 
+def _refuse_transforms(site: str, rows: torch.Tensor) -> None:
+    """Of compiled code the op refuses them (nn/site_ops.py): Dynamo takes the answer for a constant."""
+    if torch.compiler.is_compiling():
+        return
+    batched = torch._C._functorch.is_legacy_batchedtensor(rows)  # by `is_grads_batched`
+    if batched or torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0:
+        raise transformed(site)
+
+
 def multiply(
     x: torch.Tensor,
     weight: torch.Tensor,
@@ -119,16 +130,12 @@ def multiply(
 
     `join`: a compiler may join it with other sites (loka/compiler). `hot` int64 [32]: as in `Site`.
     """
-    if not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active():
-        raise NotConverted(
-            f"{site}: FP8 sites do not run inside torch.func (vmap, grad, jvp, jacrev, ...)",
-            why=["scales are of whole tensors, and the transforms hand on slices and tangents of them"],
-            way_out="loka.revert(model) before the transform, or use torch.autograd",
-        )
+    _refuse_transforms(site, x)
     grad = torch.is_grad_enabled()
     keep = (grad and weight.requires_grad, grad and x.requires_grad)
     if keep[0] or keep[1]:
         return SiteGemms.apply(x, weight, health, site, candidates, keep, join, hot)
     if _direct(x, weight):
-        return forward_parts(x, weight, health, candidates, (False, False), hot)[0]
+        with torch._C.DisableTorchFunction():
+            return forward_parts(x, weight, health, candidates, (False, False), hot)[0]
     return site_forward(x, weight, health, site, *candidates, False, False, join, hot)[0]

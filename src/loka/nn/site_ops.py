@@ -15,9 +15,12 @@ copies, and what backward needs is kept as FP8 (one byte an element instead of t
 
 import functools
 from dataclasses import dataclass
+from typing import Any
 
 import torch
+from torch.autograd import forward_ad
 
+from loka.core.exceptions import NotConverted
 from loka.core.numerics.reference import Quantized
 from loka.core.problem import Problem, dtype_name, linear_problem, target_of
 from loka.core.recipe import Gemm
@@ -274,7 +277,25 @@ def _site_backward_fake(
     return dx, dw
 
 
+def transformed(site: str) -> NotConverted:
+    return NotConverted(
+        f"{site}: FP8 sites do not run inside torch.func (vmap, grad, jvp, jacrev, ...) or forward-mode AD",
+        why=["scales are of whole tensors, and the transforms hand on slices and tangents of them"],
+        way_out="loka.revert(model) before the transform, or use torch.autograd",
+    )
+
+
+def _below_gradients(*given: Any) -> Parts:
+    """An autograd function gives the gradients. The transforms of torch.func, compiled, drop it, and take the op
+    for a constant."""
+    if torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0:
+        raise transformed(given[3])
+    with torch._C._AutoDispatchBelowAutograd():
+        return site_forward(*given)
+
+
 site_forward = registered("loka::site", _site, _site_fake)
+torch.library.impl("loka::site", "Autograd", _below_gradients)
 site_backward = registered("loka::site_backward", _site_backward, _site_backward_fake)
 
 

@@ -45,7 +45,7 @@ from loka.probe.model_effects.calls import Call, step_seed
 from loka.probe.model_effects.logits import Logits
 from loka.probe.model_effects.sample_rows import batch_of
 from loka.probe.model_effects.sensitivity import Sensitivity
-from loka.probe.refusals import refuse_converted, refuse_settings, refuse_vmap, refuse_without_sites
+from loka.probe.refusals import refuse_compiling, refuse_converted, refuse_settings, refuse_vmap, refuse_without_sites
 from loka.probe.sampling_schedule import clock_of, sampling_of
 from loka.probe.site_trace import SiteCall, SiteNames, SiteTrace
 from loka.probe.trace import detach, unseen
@@ -246,6 +246,7 @@ class Probe:
         return sampled
 
     def _begin(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        refuse_compiling()
         self._detach()
         if capturing():
             return

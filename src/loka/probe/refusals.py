@@ -42,6 +42,15 @@ def refuse_without_sites(model: nn.Module, linears: Mapping[str, nn.Linear], ski
     )
 
 
+def refuse_compiling() -> None:
+    """Of a hook that is traced, as the probed module is called by compiled code: no single step is seen there."""
+    if torch.compiler.is_compiling():
+        raise LokaError(
+            "this Probe watches a module inside of what torch.compile compiles, whose steps it cannot watch",
+            way_out="probe what you call: compiled = torch.compile(model), and Probe(compiled)",
+        )
+
+
 def refuse_vmap() -> None:
     """Of a sampled step: what a Probe reads are numbers of whole batches, which vmap hides from it."""
     top = torch._C._functorch.peek_interpreter_stack() if torch._C._are_functorch_transforms_active() else None

@@ -35,7 +35,7 @@ from loka.serve.race import fastest
 from loka.serve.rows import Form, Request, digest, form_of, leaves, pad
 from loka.serve.run import Runner, written_attributes
 from loka.serve.server import Server
-from loka.serve.sites import FrozenSite, FrozenWeight, input_cast, scale_source
+from loka.serve.sites import FrozenSite, FrozenWeight, answering, input_cast, scale_source
 from loka.serve.watch.monitor import range_of
 
 BUCKETS = (1, 16, 64, 128, 512, 2048, 4096)
@@ -88,6 +88,8 @@ def freeze(
             writes to its inputs, is sharded, or that a kept weight cannot serve; buckets or graphs that cannot be.
     """
     _check_settings(buckets, shadow)
+    if isinstance(calibration, torch.Tensor):
+        raise ServeRefused("calibration is one tensor", way_out="give a list of requests, such as [rows]")
     batches = list(calibration)
     if not batches:
         raise _too_few(0)
@@ -137,6 +139,7 @@ def freeze(
     tree, dropped, kept = _frozen(precise, plan, weights, scales, in_hp, lambda t: run(t, rows[0]))
     answers = _answer_error([run(tree, batch) for batch in rows], plain)
     _check_independent(tree, run, form, rows)
+    _check_sizes(tree, run, form, rows[0], buckets)
     read = {path: found.card(path, fp8[path], sources[path], weights[path], scales) for path in fp8 if path in weights}
     card = Card(
         model=class_name(model),
@@ -336,6 +339,24 @@ def _answer_error(answers: Sequence[Any], plain: Sequence[Any]) -> AnswerError:
     high = torch.cat([leaf.double().flatten() for answer in plain for leaf in leaves(answer)])
     apart = (low - high).abs()
     return AnswerError(max_abs=float(apart.max()), mean_abs=float(apart.mean()), rms=float(high.square().mean().sqrt()))
+
+
+def _check_sizes(
+    tree: nn.Module, run: Runner, form: Form, batch: Sequence[torch.Tensor], buckets: Sequence[int]
+) -> None:
+    """Raises ServeRefused where a bucket's outputs lack its rows, as of a `squeeze()` that takes a batch of one
+    off: a request's rows are cut out of them."""
+    several = [list(leaf.shape) for leaf in leaves(run(tree, pad([t[:2] for t in batch], 3, form)))]
+    for rows in buckets:
+        with answering(rows):
+            answer = run(tree, pad([tensor[:rows] for tensor in batch], rows, form))
+        for leaf, (_, *sides) in zip(leaves(answer), several, strict=True):
+            if list(leaf.shape) != [rows, *sides]:
+                raise ServeRefused(
+                    f"an output {list(leaf.shape)} for {rows} rows, where 3 give {[3, *sides]}",
+                    why=["a request is padded, and its rows are cut out of each output"],
+                    way_out=f"keep the side of rows, as squeeze(-1) does, or freeze without {rows} in buckets",
+                )
 
 
 def _check_independent(tree: nn.Module, run: Runner, form: Form, batches: Sequence[Sequence[torch.Tensor]]) -> None:

@@ -7,9 +7,10 @@ of a kind that the model knows; an empty request is padded with the form's own r
 
 from __future__ import annotations
 
+import copy
 import functools
 import hashlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -175,7 +176,13 @@ def mapped(output: Any, function: Callable[[torch.Tensor], torch.Tensor]) -> Any
     if isinstance(output, torch.Tensor):
         return function(output)
     if isinstance(output, Mapping):
-        return {key: mapped(value, function) for key, value in output.items()}
+        parts_by_name = {key: mapped(value, function) for key, value in output.items()}
+        if type(output) is dict or not isinstance(output, MutableMapping):
+            return parts_by_name
+        same = copy.copy(output)  # an OrderedDict, or a ModelOutput, whose entries are attributes too
+        for key, value in parts_by_name.items():
+            same[key] = value
+        return same
     if isinstance(output, (tuple, list)):
         parts = [mapped(value, function) for value in output]
         return type(output)(*parts) if hasattr(output, "_fields") else type(output)(parts)

@@ -165,7 +165,7 @@ def _normal_sampler(distribution: Distribution, device: torch.device) -> Sampler
     numbers = distribution.numbers
     features, spread, mean = numbers["features"], numbers["spread"], numbers["mean"]
     # On the CPU, so that the features have the same scales on every device.
-    z = torch.randn(features, generator=torch.Generator().manual_seed(numbers["seed"]))
+    z = torch.randn(features, generator=torch.Generator().manual_seed(numbers["seed"]), dtype=torch.float32)
     std = (numbers["std"] * (spread * z - spread**2).exp()).to(device)
 
     def draw(rows: int, generator: torch.Generator) -> torch.Tensor:
@@ -218,4 +218,4 @@ def _root(covariance: torch.Tensor) -> torch.Tensor:
 
 
 def _normal(shape: tuple[int, ...], generator: torch.Generator) -> torch.Tensor:
-    return torch.randn(shape, generator=generator, device=generator.device)
+    return torch.randn(shape, generator=generator, device=generator.device, dtype=torch.float32)

@@ -159,7 +159,7 @@ def draw_samples(
     count = int(sample[-1]) + 1
 
     def normal(rows: int, features: int) -> torch.Tensor:
-        return torch.randn(rows, features, generator=generator, device=generator.device)
+        return torch.randn(rows, features, generator=generator, device=generator.device, dtype=torch.float32)
 
     def deviations(root: torch.Tensor, share: float) -> torch.Tensor:
         own = normal(len(sample), root.shape[1]) * math.sqrt(1 - share)

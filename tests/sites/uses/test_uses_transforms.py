@@ -2,9 +2,13 @@
 
 import pytest
 import torch
+from forced import force, probe
 from models import stats_of
+from oracle import ROW
 from small_towers import batch, pair, tower
 from torch import nn
+from torch.autograd import forward_ad
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import loka
 from loka.core.exceptions import LokaError, NotConverted
@@ -33,6 +37,53 @@ def test_a_transform_is_refused_by_name(transform):
     with pytest.raises(NotConverted, match=r"do not run inside torch\.func[\s\S]*loka\.revert"):
         TRANSFORMS[transform](model, batch())
     TRANSFORMS[transform](loka.revert(model), batch())
+
+
+@pytest.mark.parametrize("transform", ["grad", "jvp"])
+def test_a_compiled_transform_is_refused(transform):
+    """Dynamo sees no transform where it asks for one: gradients and tangents were zeros."""
+    model, x = pair()[0], batch()
+    if transform == "jvp":
+        model.requires_grad_(False)
+    compiled = torch.compile(lambda x: TRANSFORMS[transform](model, x), backend="aot_eager")
+    with pytest.raises(Exception, match=r"do not run inside torch\.func"):  # in Dynamo's own
+        compiled(x)
+
+
+@pytest.mark.parametrize("grad", [False, True])
+def test_forward_mode_is_refused(grad):
+    """Casts took tangents for numbers of the primal's size: at 100 times that they were 33 dB off."""
+    model, x = pair()[0], batch()
+    refused = pytest.raises(NotConverted, match="forward-mode AD")
+    with refused, torch.set_grad_enabled(grad), forward_ad.dual_level():
+        model(forward_ad.make_dual(x, torch.randn_like(x)))
+
+
+def test_batched_gradients_are_refused():
+    model, x = pair()[0], batch().requires_grad_()
+    y = model(x)
+    with pytest.raises(NotConverted, match="vmap"):
+        torch.autograd.grad(y, x, torch.randn(3, *y.shape), is_grads_batched=True)
+
+
+class Looking(TorchDispatchMode):
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        return func(*args, **(kwargs or {}))
+
+
+def test_gradient_penalties_in_hp_may_be_looked_at():
+    model, x = tower(), batch().requires_grad_()
+    stats = probe(model, lambda: model(x).square().mean().backward())
+    loka.convert(model, force(stats, "hp", **{"*/output": ROW}))
+
+    def penalty():
+        model.zero_grad()
+        torch.autograd.grad(model(x).sum(), x, create_graph=True)[0].square().sum().backward()
+        return [weight.grad for weight in model.parameters() if weight.grad is not None]
+
+    exact = penalty()
+    with Looking():
+        assert all(map(torch.equal, penalty(), exact))
 
 
 def test_functional_call_alone_works():

@@ -108,7 +108,9 @@ class Latents:
         return Latents(teacher=self.teacher, **both)._newest()
 
     def look_up(self, ids: torch.Tensor, *, now: int, max_age: int | None = None) -> Found:
-        """Of `ids` [B] int64; older than `max_age` is no hit. Refuses a clock that went back."""
+        """Of `ids` [B] int64; older than `max_age` is no hit. Refuses other ids, and a clock that went back."""
+        if ids.dtype != torch.int64 or ids.dim() != 1:
+            raise ServeRefused(f"ids are {ids.dtype} {list(ids.shape)}", way_out="give int64 [B]: ids.long()")
         if len(self) and (ahead := int(self.written.max()) - now) > 0:
             raise ServeRefused(
                 f"the clock shows {now}, and latents were written {ahead} later",

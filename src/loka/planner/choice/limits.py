@@ -54,7 +54,10 @@ def limits_of(budget: Budget, report: Report) -> dict[str, float]:
     return found
 
 
-_TASKS = "give their names to the probe, renew_effects(..., tasks=(...)); `loka probe` takes them from the schema"
+_TASKS = (
+    "give their names to the probe, renew_effects(..., tasks=(...)); `loka probe` takes them from the schema. A model "
+    "of one logit has one limit, a number"
+)
 _SEGMENTS = "name the rows' segments to the probe: renew_effects(..., segments=...), loka probe --segment"
 _MORE_ROWS = (
     "probe more rows of it (more --data or --rows; renew_effects(batches, segment_rows=)), join it with "
