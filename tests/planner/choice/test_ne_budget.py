@@ -178,18 +178,6 @@ def test_without_times_each_side_of_a_gemm_is_work(side):
     assert chosen(loka.plan(longer, Budget(ne=1e-5))) == {"a": "hp", "b": ROW}
 
 
-def test_the_papers_rule_has_a_name():
-    paper = Budget.paper()
-    assert (paper.max_mere, paper.min_speedup, paper.min_sqnr_db, paper.ne) == (0.2, 1.05, None, None)
-    assert Budget.paper(keep=("a",)).keep == ("a",)
-
-
-@pytest.mark.parametrize("wrong", [-1e-9, math.inf, math.nan])
-def test_impossible_budgets_are_refused(wrong):
-    with pytest.raises(ValueError, match="ne is"):
-        Budget(ne=wrong)
-
-
 NOT_KNOWN = [
     Estimate(math.nan, math.nan, math.nan),
     Estimate(1e-5, 0.0, math.inf),
