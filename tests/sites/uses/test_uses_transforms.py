@@ -35,13 +35,6 @@ def test_a_transform_is_refused_by_name(transform):
     TRANSFORMS[transform](loka.revert(model), batch())
 
 
-def test_functional_call_alone_works():
-    model, _ = pair()
-    x = batch()
-    called = torch.func.functional_call(model, dict(model.named_parameters()), (x,))
-    assert torch.equal(called, model(x))
-
-
 def test_symbolic_tracing_works():
     model, _ = pair()
     x = batch()
