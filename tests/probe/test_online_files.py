@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from durable import full
 from models import odd_mlp, train_steps
 from probed_models import probed
 from torch import nn
@@ -79,9 +80,6 @@ def all_tensors(stats, operand):
 
 
 def test_a_full_disk_is_told_while_training(tmp_path, monkeypatch):
-    def full(handle):
-        raise OSError(28, "No space left on device")
-
     model = odd_mlp()
     monkeypatch.setattr("loka.core.storage.files.os.fsync", full)
     with (
@@ -93,9 +91,6 @@ def test_a_full_disk_is_told_while_training(tmp_path, monkeypatch):
 
 
 def test_what_ends_training_is_raised_and_a_failed_save_noted(tmp_path, monkeypatch):
-    def full(handle):
-        raise OSError(28, "No space left on device")
-
     def fail():
         with loka.Probe(model, every=1, save_to=tmp_path):
             train_steps(model, 1)
