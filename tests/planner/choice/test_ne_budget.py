@@ -197,15 +197,3 @@ def test_a_forced_effect_that_is_not_finite_is_one_that_is_not_known(wild, timed
     assert plan.kl_unknown == ("wild/output",)
     assert plan.kl == effect(1e-5)
     assert "and 1 without an estimate" in plan.summary()
-
-
-def test_a_sum_of_which_nothing_is_known_is_not_passed_over():
-    report = outputs(a={ROW: costing(60, None)}, b={ROW: costing(60, None)})
-    forced = loka.plan(report, Budget(ne=1e-4), force={"*": ROW})
-    assert forced.kl is None
-    told = "Predicted KL/H: unknown, 2 without an estimate; the budget is 0.0001."
-    assert forced.summary().endswith(told)
-    assert "NE" not in loka.plan(report, Budget(ne=1e-4)).summary(), "all in hp: nothing is spent"
-    assert "NE" not in loka.plan(report).summary(), "nobody asked"
-    wild = loka.plan(outputs(a={ROW: costing(60, NOT_KNOWN[0])}))
-    assert wild.summary().endswith("Predicted KL/H: unknown, 1 without an estimate.")
