@@ -1,6 +1,12 @@
 """What reaches the disk in which order: a power cut loses renames and bytes that were not flushed."""
 
+import errno
 import os
+
+
+def full(handle):
+    """In the place of a flush."""
+    raise OSError(errno.ENOSPC, "No space left on device")
 
 
 def watch_disk(monkeypatch):

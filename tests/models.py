@@ -7,6 +7,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import loka
+from loka.measurement import Settings
 
 
 def odd_mlp():
@@ -59,6 +60,13 @@ def stats_of(model, x, loss=lambda y: y.square().mean(), **options):
     with loka.Probe(model, every=1, **options) as probe:
         loss(model(x)).backward()
     return probe.stats()
+
+
+def forced_plan(stats, *candidates, force=None, budget=None):
+    """Every GEMM by the first of `candidates`, whatever it costs, but for those that `force` names."""
+    quick = Settings(rows=32, min_draws=2, max_draws=2)
+    report = loka.measure(stats, device="cpu", candidates=candidates, errors_only=True, settings=quick)
+    return loka.plan(report, budget, force={**(force or {}), "*": candidates[0]})
 
 
 @contextmanager

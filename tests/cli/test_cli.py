@@ -43,22 +43,6 @@ def test_stage_by_stage(folder):
     assert "forced by 'top.*'" in text
 
 
-def test_plan_for_another_model(folder):
-    text = loka("train", "--model", "wukong", *SMALL, "--plan", "plan.json", cwd=folder, fails=True)
-    assert "PlanMismatch" in text
-    assert "layers.0." in text
-    assert "Way out" in text
-
-
-def test_damaged_plan(folder, tmp_path):
-    plan = (folder / "plan.json").read_bytes()
-    (tmp_path / "plan.json").write_bytes(plan[: len(plan) // 2])
-    text = loka("train", "--model", "dlrm", "--plan", "plan.json", cwd=tmp_path, fails=True)
-    assert "truncated" in text
-    (tmp_path / "plan.json").write_bytes(plan.replace(b'"keep_prediction": true', b'"keep_prediction": false'))
-    assert "edited" in loka("diff", "plan.json", "plan.json", cwd=tmp_path, fails=True)
-
-
 def test_unknown_model_data_and_device(tmp_path):
     assert "wukong:2gf" in loka("probe", "--model", "gpt", cwd=tmp_path, fails=True)
     assert "one of" in loka("probe", "--model", "wukong:huge", cwd=tmp_path, fails=True)

@@ -66,6 +66,7 @@ def test_labels_that_are_all_equal_promise_nothing(tmp_path):
     (tmp_path / "schema.json").write_text('{"label": "label", "dense": ["a"], "sparse": ["b"]}')
     command = ("--model", "dlrm", "--batch-size", 64, "--data", "rows.csv", "--schema", "schema.json")
     text = loka("probe", *command, "--every", 4, "--out", "stats", cwd=tmp_path)
+    assert "no KL/H is measured and none is promised" in text
     assert "every site: nothing can be promised on KL/H: all 960 labels are negative" in text
     for layer in Stats.load(tmp_path / "stats").layers.values():
         assert not layer.effects

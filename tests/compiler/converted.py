@@ -3,13 +3,12 @@
 import copy
 
 import torch
+from models import forced_plan
 
 import loka
 from loka.core.records.report import HP
-from loka.measurement.settings import Settings
 
 JOINED, INT8 = "emulated:rowwise_e4m3_pow2", "emulated:int8_row"
-QUICK = Settings(rows=32, min_draws=2, max_draws=2)
 
 
 def plan_for(model, *inputs, autocast=True, force=None):
@@ -17,9 +16,7 @@ def plan_for(model, *inputs, autocast=True, force=None):
     model = copy.deepcopy(model).train()
     with loka.Probe(model, every=1, effect_samples=0) as probe:
         run(model, *inputs, autocast=autocast)
-    names = [JOINED, *sorted(set((force or {}).values()))]
-    report = loka.measure(probe.stats(), device="cpu", candidates=names, errors_only=True, settings=QUICK)
-    return loka.plan(report, loka.Budget(), force={**(force or {}), "*": JOINED})
+    return forced_plan(probe.stats(), JOINED, *sorted({*(force or {}).values()}), force=force)
 
 
 def converted(model, plan):

@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from converted import converted, error, gradients, plan_for, run
+from converted import assert_as_good, converted, error, plan_for, run
 from joint import JointBackend
 from sweeps import sweep
 from torch import nn
@@ -46,15 +46,10 @@ def compiled(model, x=X):
 def check(model, epilogues, x=X):
     """That joined it is as good as by sites, with so many GEMMs that have an epilogue."""
     by_site, joined, backend = compiled(model, x)
-    pairs = []
     truth, theirs, ours = (run(m, x) for m in (model, by_site, torch.compile(joined, backend=backend)))
-    pairs = [(ours[0], theirs[0], truth[0]), (ours[1][0], theirs[1][0], truth[1][0])]
-    exact, one_by_one, together = (gradients(m) for m in (model, by_site, joined))
-    pairs += [(together[name], one_by_one[name], exact[name]) for name in exact]
     assert not backend.apart
     assert backend.count(normed_gemm) == epilogues
-    for found, eager, expected in pairs:
-        assert error(found, expected) <= 1.3 * error(eager, expected) + 0.005
+    assert_as_good(joined, by_site, model, ours, theirs, truth)
     return backend
 
 

@@ -9,8 +9,9 @@ import copy
 import pytest
 import torch
 import torch.nn.functional as F
-from converted import JOINED, QUICK, converted, error, gradients, run
+from converted import JOINED, converted, error, gradients, run
 from joint import JointBackend
+from models import forced_plan
 from sweeps import sweep
 from torch import nn
 
@@ -77,10 +78,9 @@ def _planned(model, x):
         run(model, x)
     for parameter in model.parameters():
         parameter.grad = None
-    report = loka.measure(probe.stats(), device="cpu", candidates=[JOINED], errors_only=True, settings=QUICK)
-    paths = {site.partition("/")[0] for site in report.sites}
-    force = {path: JOINED if path.startswith("mlp.") else "hp" for path in paths}
-    return loka.plan(report, loka.Budget(), force=force)
+    return forced_plan(
+        probe.stats(), JOINED, force={path: "hp" for path in probe.stats().layers if not path.startswith("mlp.")}
+    )
 
 
 def _input(tokens=TOKENS, batch=6, columns=COLUMNS):
@@ -158,8 +158,7 @@ def test_large_sides_leave_the_weight_gradient_as_it_is():
     x = _input(64)
     with loka.Probe(model, every=1, effect_samples=0) as probe:
         run(model, x)
-    report = loka.measure(probe.stats(), device="cpu", candidates=[JOINED], errors_only=True, settings=QUICK)
-    plan = loka.plan(report, loka.Budget(), force={"2": JOINED, "4": JOINED, "0.*": "hp"})
+    plan = forced_plan(probe.stats(), JOINED, force={"0.*": "hp"})
     assert _products(model, plan, x) == [0, 1]
 
 

@@ -5,7 +5,6 @@ import time
 
 import numpy as np
 import pytest
-from forked import run_script
 from with_pyarrow import pa, parquet
 
 from loka.core.exceptions import DataRefused
@@ -113,15 +112,6 @@ def test_hash_equals_its_definition_and_missing_is_zero():
     values = strings("drop", *texts, None).slice(1)  # an offset into the buffers
     ids = hashed_vocabulary(1000).encode("any", values)
     assert ids.tolist() == [1 + fnv1a(text) % 1000 for text in texts] + [0]
-
-
-def test_hash_is_the_same_in_another_process(tmp_path):
-    code = (
-        "import pyarrow as pa; from loka.data import hashed_vocabulary;"
-        "print(hashed_vocabulary(9973).encode('c', pa.chunked_array([['u', 'v', 'w']])).tolist())"
-    )
-    other = run_script(code, name="hashes", cwd=tmp_path, output=tmp_path / "printed")
-    assert json.loads(other) == hashed_vocabulary(9973).encode("c", strings("u", "v", "w")).tolist()
 
 
 def test_hash_fills_its_buckets_evenly():

@@ -6,14 +6,12 @@ import itertools
 
 import torch
 import torch.nn.functional as F
-from models import as_gathered
+from models import as_gathered, forced_plan
 from torch import nn
 
 import loka
-from loka.measurement.settings import Settings
 
 POW2 = "emulated:rowwise_e4m3_pow2"
-QUICK = Settings(rows=32, min_draws=2, max_draws=2)
 STEPS, LR = 4, 0.01
 
 
@@ -57,8 +55,7 @@ def plan_of(make, candidate=POW2):
     model = make()
     with loka.Probe(model, every=1, effect_samples=0) as probe:
         loss_of(model, *rows(0, 0, width(model))).backward()
-    report = loka.measure(probe.stats(), device="cpu", candidates=[candidate], errors_only=True, settings=QUICK)
-    return loka.plan(report, loka.Budget(), force={"*": candidate})
+    return forced_plan(probe.stats(), candidate)
 
 
 def width(model):

@@ -22,6 +22,15 @@ from loka.measurement import Settings
 QUICK = Settings(max_draws=4)
 
 
+@pytest.mark.parametrize(
+    "wrong",
+    [{"rows": 0}, {"min_draws": 1}, {"max_draws": 3}, {"interval_db": float("inf")}, {"max_rounds": 0}, {"tie": -0.01}],
+)
+def test_settings_that_make_no_sense_are_refused(wrong):
+    with pytest.raises(ValueError, match=next(iter(wrong))):
+        Settings(**wrong)
+
+
 def test_every_candidate_at_every_site(stats):
     report = loka.measure(stats, device="cpu", settings=QUICK)
     assert list(report.sites) == [

@@ -28,14 +28,6 @@ def test_restoring_leaves_nothing_behind():
         one(torch.randn(2, 6))
 
 
-def test_a_copy_has_its_own_counters():
-    linear = convert_layer(nn.Linear(6, 4), (ROW, ROW, ROW))
-    clone = copy.deepcopy(linear)
-    clone(torch.randn(2, 6))
-    assert health_of(clone)["it/output"]["runs"] == 1
-    assert health_of(linear)["it/output"]["runs"] == 0
-
-
 def test_what_cannot_be_converted_is_refused():
     plain = nn.Linear(4, 4)
     with pytest.raises(UnknownName, match="rowwise_e9m9"):

@@ -1,7 +1,6 @@
 """Saves that do not hold up training, and what a killed process leaves."""
 
 import contextlib
-import errno
 import os
 import random
 import signal
@@ -12,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from durable import full
 from forked import SERVER
 from models import stats_of
 from torch import nn
@@ -113,10 +113,6 @@ def test_a_full_disk_is_told_at_the_next_step_and_once(saver, stats, monkeypatch
     saver.offer(lambda: stats, Copied())
     saver.flush()
     with monkeypatch.context() as patched:
-
-        def full(handle):
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
         patched.setattr("loka.core.storage.files.os.fsync", full)
         saver.offer(lambda: at(stats, 9), Copied())
         idle = time.monotonic() + 30

@@ -1,5 +1,3 @@
-""""""
-
 import copy
 import gc
 import weakref
@@ -65,14 +63,13 @@ def test_depth_histograms_are_kept(tmp_path):
 
 def test_an_in_place_op_behind_a_layer_hides_nothing():
     """F.linear of [B, n, d] returns a view, whose graph node an in-place op replaces."""
-    x, found = torch.randn(6, 8, 13), []
     model = nn.Sequential(nn.Linear(13, 24), nn.ReLU(), nn.Linear(24, 1), nn.Flatten(0))
-    for model[1].inplace in (False, True):
-        with loka.Probe(model, every=1) as probe:
-            nn.functional.softplus(model(x)).mean().backward()
-        found.append(probe.stats())
-    assert found[0].layers["0"].effects
-    assert found[0].digest() == found[1].digest()
+    for x in (torch.randn(6, 8, 13), torch.randn(48, 13)):
+        found = []
+        for model[1].inplace in (False, True):
+            found.append(stats_of(model, x, lambda z: nn.functional.softplus(z).mean()))
+        assert found[0].layers["0"].effects
+        assert found[0].digest() == found[1].digest()
 
 
 def test_layers_that_are_not_called_say_so():
@@ -135,14 +132,6 @@ def test_compiled_models_are_probed_and_stay_compiled():
     assert set(probe.stats().layers) == {"0", "3", "5"}
     assert probe.stats().sampled_steps == 2
     assert list(probe.stats().model.layers) == ["0", "3", "5"]
-
-
-def test_a_failing_step_leaves_no_hooks():
-    model = odd_mlp()
-    with pytest.raises(RuntimeError), loka.Probe(model, every=1):
-        model(torch.randn(4, 12))
-    assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
-    train_steps(model, 1)
 
 
 class Failing(nn.Module):

@@ -27,11 +27,6 @@ def run(cadence, steps, *, sampled, plain=lambda step: PLAIN, start=0, late=0):
     return taken, extra / total
 
 
-def test_every():
-    taken, _ = run(Every(100), 301, sampled=lambda step: 1.0)
-    assert taken == [0, 100, 200, 300]
-
-
 @pytest.mark.parametrize(("every", "known"), [(10, True), (2, False), (1, False)])
 def test_a_fixed_cadence_knows_its_share(every, known):
     """A sample costs 4 plain steps here. With too few plain steps in between nothing is known."""

@@ -7,7 +7,7 @@ from networks import with_module
 from torch import nn
 
 import loka
-from loka.core.exceptions import FileRefused, LokaError, UnknownName
+from loka.core.exceptions import LokaError, UnknownName
 from loka.core.records.scale import Scale
 from loka.scaling.inputs import fake_mode
 
@@ -123,10 +123,6 @@ def test_saving_and_loading(tmp_path):
     found = loka.scale(tower(), torch.randn(4, 512), batch_size=8192)
     found.save(tmp_path / "scale.json")
     assert Scale.load(tmp_path / "scale.json") == found
-    edited = (tmp_path / "scale.json").read_text().replace('"measured"', '"guessed"').replace("8192", "8193")
-    (tmp_path / "scale.json").write_text(edited)
-    with pytest.raises(FileRefused, match="edited"):
-        Scale.load(tmp_path / "scale.json")
 
 
 def test_the_command_on_a_model_of_ones_own(folder):

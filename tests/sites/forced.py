@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import pytest
 from foreign.registry import FOREIGN
 from foreign.spec import Foreign, train_step
+from models import forced_plan
 from oracle import ROW
 
 import loka
@@ -39,9 +40,7 @@ def probe(model, step):
 
 
 def force(stats, candidate=ROW, **others):
-    candidates = sorted({candidate, *others.values()} - {HP})
-    report = loka.measure(stats, device="cpu", candidates=candidates, errors_only=True, settings=QUICK)
-    return loka.plan(report, loka.Budget(), force={**others, "*": candidate})
+    return forced_plan(stats, candidate, *sorted({*others.values()} - {HP, candidate}), force=others)
 
 
 @functools.cache

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.nn.functional as F
-from models import stats_of
+from models import forced_plan, stats_of
 from torch import nn
 from torch._dynamo.backends.common import aot_autograd
 
@@ -13,12 +13,6 @@ import loka
 from loka.measurement import Settings
 
 FP8 = "emulated:rowwise_e4m3"
-
-
-def forced_plan(stats):
-    settings = Settings(rows=32, min_draws=2, max_draws=2)
-    report = loka.measure(stats, device="cpu", candidates=[FP8], errors_only=True, settings=settings)
-    return loka.plan(report, loka.Budget(), force={"*": FP8})
 
 
 class OwnAttention(nn.MultiheadAttention):
@@ -61,7 +55,7 @@ def test_each_runs_as_a_site_at_every_step_and_in_compiled_graphs():
         "items": 3,
     }
     reference = model(x)
-    loka.convert(model, forced_plan(stats))
+    loka.convert(model, forced_plan(stats, FP8))
     compiled = torch.compile(model, backend="aot_eager")
     for call in (model, compiled):
         before = {site: counts["runs"] for site, counts in loka.health_of(model).items()}
@@ -112,7 +106,7 @@ class Mixture(nn.Module):
 def test_experts_of_an_iteration_are_sites_in_compiled_graphs():
     """Dynamo tells no mode of items: they ran in high precision, a row beside them raised."""
     model, x = Mixture(), torch.randn(8, 32)
-    loka.convert(model, forced_plan(stats_of(model, x, torch.sum, effect_samples=0)))
+    loka.convert(model, forced_plan(stats_of(model, x, torch.sum, effect_samples=0), FP8))
     torch.testing.assert_close(torch.compile(model, backend="aot_eager", fullgraph=True)(x), model(x))
     assert [counts["runs"] for site, counts in loka.health_of(model).items() if site.endswith("/output")] == [2] * 13
 
@@ -133,7 +127,7 @@ def experts(inputs=32):
 
 
 def test_a_stack_of_one_input_is_measured():
-    assert len(forced_plan(experts(1)[2]).decisions) == 8, "output and grad_weight of four; x needs no gradient"
+    assert len(forced_plan(experts(1)[2], FP8).decisions) == 8, "output and grad_weight of four; x needs no gradient"
 
 
 class Broadcast(Experts):
@@ -164,7 +158,7 @@ def test_a_pointwise_convolution_takes_one_example_too(shape):
 def test_gradients_of_stacked_weights_lie_as_the_parameter():
     """Fails where a stack is taken apart as it is multiplied by: autograd then copies the whole gradient."""
     model, x, stats = experts()
-    loka.convert(model, forced_plan(stats))
+    loka.convert(model, forced_plan(stats, FP8))
     for call in (model, torch.compile(model, backend="aot_eager")):
         (gradient,) = torch.autograd.grad(call(x).square().mean(), model.w)
         assert gradient.is_contiguous()
@@ -172,7 +166,7 @@ def test_gradients_of_stacked_weights_lie_as_the_parameter():
 
 def test_a_compiled_weight_is_cast_once_for_both_gemms_in_hp():
     model, x, stats = experts()
-    plan = forced_plan(stats)
+    plan = forced_plan(stats, FP8)
     only = {name: replace(d, candidate=FP8 if name.endswith("weight") else "hp") for name, d in plan.decisions.items()}
     loka.convert(model, replace(plan, decisions=only))
     seen = []

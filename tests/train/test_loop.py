@@ -203,8 +203,9 @@ def test_evaluate_keeps_order_and_mode():
 
 @pytest.mark.parametrize(
     "wrong",
-    [{"batch_size": 0}, {"precision": "fp16"}, {"warmup": 2.0}, {"max_rows": 0}, {"grad_clip": np.inf}, {"lr": -1}],
-)
+    [{"batch_size": 0}, {"precision": "fp16"}, {"warmup": 2.0}, {"max_rows": 0}, {"grad_clip": np.inf}, {"lr": -1},
+     {"step": "fast"}, {"accumulate": 0}, {"accumulate": 65}, {"window": 0}],
+)  # fmt: skip
 def test_config_refuses(wrong):
     with pytest.raises(ValueError, match=next(iter(wrong))):
         TrainConfig(**{"batch_size": 64, **wrong})

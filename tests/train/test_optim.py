@@ -62,14 +62,6 @@ def test_sparse_equals_dense_and_leaves_other_rows_alone():
     assert not torch.equal(sparse[: ROWS // 2], start[: ROWS // 2])
 
 
-def test_duplicates_are_summed_before_squaring():
-    table = nn.Embedding(2, 1, sparse=True)
-    optimizer = RowwiseAdagrad(table.parameters())
-    table(torch.tensor([0, 0, 0])).sum().backward()
-    optimizer.step()
-    assert optimizer.state[table.weight]["sum"].tolist() == [9.0, 0.0]  # (1 + 1 + 1)^2, not 3 * 1^2
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_state_dict_round_trip_continues_exactly(dtype):
     def run(*, restart):

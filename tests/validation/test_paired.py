@@ -1,6 +1,3 @@
-import json
-from dataclasses import asdict
-
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -183,11 +180,6 @@ def test_across_pairs_is_a_student_t_interval_over_pairs():
     assert result.verdict == "pass"
     with pytest.raises(ValueError, match="at least two"):
         across_pairs([pair_of(0.0)])
-
-
-def test_a_difference_is_json():
-    pair = pair_of(0.01)
-    assert json.loads(json.dumps(asdict(pair), allow_nan=False))["ne_percent"]["value"] == 0.01
 
 
 def test_kl_is_what_labels_of_the_first_model_would_lose():

@@ -46,9 +46,16 @@ FILES = {"validation.json": Validation, "bank.json": Bank, "train.json": Compari
 def stored(name, folder):
     """A copy in `folder`; large ones are kept packed."""
     packed = STORED / f"{name}.xz"
+    (folder / name).parent.mkdir(parents=True, exist_ok=True)
     data = lzma.decompress(packed.read_bytes()) if packed.exists() else (STORED / name).read_bytes()
     (folder / name).write_bytes(data)
     return folder / name
+
+
+def stored_run(folder):
+    """The file of a run, beside its predictions."""
+    stored("runs/shifted-3/held_out.safetensors", folder)
+    return stored("runs/shifted-3/run.json", folder)
 
 
 def write_again(file, *path, value=None, version=1):
@@ -99,7 +106,7 @@ def test_a_stored_comparison_is_read(tmp_path):
 
 
 def test_a_stored_run_is_not_trained_again(tmp_path):
-    shutil.copytree(STORED / "runs", tmp_path / "runs")
+    before = content_of(stored_run(tmp_path))
     bench = Bench(
         build=SmallModel,
         train=RandomRows(320),
@@ -110,7 +117,6 @@ def test_a_stored_run_is_not_trained_again(tmp_path):
         track=untracked,
     )
     (found,) = run(bench, SHIFTED, 3)
-    before = content_of(STORED / "runs/shifted-3/run.json")
     assert canonical(encode(found)) == canonical(before["run"])
     assert held_out(tmp_path, "shifted", 3).logits.shape == (320,)
     with pytest.raises(LokaError, match=r"arm: .* there, .* now"):
@@ -127,8 +133,7 @@ def test_a_stored_run_is_not_trained_again(tmp_path):
     ],
 )
 def test_a_damaged_run_is_refused_by_its_place(path, value, why, tmp_path):
-    shutil.copytree(STORED / "runs", tmp_path / "runs")
-    write_again(tmp_path / "runs/shifted-3/run.json", *path, value=value)
+    write_again(stored_run(tmp_path), *path, value=value)
     with pytest.raises(FileRefused, match=why):
         held_out(tmp_path, "shifted", 3)
 

@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 
 from loka.core.error import student_t_95
-from loka.core.storage.codec import decode, encode
 from loka.validation.quantile import student_t, two_sided_tail
 from loka.validation.variance import MIN_PAIRS, PairVariance, pair_variances
 from loka.validation.verdicts import ERROR, RowsVerdict, joined
@@ -191,14 +190,6 @@ def test_a_margin_that_no_number_of_rows_reaches_is_undecided():
     assert "more than" in found.outlook
 
 
-def test_a_verdict_is_read_back_as_it_was():
-    variance = variance_of(mean=0.003, pairs=1, between_pairs=math.nan, rows_error=0.01)
-    before = RowsVerdict(name="dense:0 in (0, 1]", variance=variance, clicks=100, limit=LIMIT, tail=0.01)
-    after = decode(RowsVerdict, encode(before))
-    assert encode(after) == encode(before)
-    assert after.variance.rows_error == 0.01
-
-
 def test_rows_that_come_together_count_as_one_draw():
     """Noise of users in rows of users: intervals over single rows miss the truth, over users they hold it."""
     rng = np.random.default_rng(3)
@@ -244,5 +235,3 @@ def test_clusters_of_one_row_are_rows():
     for each, one in zip(pair_variances(losses, groups, 3, clusters=rng.permutation(300)), plain, strict=True):
         assert each.rows_error == pytest.approx(one.rows_error, rel=1e-9)
         assert each.clusters == one.rows
-        again = decode(RowsVerdict, encode(judged(each)))
-        assert again.variance.clusters == each.clusters

@@ -84,7 +84,7 @@ def test_rates_decay_by_default_and_a_mean_is_judged_beside(tmp_path):
 
 
 def test_labels_that_are_all_equal_are_said_and_nothing_is_promised(tmp_path):
-    """In the probe no effect on KL/H, in --auto no plan, in the quality no NE."""
+    """In --auto no plan, in the quality no NE; tests/cli/test_probe_command.py has the probe."""
     file = tmp_path / "rows.csv"
     names = [f"i{n}" for n in range(3)] + [f"c{n}" for n in range(2)]
     lines = [",".join(["label", *names])] + [f"0,{n % 7},1,2,{n % 5},{n % 3}" for n in range(2000)]
@@ -99,10 +99,6 @@ def test_labels_that_are_all_equal_are_said_and_nothing_is_promised(tmp_path):
     text = loka(*data)
     assert "whose labels are all 0: NE, AUC and calibration are not defined" in text
     assert "all 1600 labels read are 0: H is 0" in refused(*data, "--auto", "--out", tmp_path / "a")
-    probe = ["probe", "--model", "dlrm", *map(str, data), "--batch-size", "128", "--out", str(tmp_path / "s")]
-    done = runner.invoke(app, [*probe, "--device", "cpu"], catch_exceptions=False)
-    assert "no KL/H is measured and none is promised" in done.output
-    assert not any(layer.effects for layer in Stats.load(tmp_path / "s").layers.values())
     demo = ["demo", "--model", "dlrm", *map(str, data), "--device", "cpu", "--out", str(tmp_path / "d")]
     assert "the rows to train on: all 1600 labels read are 0" in str(runner.invoke(app, demo).exception)
 

@@ -12,14 +12,13 @@ import command_line
 import pytest
 import test_torchrun
 import torch.distributed as dist
-from models import as_gathered
+from models import as_gathered, forced_plan
 from ranks import on_ranks
 
 import loka
 from loka.cli.commands import train as command
 from loka.cli.inputs import open_data
 from loka.distributed import choose_gather, choose_gradients, send_gradients
-from loka.measurement.settings import Settings
 from loka.train import TrainConfig, loop, run, train
 from loka.train.checkpointing.checkpoint import load_newest
 from loka.train.steps import step as steps
@@ -41,15 +40,9 @@ def make_plan(folder):
     model, data = built(), open_data(None, rows=ROWS, seed=0)
     with loka.Probe(model, every=1, effect_samples=0) as probe:
         train(model, data.train, config=TrainConfig(batch_size=BATCH, max_rows=2 * BATCH, precision="fp32"))
-    plan = forced(probe.stats())
+    plan = forced_plan(probe.stats(), POW2, budget=loka.Budget(min_sqnr_db=None))
     plan.save(folder / "plan.json")
     return plan
-
-
-def forced(stats):
-    quick = Settings(rows=32, min_draws=2, max_draws=2)
-    report = loka.measure(stats, device="cpu", candidates=[POW2], errors_only=True, settings=quick)
-    return loka.plan(report, loka.Budget(min_sqnr_db=None), force={"*": POW2})
 
 
 def adding(losses):

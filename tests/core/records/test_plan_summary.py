@@ -52,10 +52,3 @@ def told(plan):
 )
 def test_what_is_known_or_was_asked_for_is_told(made, says):
     assert told(made) == says
-
-
-def test_effects_add_up():
-    both = plan(KNOWN, KNOWN)
-    assert (both.kl.value, both.kl.high, both.kl_unknown) == (2e-5, 4e-5, ())
-    assert plan(KNOWN, WILD).kl == KNOWN
-    assert plan(KNOWN, WILD).kl_unknown == ("layer1/output",)

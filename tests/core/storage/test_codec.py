@@ -89,8 +89,6 @@ def test_keys_that_are_numbers_are_written_as_such():
     for key in ("07", " 7", "x"):
         with pytest.raises(ValueError):
             decode(Mapping[int, str], {key: "x"})
-    with pytest.raises(ValueError, match="nested deeper"):
-        decode(Any, json.loads("[" * 60 + "]" * 60))
 
 
 def test_what_is_missing_is_named():
@@ -171,8 +169,6 @@ def test_records_are_written_as_before_there_was_a_codec():
     ):
         assert json.dumps(encode(value), separators=(",", ":")) == text
         assert decode(type(value), json.loads(text)) == value
-    with pytest.raises(ValueError, match="is no problem"):
-        decode(Problem, {**encode(problem), "m": 0})
 
 
 def test_a_report_of_before_is_written_again_with_the_same_bytes(tmp_path):

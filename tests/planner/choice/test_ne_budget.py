@@ -178,18 +178,6 @@ def test_without_times_each_side_of_a_gemm_is_work(side):
     assert chosen(loka.plan(longer, Budget(ne=1e-5))) == {"a": "hp", "b": ROW}
 
 
-def test_the_papers_rule_has_a_name():
-    paper = Budget.paper()
-    assert (paper.max_mere, paper.min_speedup, paper.min_sqnr_db, paper.ne) == (0.2, 1.05, None, None)
-    assert Budget.paper(keep=("a",)).keep == ("a",)
-
-
-@pytest.mark.parametrize("wrong", [-1e-9, math.inf, math.nan])
-def test_impossible_budgets_are_refused(wrong):
-    with pytest.raises(ValueError, match="ne is"):
-        Budget(ne=wrong)
-
-
 NOT_KNOWN = [
     Estimate(math.nan, math.nan, math.nan),
     Estimate(1e-5, 0.0, math.inf),
@@ -209,15 +197,3 @@ def test_a_forced_effect_that_is_not_finite_is_one_that_is_not_known(wild, timed
     assert plan.kl_unknown == ("wild/output",)
     assert plan.kl == effect(1e-5)
     assert "and 1 without an estimate" in plan.summary()
-
-
-def test_a_sum_of_which_nothing_is_known_is_not_passed_over():
-    report = outputs(a={ROW: costing(60, None)}, b={ROW: costing(60, None)})
-    forced = loka.plan(report, Budget(ne=1e-4), force={"*": ROW})
-    assert forced.kl is None
-    told = "Predicted KL/H: unknown, 2 without an estimate; the budget is 0.0001."
-    assert forced.summary().endswith(told)
-    assert "NE" not in loka.plan(report, Budget(ne=1e-4)).summary(), "all in hp: nothing is spent"
-    assert "NE" not in loka.plan(report).summary(), "nobody asked"
-    wild = loka.plan(outputs(a={ROW: costing(60, NOT_KNOWN[0])}))
-    assert wild.summary().endswith("Predicted KL/H: unknown, 1 without an estimate.")

@@ -99,21 +99,12 @@ def test_effects_inside_and_before_a_reentrant_checkpoint():
 class Fixed(nn.Module):
     """Ends without a gradient, or in something wide, or in rows that mix samples."""
 
-    def __init__(self, end):
+    def __init__(self, end, features=1):
         super().__init__()
-        self.end, self.fc = end, nn.Linear(13, 1)
+        self.end, self.fc = end, nn.Linear(13, features)
 
     def forward(self, x):
         return self.end(self.fc(x))
-
-
-class Wide(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.fc = nn.Linear(13, 40)
-
-    def forward(self, x):
-        return self.fc(x)
 
 
 class Hooked(nn.Module):
@@ -133,7 +124,7 @@ class Hooked(nn.Module):
         (Fixed(lambda z: (z, 1)), "fc", "returns tuple"),
         (Fixed(lambda z: z + z.roll(1, dims=0)), "fc", "mix samples"),
         (Fixed(lambda z: z[:7]), "fc", "do not split"),
-        (Wide(), "fc", r"\(300, 40\)"),
+        (Fixed(lambda z: z, 40), "fc", r"\(300, 40\)"),
         (Hooked(), "fc", "backward hooks"),
         (Fixed(lambda z: z.sum()), "fc", "rows"),
     ],

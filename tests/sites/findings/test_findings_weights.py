@@ -5,13 +5,11 @@ loaded checkpoint or an averaged model tells no one.
 """
 
 import copy
-from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
-from forced import plan_of
 from oracle import assert_close, by_hand, off
 from small_towers import EAGER_FIRST, batch, pair, tower
 from sweeps import sweep
@@ -100,20 +98,6 @@ def test_s2_weights_written_in_evaluation(write, compiled, tmp_path):
     assert off(after, before) > 0.1
 
 
-def test_s2_first_update_of_an_averaged_model():
-    """It copies the model's weights into its own, which were evaluated before."""
-    found, expected = pair()
-    averages = [AveragedModel(model) for model in (found, expected)]
-    with torch.no_grad():
-        for model in averages:
-            model(batch())
-        for model, average in zip((found, expected), averages, strict=True):
-            _multiplied(model, Path())
-            average.update_parameters(model)
-        assert_close(averages[0](batch()), averages[1](batch()))
-        assert_close(averages[0](batch()), expected(batch()))
-
-
 def _trained(model, steps, after):
     optimizer = torch.optim.SGD(model.parameters(), 0.05)
     for step in range(steps):
@@ -181,8 +165,3 @@ def test_s4_sgd_by_hand_through_data(compiled):
     plain = by_hand(tower())
     plain.load_state_dict(found.state_dict())
     assert_close(found(batch()), plain(batch()))  # what is reported is what these weights give
-
-
-def test_plans_of_towers_convert_every_layer():
-    plan = plan_of(tower(), batch())
-    assert {decision.path for decision in plan.decisions.values()} == {"0", "2", "4", "6"}

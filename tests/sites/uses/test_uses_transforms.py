@@ -86,13 +86,6 @@ def test_gradient_penalties_in_hp_may_be_looked_at():
         assert all(map(torch.equal, penalty(), exact))
 
 
-def test_functional_call_alone_works():
-    model, _ = pair()
-    x = batch()
-    called = torch.func.functional_call(model, dict(model.named_parameters()), (x,))
-    assert torch.equal(called, model(x))
-
-
 def test_symbolic_tracing_works():
     model, _ = pair()
     x = batch()

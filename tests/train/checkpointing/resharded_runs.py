@@ -8,6 +8,7 @@ import fp8_run
 import torch
 import torch.distributed as dist
 from fp8_run import digest, tower
+from models import forced_plan
 from small_run import RandomRows
 from torch import nn
 from torch.distributed.tensor import DTensor
@@ -16,7 +17,6 @@ from torch.nn.parallel import DistributedDataParallel
 import loka
 from loka.data import Dealt
 from loka.distributed import shard_dense
-from loka.measurement.settings import Settings
 from loka.nn import fp8_runs, unwrap
 from loka.train import TrainResult, train
 from loka.train.checkpointing.resharding import tensors_of
@@ -34,9 +34,7 @@ def pow2_plan(make=tower):
     model = make()
     with loka.Probe(model, every=1, effect_samples=0) as probe:
         train(model, RandomRows(64), config=fp8_run.CONFIG)
-    quick = Settings(rows=32, min_draws=2, max_draws=2)
-    report = loka.measure(probe.stats(), device="cpu", candidates=[POW2], errors_only=True, settings=quick)
-    return loka.plan(report, loka.Budget(min_sqnr_db=None), force={"*": POW2})
+    return forced_plan(probe.stats(), POW2, budget=loka.Budget(min_sqnr_db=None))
 
 
 def world():

@@ -1,4 +1,3 @@
-import errno
 import json
 import os
 import pickle
@@ -242,18 +241,6 @@ def test_a_real_write_error_leaves_the_previous_checkpoint(folder):
     assert error.value.why == ("File too large", "step-00000020 is the newest checkpoint, as it was")
     assert names(folder) == before
     assert load_newest(folder, identity=IDENTITY).step == 20
-
-
-def test_a_full_disk_at_the_flush_leaves_the_previous_checkpoint(folder, monkeypatch):
-    def full(handle):
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    before = names(folder)
-    monkeypatch.setattr(os, "fsync", full)
-    with pytest.raises(CheckpointNotSaved, match="No space left") as error:
-        save(folder, step=30, state=state(30), identity=IDENTITY)
-    assert "free space" in error.value.way_out
-    assert names(folder) == before
 
 
 def test_a_checkpoint_is_on_the_disk_before_its_name(tmp_path, monkeypatch):

@@ -184,7 +184,10 @@ def test_whichever_flush_finds_the_disk_full_the_reason_is_told_and_one_can_resu
         sync(handle)
 
     monkeypatch.setattr(os, "fsync", full)
+    before = sorted(folder.iterdir())
     with pytest.raises(CheckpointNotSaved) as error:
         save(folder, step=30, state={"step": 30}, identity={})
     assert "No space left on device" in error.value.why[0]
+    assert "free space" in error.value.way_out
+    assert flush == 3 or sorted(folder.iterdir()) == before
     assert load_newest(folder).step in ((20, 30) if flush == 3 else (20,))

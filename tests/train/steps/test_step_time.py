@@ -250,10 +250,3 @@ def test_bench_step_from_the_command_line(losses, tmp_path, monkeypatch):
     assert "MissingLibrary" in arms["torchao rowwise"]["failure"]
     assert "torchao rowwise, its filter" in (tmp_path / "step.txt").read_text()
     assert (tmp_path / "plan.json").exists()
-
-
-def test_bench_step_refuses_an_unknown_arm(tmp_path, losses):
-    command = ["bench", "step", "--model", "dlrm", "--device", "cpu", "--batch-size", "32"]
-    done = CliRunner().invoke(app, [*command, "--arm", "magic", "--out", str(tmp_path)])
-    assert "no arm is called magic" in str(done.exception)
-    assert "dispatch (plan)" in str(done.exception)

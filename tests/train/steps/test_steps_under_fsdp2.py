@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from graphed_cases import Fake, module
+from models import forced_plan
 from ranks import on_ranks
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
@@ -15,7 +16,6 @@ from torch.distributed.tensor import DTensor
 import loka
 from loka.data import SyntheticClicks
 from loka.distributed import fp8_all_gather, shard_dense
-from loka.measurement.settings import Settings
 from loka.train import TrainConfig
 from loka.train.optim import build_optimizers
 from loka.train.steps import extent
@@ -112,9 +112,7 @@ def planned():
     model = made()
     with loka.Probe(model, every=1, effect_samples=0) as probe:
         model(*arguments(next(iter(SyntheticClicks(rows=ROWS, seed=0).batches(ROWS))))).sum().backward()
-    quick = Settings(rows=32, min_draws=2, max_draws=2)
-    report = loka.measure(probe.stats(), device="cpu", candidates=[POW2], errors_only=True, settings=quick)
-    return loka.plan(report, loka.Budget(), force={"*": POW2})
+    return forced_plan(probe.stats(), POW2)
 
 
 @pytest.mark.parametrize("in_fp8", [False, True])
