@@ -11,7 +11,6 @@ What is run, how often and by what it is judged was fixed beforehand
              (train/automatic/as_it_is.py), errors, and three plans: --ne 2e-4, --ne 5e-5, and `mixed`, with
              INT8. On the held-out rows the change of the trained model by each arm's forward: KL/H, and NE by
              the labels, in one table
-    single   with --singles: each site alone in FP8: the same two for 2 recipes
     pairs    bf16, plan, tight, mixed, naive and nudged (bf16 again, weights nudged by 1e-4: A/A) from the same
              weights over the same rows; verdicts by validation/variance.py and verdicts.py
 
@@ -37,7 +36,6 @@ import torch
 from proof_judge import changes_of, judged, summed
 from proof_models import MODELS, model_named
 from proof_settings import PROBE_SEED, Settings, parts, start, write
-from proof_sites import single
 from torch import nn
 
 from loka import Budget, convert, plan, revert
@@ -232,7 +230,7 @@ def summarize(out: Path, settings: Settings, models: list[str]) -> None:
     if settings.device == "cuda":
         content["gpu"] = torch.cuda.get_device_name()
     for name in models:
-        files = {what: settings.folder(name) / f"{what}.json" for what in ("probe", "verdicts", "single", "budgets")}
+        files = {what: settings.folder(name) / f"{what}.json" for what in ("probe", "verdicts")}
         content["models"][name] = {what: json.loads(f.read_text()) for what, f in files.items() if f.exists()}
     write(out / "summary.json", content)
 
@@ -243,7 +241,6 @@ def main() -> None:
     parser.add_argument("--models", nargs="+", default=list(MODELS[:6]), choices=MODELS)
     parser.add_argument("--arms", nargs="+", default=list(ARMS[1:]), choices=ARMS[1:], help="besides bf16")
     parser.add_argument("--history", type=int, default=0, help="rows with sequences of up to so many ids")
-    parser.add_argument("--singles", action="store_true", help="each site alone, and plans of five budgets, too")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--rows", type=int, default=1221 * 8192)
     parser.add_argument("--held-out", type=int, default=305 * 8192)
@@ -284,8 +281,6 @@ def main() -> None:
     def after_probe(name: str, *, resumed: bool = False) -> None:
         for seed in seeds:  # of the first seed the others train already
             add(2 + 2 * seed, name, train, seed, every if seed or resumed else planned)
-        if given.singles and not (settings.folder(name) / "budgets.json").exists():
-            add(5, name, single)
 
     for name in given.models:
         if (settings.folder(name) / "probe.json").exists():
