@@ -285,13 +285,13 @@ def transformed(site: str) -> NotConverted:
     )
 
 
-def _below_gradients(*given: Any) -> Parts:
+def _below_gradients(*given: Any, **named: Any) -> Parts:
     """An autograd function gives the gradients. The transforms of torch.func, compiled, drop it, and take the op
     for a constant."""
     if torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0:
-        raise transformed(given[3])
+        raise transformed(named["site"] if "site" in named else given[3])
     with torch._C._AutoDispatchBelowAutograd():
-        return site_forward(*given)
+        return site_forward(*given, **named)
 
 
 site_forward = registered("loka::site", _site, _site_fake)
