@@ -139,7 +139,7 @@ class Broadcast(Experts):
 def test_stacks_take_no_rows(shape):
     model, x = Broadcast(32), torch.randn(shape, requires_grad=True)
     expected = model(x).shape
-    loka.convert(model, forced_plan(stats_of(model, torch.randn(16, 32))))
+    loka.convert(model, forced_plan(stats_of(model, torch.randn(16, 32)), FP8))
     y = model(x)
     y.sum().backward()
     assert (y.shape, x.grad.shape) == (expected, x.shape)
@@ -150,7 +150,7 @@ def test_a_pointwise_convolution_takes_one_example_too(shape):
     """[channels, positions]: where both are as many, rows were multiplied for columns."""
     conv, x = nn.Conv1d(32, 32, 1), torch.randn(shape)
     expected = conv(x)
-    found = loka.convert(conv, forced_plan(stats_of(conv, torch.randn(4, 32, 32))))(x)
+    found = loka.convert(conv, forced_plan(stats_of(conv, torch.randn(4, 32, 32)), FP8))(x)
     assert (found.shape, found.stride()) == (expected.shape, expected.stride())
     assert (found - expected).norm() < 0.1 * expected.norm()  # e4m3's roundings are 2^-4 of a number at most
 

@@ -14,8 +14,9 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from models import forced_plan
 from ranks import on_ranks
-from test_train_fsdp2 import AUTO, BATCH, ROWS, STEPS, built, forced, held_out, logged, make_plan
+from test_train_fsdp2 import AUTO, BATCH, POW2, ROWS, STEPS, built, held_out, logged, make_plan
 from torch import nn
 
 import loka
@@ -61,7 +62,7 @@ def on_two(rank, folder):
     with loka.Probe(watched, every=1, effect_samples=0) as probe:
         train(watched, rows, config=replace(CONFIG, max_rows=2 * BATCH))
     if rank == 0:
-        forced(probe.stats()).save(folder / "cross.json")
+        forced_plan(probe.stats(), POW2, budget=loka.Budget(min_sqnr_db=None)).save(folder / "cross.json")
     dist.barrier()
     plan = Plan.load(folder / "cross.json")
     done = train(by_rows(built("dcnv2")), rows, config=CONFIG, plan=plan, checkpoints=folder / "dcn")
