@@ -343,6 +343,21 @@ def test_ties_and_missing_values_of_a_dense_feature_stay_together():
     assert len(only) == 1
 
 
+def test_quantiles_of_a_narrow_feature_have_names_of_their_own():
+    """As logarithms of times of day: two of four were (21.25, 21.25]."""
+    _, names = dense_quantiles(0, 4).split(np.log1p(1.7e9 + np.arange(1000) * 432))
+    assert len(set(names)) == 4
+
+
+def test_truth_values_are_no_places_of_segments():
+    """False was the place of the first segment, so that each held the other's rows."""
+    segments = Segments(("rare",), lambda batch: batch.sparse[:, 0] == 3, by="id 3")
+    with pytest.raises(ValueError, match=r"torch\.bool"):
+        divide(TEST, [by_segments(segments)], batch_size=64)
+    with pytest.raises(ValueError, match=r"torch\.bool"):
+        train(SmallModel(), TEST, config=CONFIG, segments=segments)
+
+
 def test_a_cluster_is_a_sparse_feature_of_the_rows(judged, tmp_path):
     shutil.copytree(judged[0], tmp_path / "again")  # its runs are read back
     found = run(tmp_path / "again", (SAME, WORSE), limit=0.5, segment_limit=0.6, cluster=0)

@@ -38,7 +38,7 @@ class Traffic:
     Attributes:
         syncs: exchanges so far.
         rows: that this replica sent.
-        received: bytes from the other replicas.
+        received: bytes from the other replicas, each padded to the longest.
         whole: bytes that a ring's all-reduce of weights and states receives: 2 (R - 1) / R of them, a sync.
     """
 
@@ -175,7 +175,7 @@ class RowSync:
         self._flight = _Flight(sent=sent, counts=all_counts, exact=exact, bytes=came, work=work, begun=self._steps)
         self.traffic.syncs += 1
         self.traffic.rows += sum(counts[_TOLD:])
-        self.traffic.received += sum(sizes) - len(mine)
+        self.traffic.received += (ranks - 1) * (max(sizes) + 8 * len(counts))  # padded, and behind the counts
         held = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
         self.traffic.whole += 2 * (ranks - 1) * held // ranks
 

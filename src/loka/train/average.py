@@ -18,7 +18,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import itertools
-import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -31,6 +30,7 @@ from loka.core.exceptions import LokaError
 from loka.data.batch import Batch, Source
 from loka.nn.fp8_state_dict import fp8_state_dict, load_fp8_state_dict
 from loka.train.config import Precision, TrainConfig
+from loka.train.schedule import steps_of
 from loka.train.steps.forward import arguments, predict, tasks_in
 
 _UPDATES = 100
@@ -126,7 +126,7 @@ def _kinds_apart(update: Update) -> Update:
 
 def _span(config: TrainConfig, steps: int) -> tuple[int, int]:
     """Steps that the mean covers, and steps between two of its updates."""
-    span = max(math.ceil(steps * config.average_share), 1)
+    span = max(steps_of(config.average_share, steps), 1)
     return span, max(span // _UPDATES, 1)
 
 

@@ -19,6 +19,7 @@ from torch import nn
 
 from loka.core.exchange import ranks_of
 from loka.core.records.plan import Plan
+from loka.core.row_segments import places_of
 from loka.data.batch import ONE_TASK, Batch
 from loka.distributed import (
     Choice,
@@ -178,7 +179,7 @@ class Run:
         for scheduler in self._schedulers.values():
             scheduler.step()
         self.running.add(
-            predicted.losses, predicted.logits, batch.label, self.segments.of(batch) if self.segments else None
+            predicted.losses, predicted.logits, batch.label, places_of(self.segments, batch) if self.segments else None
         )
         self.step += 1
         if self.average is not None and due(self.step, self.steps, self.config):

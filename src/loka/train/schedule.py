@@ -37,7 +37,7 @@ def rate_factor(step: int, steps: int | None, config: TrainConfig) -> float:
         return 1.0
     first = warm  # of the updates whose rate falls; the one before it is the last at the peak
     if config.schedule == "wsd":
-        first = max(warm, steps - math.ceil(steps * config.decay))
+        first = max(warm, steps - steps_of(config.decay, steps))
     peak = max(first - 1, 0)
     passed = max(step - peak, 0) / (steps - peak)
     left = (1 + math.cos(math.pi * passed)) / 2 if config.schedule == "cosine" else 1 - passed
@@ -45,7 +45,12 @@ def rate_factor(step: int, steps: int | None, config: TrainConfig) -> float:
 
 
 def warmup_steps(steps: int, config: TrainConfig) -> int:
-    return math.ceil(steps * config.warmup)
+    return steps_of(config.warmup, steps)
+
+
+def steps_of(share: float, steps: int) -> int:
+    """At least that share of them: 7 of 100 for 0.07, which times 100 is a little more than 7 in float64."""
+    return math.ceil(round(steps * share, 6))
 
 
 def schedulers(
@@ -85,7 +90,7 @@ def describe(config: TrainConfig, steps: int) -> str:
         case "constant":
             return f"{rise} stay constant: the model is not annealed at the end"
         case "wsd":
-            falling = min(math.ceil(steps * config.decay), steps - warm)
+            falling = min(steps_of(config.decay, steps), steps - warm)
             return f"{rise} stay constant, and fall linearly {end} over the last {falling} of {steps} steps"
         case "linear":
             return f"{rise} fall linearly {end} over {steps - warm}"

@@ -7,6 +7,7 @@ look better or worse there for no reason. Features are the same for both.
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ import numpy.typing as npt
 import torch
 
 from loka.core.exceptions import DataRefused, LokaError, UnknownName
+from loka.core.row_segments import places_of
 from loka.data.batch import Batch, Source
 from loka.train.segments import OTHER, Segments
 
@@ -53,7 +55,7 @@ def dense_quantiles(feature: int, buckets: int = 4) -> Division:
         edges = np.unique(inner)
         edges = edges[edges < present.max()] if len(present) else edges
         group = np.searchsorted(edges, numbers, side="left").astype(np.int64)
-        bounds = ["-inf", *(f"{edge:.4g}" for edge in edges), "inf"]
+        bounds = ["-inf", *_told_apart(edges), "inf"]
         names = [f"dense:{feature} in ({a}, {b}]" for a, b in itertools.pairwise(bounds)]
         missing = ~np.isfinite(numbers)
         if missing.any():
@@ -62,6 +64,12 @@ def dense_quantiles(feature: int, buckets: int = 4) -> Division:
         return group, tuple(names)
 
     return Division(f"dense:{feature}", lambda batch: batch.dense[:, feature], split)
+
+
+def _told_apart(edges: npt.NDArray[np.float64]) -> list[str]:
+    """With as many digits, four at least, as it takes: names of segments have to differ."""
+    told = ([f"{edge:.{digits}g}" for edge in edges] for digits in range(4, 18))
+    return next(texts for texts in told if len(set(texts)) == len(edges))
 
 
 def frequent_ids(feature: int, count: int = 4) -> Division:
@@ -103,7 +111,7 @@ def by_segments(segments: Segments) -> Division:
         names = (*segments.names, OTHER) if outside.any() else segments.names
         return np.where(outside, len(segments.names), place), names
 
-    return Division(segments.by, segments.of, split)
+    return Division(segments.by, functools.partial(places_of, segments), split)
 
 
 def division_named(text: str, source: Source) -> Division:

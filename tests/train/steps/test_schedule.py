@@ -66,6 +66,13 @@ def test_every_schedule_rises_to_the_peak_and_falls_to_its_end(steps, schedule, 
     assert end == pytest.approx(1.0 if schedule == "constant" or peak == steps else final_rate, abs=1e-12)
 
 
+def test_shares_of_steps_are_not_rounded_up_by_the_last_bit():
+    """100 * 0.07 is 7.000000000000001."""
+    config = replace(CONFIG, schedule="wsd", warmup=0.07, decay=0.14)
+    assert warmup_steps(100, config) == 7
+    assert "the last 14 of 100 steps" in describe(config, 100)
+
+
 def test_dense_weights_and_tables_follow_it_together():
     model, config = small_model(), replace(CONFIG, lr=0.5, sparse_lr=0.25, schedule="linear", warmup=0.0)
     optimizers = build_optimizers(model, config)

@@ -25,6 +25,7 @@ from loka.core.numerics.effect import NO_PROMISE, OLD, Effect
 from loka.core.numerics.label_rate import BaseRate, require_shares, task_rates
 from loka.core.records.parts import WIDTH, Part, part_name
 from loka.core.records.stats import LinearStats, Stats
+from loka.core.row_segments import RowSegments
 from loka.nn.linears import find_linears, signature
 from loka.nn.site import site_forwards
 from loka.nn.unwrap import unwrap
@@ -36,7 +37,7 @@ from loka.probe.model_effects.error_projection import effects_of
 from loka.probe.model_effects.logits import Logits, NoEffect, called_logits, refuse
 from loka.probe.model_effects.movement import Horizon, added_variance, widened
 from loka.probe.model_effects.promise import no_promise
-from loka.probe.model_effects.segment_rows import SEGMENT_ROWS, RowSegments, SegmentRows
+from loka.probe.model_effects.segment_rows import SEGMENT_ROWS, SegmentRows
 from loka.probe.model_effects.sensitivity import Sensitivity
 from loka.probe.model_effects.untouched import as_evaluated
 from loka.probe.site_trace import SiteCall, SiteNames, SiteTrace

@@ -6,29 +6,18 @@ draws it, so means over its rows need no weights; means over all rows go by the 
 of all rows alone (Cochran, Sampling Techniques, chapter 5).
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch.nn import functional
 
 from loka.core.exceptions import DataRefused
 from loka.core.records.parts import part_name
+from loka.core.row_segments import RowSegments, places_of
 from loka.probe.model_effects.calls import Found
 
 SEGMENT_ROWS = 512
-
-
-class RowSegments(Protocol):
-    """Which segment a row belongs to, such as `loka.train.Segments`: `of(batch)` gives each row's place in
-    `names`, int64 [B]; a row of any other number belongs to none."""
-
-    @property
-    def names(self) -> tuple[str, ...]: ...
-
-    @property
-    def of(self) -> Callable[[Any], torch.Tensor]: ...
 
 
 @dataclass
@@ -57,13 +46,7 @@ class SegmentRows:
 
         Raises ValueError for another shape or dtype.
         """
-        found = self.segments.of(batch)
-        if found.ndim != 1 or found.is_floating_point() or found.dtype == torch.bool:
-            raise ValueError(
-                f"segments.of gives {found.dtype} {list(found.shape)}, not whole numbers [B]: a row's place "
-                "in `names`, or any other number for none"
-            )
-        return found.to("cpu", torch.int64)
+        return places_of(self.segments, batch).cpu()
 
     def see(self, places: torch.Tensor, labels: torch.Tensor | None, tasks: tuple[str, ...]) -> None:
         """A batch goes by, with `labels` [B, T], or [B] of one task, in [0, 1]; else raises DataRefused."""
