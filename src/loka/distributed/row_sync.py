@@ -175,7 +175,7 @@ class RowSync:
         self._flight = _Flight(sent=sent, counts=all_counts, exact=exact, bytes=came, work=work, begun=self._steps)
         self.traffic.syncs += 1
         self.traffic.rows += sum(counts[_TOLD:])
-        self.traffic.received += (ranks - 1) * (max(sizes) + 8 * len(counts))  # padded, and behind the counts
+        self.traffic.received += (ranks - 1) * (max(sizes) + told[0].nbytes)  # padded, and the counts
         held = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
         self.traffic.whole += 2 * (ranks - 1) * held // ranks
 

@@ -63,8 +63,8 @@ class TrainConfig:
         checkpoint_every: steps between checkpoints; the last step always writes one.
         grad_clip: largest norm of the dense gradients together; tables are not clipped.
         accumulate: parts that a batch goes through the model in, one update for all: memory of a part only.
-        step: how a step runs: "eager", with its blocks compiled, or compiled and captured in a CUDA graph.
-            What cannot be runs eagerly, and `TrainResult.step_reason` says why.
+        step: how a step runs: "eager", with its blocks compiled, or compiled and captured in a CUDA graph,
+            or one a block. What cannot be runs eagerly, and `TrainResult.step_reason` says why.
         capture_collectives: whether the graph may hold the collectives of DistributedDataParallel or FSDP2. Off:
             no run of hours has proven it, and the command line does not offer it.
         window: steps that the window metrics cover.

@@ -50,7 +50,8 @@ def warmup_steps(steps: int, config: TrainConfig) -> int:
 
 def steps_of(share: float, steps: int) -> int:
     """At least that share of them: 7 of 100 for 0.07, which times 100 is a little more than 7 in float64."""
-    return math.ceil(round(steps * share, 6))
+    exact = steps * share
+    return round(exact) if math.isclose(exact, round(exact), rel_tol=1e-12) else math.ceil(exact)
 
 
 def schedulers(

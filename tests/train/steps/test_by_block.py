@@ -96,12 +96,13 @@ def test_fsdp2_replays_no_blocks(monkeypatch):
 
 
 @pytest.mark.gpu
-def test_a_step_by_block_trains_alike():
+def test_a_step_by_block_trains_alike(monkeypatch):
     from torch._dynamo.utils import counters
-    from torch._inductor import cudagraph_trees
+    from torch._inductor.cudagraph_trees import CUDAGraphNode
 
+    replays, run = [], CUDAGraphNode.run
+    monkeypatch.setattr(CUDAGraphNode, "run", lambda node, inputs: replays.append(node) or run(node, inputs))
     counters.clear()
     trains_alike("cuda")
     assert not counters["inductor"]["cudagraph_skips"]
-    manager = cudagraph_trees.get_container(torch.cuda.current_device()).tree_manager
-    assert manager is None or manager.new_graph_id().id >= 8, "four blocks forward and backward"
+    assert len(set(replays)) >= 8, "four blocks forward and backward"

@@ -70,6 +70,7 @@ def test_shares_of_steps_are_not_rounded_up_by_the_last_bit():
     """100 * 0.07 is 7.000000000000001."""
     config = replace(CONFIG, schedule="wsd", warmup=0.07, decay=0.14)
     assert warmup_steps(100, config) == 7
+    assert warmup_steps(100, replace(config, warmup=1e-9)) == 1, "no share is rounded to nothing"
     assert "the last 14 of 100 steps" in describe(config, 100)
 
 

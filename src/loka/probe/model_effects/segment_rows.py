@@ -42,10 +42,7 @@ class SegmentRows:
         return all(count >= self.wanted for count in self.probed)
 
     def places(self, batch: Any) -> torch.Tensor:
-        """int64 [B] on the CPU.
-
-        Raises ValueError for another shape or dtype.
-        """
+        """int64 [B] on the CPU. Raises as `places_of`."""
         return places_of(self.segments, batch).cpu()
 
     def see(self, places: torch.Tensor, labels: torch.Tensor | None, tasks: tuple[str, ...]) -> None:
