@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import math
+from fractions import Fraction
 
 import pytest
 from ne_reports import ROW, TENSOR, THREE, chosen, costing, effect, model_report, outputs
@@ -36,6 +37,13 @@ def test_a_doubtful_effect_costs_its_upper_end():
     assert upper_bound(Estimate(math.nan, math.nan, math.nan)) == math.inf
     report = outputs(sure={ROW: costing(60, effect(1.2e-5))}, unsure={ROW: costing(60, effect(1e-5, 1e-5))})
     assert chosen(loka.plan(report, Budget(ne=1.5e-5))) == {"sure": ROW, "unsure": "hp"}
+
+
+@pytest.mark.parametrize("limit", [{"ne": Fraction(1, 10**4)}, {"min_sqnr_db": "25"}, {"min_speedup": "1"}])
+def test_a_limit_that_no_file_could_hold_is_refused_by_name(limit):
+    """A plan with it was made, and could not be saved."""
+    with pytest.raises(ValueError, match=f"{next(iter(limit))} is "):
+        Budget(**limit)
 
 
 def test_the_plan_carries_what_it_costs(tmp_path):
