@@ -3,7 +3,7 @@
 import pytest
 import torch
 from command_line import loka as run
-from networks import with_module
+from networks import EXAMPLE, with_module
 from torch import nn
 
 import loka
@@ -25,6 +25,9 @@ def build():
 def sized(batch_size):
     assert batch_size != 4
     return tower(batch_size)
+
+def stuck(batch_size):
+    return tower(2048)
 
 def model():
     return tower(4)[0]
@@ -138,6 +141,14 @@ def test_the_command_on_a_model_of_ones_own(folder):
         run("scale", *arguments, "--out", "other.json", cwd=folder)
         other = Scale.load(folder / "other.json")
         assert (other.layers, other.batch_size) == (saved.layers, 8192), arguments
+
+
+def test_a_batch_that_has_other_rows_than_it_was_made_with_is_told(folder):
+    """It was said to be a step of 8192 rows, with times of 2048; tables were looked up for 2048."""
+    told = "made with batch_size=8192, and its first tensor has 2048 rows"
+    assert told in run("scale", "my_scaled_models:stuck", cwd=folder)
+    tables = ("--network", EXAMPLE, "--table", "4x1000x64")
+    assert told in run("scale", "my_scaled_models:stuck", *tables, cwd=folder, fails=2)
 
 
 def test_the_command_on_factories_and_the_zoo(folder):
