@@ -12,13 +12,15 @@ from loka.validation.pair_bank import Bank, deposit, prior_of, resample
 from loka.validation.power import forecast
 from loka.validation.record import Validation
 from loka.validation.variance import MIN_PAIRS, PairVariance
+from loka.validation.verdicts import ERROR
 
 HARM = 0.05  # percent of NE, beside the limit itself: what has to be found
 
 
 @dataclass(frozen=True, kw_only=True)
 class Power:
-    """Of a validation of `pairs` pairs. `file` is None, or where `bank` was read from and goes back to."""
+    """Of a validation of `pairs` pairs. `file` is None, or where `bank` was read from and goes back to. `tasks`
+    share the error of verdicts."""
 
     bank: Bank
     file: Path | None
@@ -26,12 +28,17 @@ class Power:
     pairs: int
     limit: float
     sequential: bool
+    tasks: int
 
     @classmethod
-    def of(cls, file: Path | None, *, prior_sd: float | None, pairs: int, limit: float, sequential: bool) -> Power:
+    def of(
+        cls, file: Path | None, *, prior_sd: float | None, pairs: int, limit: float, sequential: bool, tasks: int
+    ) -> Power:
         """A file that does not exist is an empty bank. Raises FileRefused for a damaged one."""
         bank = Bank.load(file) if file is not None and file.exists() else Bank()
-        return cls(bank=bank, file=file, prior_sd=prior_sd, pairs=pairs, limit=limit, sequential=sequential)
+        return cls(
+            bank=bank, file=file, prior_sd=prior_sd, pairs=pairs, limit=limit, sequential=sequential, tasks=tasks
+        )
 
     def before(self, world: str, arms: Sequence[str], held_out: int) -> str:
         """How many pairs and rows the limit will need, or why nobody knows yet."""
@@ -57,6 +64,7 @@ class Power:
             held_out=held_out,
             by_rows=known.by_rows if known is not None and self.prior_sd is None else 0.0,
             sequential=self.sequential,
+            tail=ERROR / self.tasks,
         )
         return f"{by}: {found}"
 
@@ -79,6 +87,7 @@ class Power:
                     effect=effect,
                     sequential=self.sequential,
                     expected=None if arm.name == NUDGED else found.expected.get(arm.task),
+                    tail=ERROR / self.tasks,
                 )
                 for effect in (0.0, HARM, self.limit)
             )
