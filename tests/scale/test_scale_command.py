@@ -122,6 +122,11 @@ def test_part_of_the_sites_unknown_is_said():
     assert "2 interpolated, 3 unknown" in found.verdict()
 
 
+def test_weights_that_nobody_measured_are_told():
+    found = loka.scale(tower().half(), torch.randn(4, 512).half(), batch_size=8192)
+    assert any("weights are in float16, and taken to be as fast as" in note for note in found.notes)
+
+
 def test_saving_and_loading(tmp_path):
     found = loka.scale(tower(), torch.randn(4, 512), batch_size=8192)
     found.save(tmp_path / "scale.json")
