@@ -138,6 +138,7 @@ def test_the_command_on_a_model_of_ones_own(folder):
     saved = Scale.load(folder / "scale.json")
     assert saved.batch_size == 8192
     assert saved.verdict() in text
+    assert "what checkpoints of activations compute again" in text
     for arguments in (
         ("my_scaled_models:sized",),
         ("my_scaled_models:numbers",),
