@@ -22,6 +22,8 @@ from loka.core.storage.codec import decode, record, sparse
 from loka.core.storage.record_file import RecordFile
 from loka.core.table import format_table
 
+IN_REGION = "in a compiled region"
+"""How the reason of a decision for one begins."""
 _TOGETHER = {"chains": "chains", "crosses": "stacks of cross layers", "turned": "turned layers"}
 
 
@@ -168,9 +170,11 @@ class Plan(
         before = [hp.value for hp, us, _ in known if hp and us]
         after = [us.value - saved for hp, us, saved in known if hp and us]
         left = f" {len(known) - len(after)} sites were not timed." if len(after) < len(known) else ""
+        joined = any(d.reason.startswith(IN_REGION) for d in self.decisions.values())
+        around = ", less also what regions save of the code around them" if joined else ""
         return (
             f"{text}. Linear-layer GEMM time, quantization included: {sum(before):.0f} us in hp, "
-            f"{sum(after):.0f} us by plan ({sum(before) / max(sum(after), 1e-9):.2f}x).{left}{self._spent()}"
+            f"{sum(after):.0f} us by plan ({sum(before) / max(sum(after), 1e-9):.2f}x){around}.{left}{self._spent()}"
         )
 
     def coverage_lines(self) -> list[str]:
