@@ -66,6 +66,9 @@ def test_a_region_that_is_fastest_is_planned_with_its_times():
             "330 [326.7, 333.3] us in hp"
         )
         assert decision.microseconds.value == pytest.approx(45.0)
+        # At 1.98 and 2.02 times as fast the cell saves 163.3 and 166.6 us: 136.7 and 133.4 are left.
+        assert decision.microseconds.low == pytest.approx(133.4 / 3, abs=0.1)
+        assert decision.microseconds.high == pytest.approx(136.7 / 3, abs=0.1)
         assert decision.hp_microseconds.value == 100.0
         assert decision.speedup.value == pytest.approx(2.0)
         assert decision.speedup.low == pytest.approx(1.98)
