@@ -95,8 +95,8 @@ def test_a_bank_tells_before_what_pairs_can_decide(tmp_path):
 
 
 def test_two_tasks_are_said_to_need_more_pairs_than_one():
-    asked = {"prior_sd": 0.025, "pairs": 4, "limit": 0.02, "sequential": False}
-    one, two = (Power.of(None, tasks=tasks, **asked).before("", (), 1000) for tasks in (1, 2))
+    asked = {"file": None, "prior_sd": 0.025, "pairs": 4, "limit": 0.02, "sequential": False}
+    one, two = (Power(tasks=tasks, **asked).before("", (), 1000) for tasks in (1, 2))
     assert "20 pairs pass" in one
     assert "24 pairs pass" in two
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 from loka.validation.arms import NUDGED
@@ -19,10 +20,8 @@ HARM = 0.05  # percent of NE, beside the limit itself: what has to be found
 
 @dataclass(frozen=True, kw_only=True)
 class Power:
-    """Of a validation of `pairs` pairs. `file` is None, or where `bank` was read from and goes back to. `tasks`
-    share the error of verdicts."""
+    """Of a validation of `pairs` pairs, whose error the `tasks` share. `file` is the bank's, or None."""
 
-    bank: Bank
     file: Path | None
     prior_sd: float | None
     pairs: int
@@ -30,15 +29,10 @@ class Power:
     sequential: bool
     tasks: int
 
-    @classmethod
-    def of(
-        cls, file: Path | None, *, prior_sd: float | None, pairs: int, limit: float, sequential: bool, tasks: int
-    ) -> Power:
-        """A file that does not exist is an empty bank. Raises FileRefused for a damaged one."""
-        bank = Bank.load(file) if file is not None and file.exists() else Bank()
-        return cls(
-            bank=bank, file=file, prior_sd=prior_sd, pairs=pairs, limit=limit, sequential=sequential, tasks=tasks
-        )
+    @cached_property
+    def bank(self) -> Bank:
+        """Empty where there is no file. Raises FileRefused for a damaged one."""
+        return Bank.load(self.file) if self.file is not None and self.file.exists() else Bank()
 
     def before(self, world: str, arms: Sequence[str], held_out: int) -> str:
         """How many pairs and rows the limit will need, or why nobody knows yet."""

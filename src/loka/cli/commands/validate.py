@@ -147,7 +147,7 @@ def validate(
     say(f"data: {opened.description}")
     say(describe(config, Length.of(opened.train, config).steps))
     tasks = len(tasks_of(opened.test))
-    power = Power.of(bank, prior_sd=prior_sd, pairs=pairs, limit=limit, sequential=sequential, tasks=tasks)
+    power = Power(file=bank, prior_sd=prior_sd, pairs=pairs, limit=limit, sequential=sequential, tasks=tasks)
     with alone_in(out, "validating"):
         found = validate_arms(
             build,
