@@ -4,6 +4,7 @@ import importlib
 import itertools
 import json
 import math
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -14,6 +15,7 @@ from reports import measured
 import loka
 from loka.core.exceptions import LokaError
 from loka.core.recipe import Gemm
+from loka.core.records.parts import Part
 from loka.core.storage.codec import decode
 from loka.planner.frontier import Frontier, Point, base_time, frontier, saved_time
 
@@ -47,6 +49,15 @@ def test_times_agree_with_the_summary():
     report = outputs(**THREE)
     made = loka.plan(report, loka.Budget(ne=1.0))
     assert f"{base_time(report):.0f} us in hp, {base_time(report) - saved_time(made):.0f} us" in made.summary()
+
+
+def test_of_several_tasks_budgets_reach_what_the_dearest_spends():
+    """Together a and b spend 3e-5, but cvr 4e-4: budgets ended where nothing was bought."""
+    made = replace(costing(60, effect(1.5e-5)), kl_by_part={"ctr": effect(1e-5), "cvr": effect(2e-4)})
+    tasks = {name: Part(task=name, rows=1000, read=1000, width=1.2) for name in ("ctr", "cvr")}
+    found = frontier(replace(outputs(a={ROW: made}, b={ROW: made}), parts=tasks))
+    assert (len(found.points[-1].fp8), found.points[-1].spent) == (2, 4e-4)
+    assert "Each of ctr, cvr has the budget" in str(found)
 
 
 def test_own_limits_and_the_rest_of_the_budget():

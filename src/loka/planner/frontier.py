@@ -13,9 +13,10 @@ from pathlib import Path
 from loka.core.budget import Budget, upper_bound
 from loka.core.error import Estimate
 from loka.core.exceptions import LokaError
+from loka.core.records.parts import WHOLE, tasks_in
 from loka.core.records.plan import Plan
-from loka.core.records.report import HP, Report
-from loka.core.storage.codec import encode, named
+from loka.core.records.report import HP, Measurement, Report
+from loka.core.storage.codec import encode, named, sparse
 from loka.core.storage.files import write_record
 from loka.core.table import format_table
 from loka.planner.choice.limits import WAY_OUT
@@ -42,7 +43,8 @@ class Point:
 class Frontier:
     """`points` by rising budget, each unlike the one before; the first spends nothing.
 
-    `base` is the time in hp, in `unit`: "us", or "multiplications" of what was not timed.
+    `base` is the time in hp, in `unit`: "us", or "multiplications" of what was not timed. Of `tasks` each has
+    the budget, and KL/H is that of the one that spends most.
     """
 
     model: str
@@ -50,6 +52,7 @@ class Frontier:
     base: float
     unit: str
     points: tuple[Point, ...]
+    tasks: tuple[str, ...] = sparse(())
 
     @property
     def knee(self) -> Point:
@@ -81,6 +84,8 @@ class Frontier:
             note = f"hp takes {self.base:.0f} us, quantization included in all times."
         else:
             note = "Not timed: multiplications stand for time, halved in FP8; no speed is claimed."
+        if self.tasks:
+            note += f" Each of {', '.join(self.tasks)} has the budget; KL/H is that of the one that spends most."
         return f"{title}\n{format_table(header, rows)}\n{note}"
 
     def save(self, path: Path | str) -> None:
@@ -101,21 +106,24 @@ def frontier(
     """
     budget = budget or Budget()
     everything = plan(report, replace(budget, ne=_UNLIMITED))
-    if everything.kl is None:
+    tasks = tasks_in(report.parts)
+    parts = tasks or (WHOLE,)
+    most = _most(everything, parts)
+    if most is None:
         raise LokaError(
             f"no FP8 candidate of {report.model.name} has an estimate of its KL/H within this budget",
             why=list(everything.notes[:4]),
             way_out=WAY_OUT,
         )
     if limits is None:
-        limits = [0.0, *_range(report, upper_bound(everything.kl), count)]
+        limits = [0.0, *_range(report, parts, upper_bound(most), count)]
     points: list[Point] = []
     for limit in sorted(limits):
         made = plan(report, replace(budget, ne=limit))
         fp8 = {site: found.candidate for site, found in made.decisions.items() if found.candidate != HP}
         if points and points[-1].fp8 == fp8:
             continue
-        effect = made.kl or Estimate(0.0, 0.0, 0.0)
+        effect = _most(made, parts) or Estimate(0.0, 0.0, 0.0)
         points.append(
             Point(
                 budget=limit, kl=effect, spent=upper_bound(effect), time=base_time(report) - saved_time(made), fp8=fp8
@@ -128,7 +136,13 @@ def frontier(
         base=base_time(report),
         unit="us" if report.timed else "multiplications",
         points=tuple(replace(point, knee=point is knee) for point in points),
+        tasks=tasks,
     )
+
+
+def _most(found: Plan | Measurement, parts: Sequence[str]) -> Estimate | None:
+    """The KL/H of the part that spends most."""
+    return max((kl for part in parts if (kl := found.kl_of(part)) is not None), key=upper_bound, default=None)
 
 
 def _knee(points: Sequence[Point]) -> Point:
@@ -162,12 +176,12 @@ def saved_time(made: Plan) -> float:
     return saved
 
 
-def _range(report: Report, largest: float, count: int) -> list[float]:
+def _range(report: Report, parts: Sequence[str], largest: float, count: int) -> list[float]:
     costs = [
-        upper_bound(measured.errors["ne"])
+        upper_bound(kl)
         for site in report.sites.values()
         for measured in site.measurements.values()
-        if "ne" in measured.errors
+        if (kl := _most(measured, parts)) is not None
     ]
     smallest = min((cost for cost in costs if 0 < cost < largest), default=largest)
     low = max(smallest, largest / 10**_DECADES)
