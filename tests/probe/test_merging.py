@@ -12,6 +12,7 @@ from torch import nn
 import loka
 from loka.core.exceptions import PlanMismatch
 from loka.core.numerics.effect import Effect
+from loka.core.records.parts import Part
 from loka.core.records.stats import Stats
 from loka.core.records.stats_bytes import from_bytes, to_bytes
 from loka.probe.merging import gather_stats, merge_stats
@@ -360,6 +361,12 @@ def test_an_effect_that_one_of_them_lacks():
     two_tasks = Effect(count=1, spread=1, total=1, squares=1, probabilities=(0.5, 0.5))
     with pytest.raises(PlanMismatch, match="1 has effects on 2 tasks, 1 tasks in statistics 1"):
         merge_stats([one, with_layer(other, "1", effects={"rowwise_e4m3": two_tasks})])
+    named = [
+        replace(with_layer(stats, "1", effects={"rowwise_e4m3": two_tasks}), parts={t: Part(task=t) for t in tasks})
+        for stats, tasks in ((one, ("ctr", "cvr")), (other, ("cvr", "ctr")))
+    ]
+    with pytest.raises(PlanMismatch, match="tasks called cvr, ctr, ctr, cvr in statistics 1"):
+        merge_stats(named)  # H would be that of the rates' means over unlike tasks
 
 
 def test_layers_keep_the_earliest_place_that_a_rank_saw():

@@ -27,7 +27,7 @@ import torch.distributed as dist
 from loka.core import exchange
 from loka.core.exceptions import PlanMismatch
 from loka.core.numerics.effect import merged
-from loka.core.records.parts import Part, joined, judged
+from loka.core.records.parts import Part, joined, judged, tasks_in
 from loka.core.records.stats import Distribution, LinearStats, Stats
 from loka.core.records.stats_bytes import from_bytes, to_bytes
 from loka.core.signature import ModelSignature
@@ -96,6 +96,8 @@ def _claim(stats: Stats) -> dict[str, Any]:
         tasks = {len(effect.probabilities) for effect in layer.effects.values() if effect.count}
         if tasks:
             lines["has effects on"] = f"{'/'.join(map(str, sorted(tasks)))} tasks"
+            if named := tasks_in(stats.parts):
+                lines["has effects on tasks called"] = ", ".join(named)
         for operand, found in layer.operands.items():
             lines[f"describes {operand} as"] = found.kind
             if found.kind == gaussian.KIND:
