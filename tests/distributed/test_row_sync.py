@@ -16,7 +16,7 @@ from row_jobs import (
     refused,
 )
 
-from loka.distributed.lookups import sum_of_bits
+from loka.distributed.replicas import sum_of_bits
 
 TRAINED = ("one.weight", "bag.weight")
 STEP = 0.01 * 5.0  # lr times more than the largest gradient of a row that is looked up once
