@@ -38,6 +38,8 @@ def test_stage_by_stage(folder):
     assert "held out: ne " in text
     assert "top.0/output" in text
     loka("plan", "report.json", "--out", "other.json", "--force", "top.*=hp", cwd=folder)
+    twice = ("--force", "top.*=hp", "--force", "top.*=emulated:rowwise_e4m3")
+    assert "is forced already" in loka("plan", "report.json", *twice, cwd=folder, fails=2)
     text = loka("diff", "plan.json", "other.json", cwd=folder)
     assert "top.0/output" in text
     assert "forced by 'top.*'" in text

@@ -2,6 +2,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
+from loka.cli.commands.power import Power
 from loka.cli.commands.report import report
 from loka.cli.commands.validate import validate
 from loka.core.exceptions import LokaError
@@ -89,6 +90,13 @@ def test_a_bank_tells_before_what_pairs_can_decide(tmp_path):
     given = call("validate", *arms, *common, *moved, "--prior-sd", "0.025").output
     assert "by the given standard deviation of 0.025 %: at a standard deviation of 0.025 % between pairs, " in given
     assert "pass at 0.02 % in 80% of validations where nothing is wrong" in given
+
+
+def test_two_tasks_are_said_to_need_more_pairs_than_one():
+    asked = {"file": None, "prior_sd": 0.025, "pairs": 4, "limit": 0.02, "sequential": False}
+    one, two = (Power(tasks=tasks, **asked).before("", (), 1000) for tasks in (1, 2))
+    assert "20 pairs pass" in one
+    assert "24 pairs pass" in two
 
 
 def test_a_sequential_validation_is_announced(tmp_path):

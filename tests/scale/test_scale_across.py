@@ -209,6 +209,13 @@ def test_a_plan_at_other_shapes_is_not_carried_over():
         across(plan=plan_of(tower(), rows=4096))
 
 
+def test_a_plan_measured_with_other_weights_is_not_carried_over():
+    plan = plan_of(tower())
+    decisions = {n: replace(d, problem=replace(d.problem, dtype="bfloat16")) for n, d in plan.decisions.items()}
+    with pytest.raises(PlanMismatch, match="measured with weights in bfloat16, here they are in float32"):
+        across(plan=replace(plan, decisions=decisions))
+
+
 def test_a_plan_without_times():
     with pytest.raises(LokaError, match="not timed"):
         across(plan=replace(plan_of(tower()), timed=False))

@@ -13,12 +13,12 @@ from ranks import on_ranks
 
 from loka.core.error import Estimate
 from loka.core.exceptions import LokaError
-from loka.core.records.network import Network, Own
+from loka.core.records.network import OPS, Network, Own
 from loka.scaling.cluster import calibrate as measure
 from loka.scaling.cluster import rounds
 from loka.scaling.cluster.alpha_beta import Sample, checked, fitted_network, relative_line
 from loka.scaling.cluster.calibrate import SIZES, calibrate
-from loka.scaling.cluster.collectives import OPS, Wire, wire_us
+from loka.scaling.cluster.collectives import Wire, wire_us
 
 GROUPS = {"pair": [(1, 2)], "node": [(1, 2), (1, 4), (1, 8)], "nodes": [(1, 2), (1, 4), (4, 4)]}
 GROUPS["cards"] = [(4, 1)]

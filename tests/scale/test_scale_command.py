@@ -3,7 +3,7 @@
 import pytest
 import torch
 from command_line import loka as run
-from networks import with_module
+from networks import EXAMPLE, with_module
 from torch import nn
 
 import loka
@@ -25,6 +25,9 @@ def build():
 def sized(batch_size):
     assert batch_size != 4
     return tower(batch_size)
+
+def stuck(batch_size):
+    return tower(2048)
 
 def model():
     return tower(4)[0]
@@ -119,6 +122,11 @@ def test_part_of_the_sites_unknown_is_said():
     assert "2 interpolated, 3 unknown" in found.verdict()
 
 
+def test_weights_that_nobody_measured_are_told():
+    found = loka.scale(tower().half(), torch.randn(4, 512).half(), batch_size=8192)
+    assert any("weights are in float16, and taken to be as fast as" in note for note in found.notes)
+
+
 def test_saving_and_loading(tmp_path):
     found = loka.scale(tower(), torch.randn(4, 512), batch_size=8192)
     found.save(tmp_path / "scale.json")
@@ -130,6 +138,7 @@ def test_the_command_on_a_model_of_ones_own(folder):
     saved = Scale.load(folder / "scale.json")
     assert saved.batch_size == 8192
     assert saved.verdict() in text
+    assert "what checkpoints of activations compute again" in text
     for arguments in (
         ("my_scaled_models:sized",),
         ("my_scaled_models:numbers",),
@@ -138,6 +147,14 @@ def test_the_command_on_a_model_of_ones_own(folder):
         run("scale", *arguments, "--out", "other.json", cwd=folder)
         other = Scale.load(folder / "other.json")
         assert (other.layers, other.batch_size) == (saved.layers, 8192), arguments
+
+
+def test_a_batch_that_has_other_rows_than_it_was_made_with_is_told(folder):
+    """It was said to be a step of 8192 rows, with times of 2048; tables were looked up for 2048."""
+    told = "made with batch_size=8192, and its first tensor has 2048 rows"
+    assert told in run("scale", "my_scaled_models:stuck", cwd=folder)
+    tables = ("--network", EXAMPLE, "--table", "4x1000x64")
+    assert told in run("scale", "my_scaled_models:stuck", *tables, cwd=folder, fails=2)
 
 
 def test_the_command_on_factories_and_the_zoo(folder):

@@ -20,6 +20,7 @@ def test_hsdp_sends_between_nodes_what_a_card_holds():
     assert node.sent == pytest.approx(flat.sent + 2 * n / 8, rel=1e-3)
     assert found.memory["64 hsdp/8"]["parameters"] == pytest.approx(4 * n / 8)
     assert {r.engine for r in across(model, engines=("hsdp",), gpus=(16,)).rows} == {"hsdp/8"}
+    assert any("hsdp/N: FSDP2 in each N GPUs" in note for note in found.notes)
 
 
 def test_engines_that_there_are():

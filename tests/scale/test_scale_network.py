@@ -26,6 +26,7 @@ _BROKEN = {
     "launch_us.origin has to be one of": lambda net: net["launch_us"].update(origin="known"),
     "launch_us: comment is empty": lambda net: net["launch_us"].update(comment=" "),
     "switches, of which nothing is known": lambda net: net.update(switches=3),
+    "inside: own is of allreduce": lambda net: net["inside"].update(own={"allreduce": {"latency": 1, "bandwidth": 2}}),
     "high is at most 1": lambda net: net["elementwise_share"].update(high=1.5),
 }
 

@@ -64,6 +64,12 @@ def test_fsdp2_backward_gathers_one_unit_ahead_and_reduces_one_at_a_time():
     assert (line.total, line.exposed) == (42, 22)
 
 
+def test_fsdp2_does_not_wait_for_ids_of_tables():
+    """They travel from 8 to 18, a reduction behind them to 21, beside computing of 30: all hidden."""
+    items = [Compute(8), Reduce(10, waits=False), Reduce(3, waits=True), Compute(30), Join()]
+    assert schedule(items).total == 38
+
+
 @pytest.mark.parametrize(("apart", "total"), [(True, 63), (False, 75)])
 def test_hsdp_all_reduces_shards_beside_gathers_where_links_are_its_own(apart, total):
     """The backward above with all-reduces of 20 and 1 behind its reductions, and an optimizer of 12.

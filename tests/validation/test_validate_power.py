@@ -46,6 +46,9 @@ def test_more_scatter_needs_more_pairs_and_more_rows():
     assert pairs == sorted(pairs)
     assert pairs[0] < pairs[-1]
     assert forecast(prior(0.385), pairs=4, limit=LIMIT, held_out=10**6).pairs is None
+    assert forecast(prior(0.385), pairs=3000, limit=LIMIT, held_out=10**6).passing > 0.5, "it told of 512"
+    two_tasks = forecast(prior(0.02), pairs=4, limit=LIMIT, held_out=10**6, tail=ERROR / 2)
+    assert two_tasks.pairs > pairs[1]
     few = forecast(prior(0.01, rows_error=0.02, rows=10**5), pairs=4, limit=LIMIT, held_out=10**5)
     # Rows leave half of limit^2 where 1.96 rows_error sqrt(10^5 / N) = limit / sqrt(2).
     assert few.rows == pytest.approx(2 * 10**5 * (1.96 * 0.02 / LIMIT) ** 2, rel=1e-3)
@@ -202,6 +205,8 @@ def test_resampling_a_bank_gives_the_rates_of_its_world():
     assert resample(arm, pairs=6, limit=LIMIT).passed == pytest.approx(fresh.passed, abs=0.12)
     assert resample(arm, pairs=6, limit=LIMIT, effect=0.05).failed > 0.95
     assert resample(arm, pairs=6, limit=LIMIT, effect=LIMIT).passed < 0.05
+    none, of_two_tasks = (resample(arm, pairs=6, limit=LIMIT, tail=tail) for tail in (ERROR, ERROR / 2))
+    assert of_two_tasks.passed < none.passed
     assert resample(arm, pairs=6, limit=LIMIT, effect=0.05, sequential=True).pairs < 6
 
 
@@ -279,6 +284,9 @@ def test_what_each_pair_contributed(found):
     assert [part.seed for part in parts] == [3, 4, 5, 6]
     last, whole = parts[-1].after, arm.average.ne_percent
     assert (last.low, last.high) == pytest.approx((whole.low, whole.high), rel=1e-9)
+    of_two_tasks = replace(arm.average, tail=ERROR / 2)
+    last = contributions(replace(arm, average=of_two_tasks))[-1].after
+    assert last.high == pytest.approx(of_two_tasks.ne_percent.high, rel=1e-9)
     for place, part in enumerate(parts):
         assert part.without.value == pytest.approx(np.mean(values[:place] + values[place + 1 :]))
         assert part.after.value == pytest.approx(np.mean(values[: place + 1]))

@@ -271,11 +271,13 @@ app.command("report")(write_report)
 
 
 def _forced(pairs: list[str]) -> dict[str, str]:
-    force = {}
+    force: dict[str, str] = {}
     for pair in pairs:
         site, equals, candidate = pair.partition("=")
         if not equals or not candidate:
             raise LokaError(f"--force {pair!r} is not SITE=CANDIDATE", way_out="such as --force '*/output=hp'")
+        if site in force:
+            raise LokaError(f"--force {pair!r}: {site} is forced already", way_out="force it once")
         force[site] = candidate
     return force
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, SupportsFloat
+from typing import Any, Literal, TypeGuard
 
 from loka.core.error import Estimate
 from loka.core.storage.codec import record, sparse
@@ -59,8 +59,8 @@ class Budget:
             raise ValueError(f"on_miss is {self.on_miss!r}; it must be 'keep' or 'raise'")
         for name in ("min_sqnr_db", "max_mere"):
             value = getattr(self, name)
-            if value is not None and not math.isfinite(value):
-                raise ValueError(f"{name} is {value}; it must be finite, or None to lift the limit")
+            if value is not None and not _finite(value):
+                raise ValueError(f"{name} is {value!r}; it must be a finite number, or None to lift the limit")
         if not isinstance(self.segments, Mapping):
             raise ValueError(f"segments is {self.segments!r}; it must map names to limits")
         by_name: dict[str, object] = {f"segments[{name!r}]": limit for name, limit in self.segments.items()}
@@ -71,10 +71,10 @@ class Budget:
         elif self.ne is not None:
             by_name["ne"] = self.ne
         for name, limit in by_name.items():
-            if isinstance(limit, bool) or not (isinstance(limit, SupportsFloat) and 0 <= float(limit) < math.inf):
+            if not (_finite(limit) and limit >= 0):
                 raise ValueError(f"{name} is {limit!r}; an increase allowed is 0 or more (ne: or None for no limit)")
-        if not 0 <= self.min_speedup < math.inf:
-            raise ValueError(f"min_speedup is {self.min_speedup}; a ratio of times cannot be negative")
+        if not (_finite(self.min_speedup) and self.min_speedup >= 0):
+            raise ValueError(f"min_speedup is {self.min_speedup!r}; a ratio of times cannot be negative")
         if isinstance(self.keep, str):
             raise ValueError(f"keep is the text {self.keep!r}; it must be a tuple of patterns")
 
@@ -88,6 +88,11 @@ class Budget:
         """The paper's rule at every GEMM by itself: MERE below 0.2, and more than 1.05 times as fast."""
         rule = {"min_sqnr_db": None, "max_mere": 0.2, "min_speedup": 1.05, "regions": False}
         return cls(**{**rule, **others})
+
+
+def _finite(value: object) -> TypeGuard[float]:
+    """Of Python's own numbers alone: a plan with another kind, such as float32 of numpy, has no form in JSON."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
 
 
 _ONE_SIDED, _TWO_SIDED = 1.644854, 1.959964  # standard errors that 95 % lie below, or between

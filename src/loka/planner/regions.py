@@ -5,7 +5,7 @@ from dataclasses import replace
 from loka.compiler.joint_sites import ARMS
 from loka.core.budget import Budget
 from loka.core.recipe import Gemm
-from loka.core.records.plan import Decision
+from loka.core.records.plan import IN_REGION, Decision
 from loka.core.records.report import HP, REGION, Measurement, Report, SiteReport
 from loka.planner.choice.layer_choice import Choice, Option, option_of, region_choice
 from loka.planner.choice.limits import Limits, over_limits
@@ -69,7 +69,7 @@ def in_region(site: SiteReport, choice: Choice, report: Report, rejected: dict[s
     name = choice.options[site.problem.gemm].name
     times = report.region_times[site.path]
     region, hp = (times[each].microseconds for each in (choice.arm, HP))
-    reason = f"in a compiled region, where the layer and the code around it take {region} us, {hp} us in hp"
+    reason = f"{IN_REGION}, where the layer and the code around it take {region} us, {hp} us in hp"
     lost = {
         other: rejected.get(other, "slower than in a region") for other in site.measurements if other not in (HP, name)
     }

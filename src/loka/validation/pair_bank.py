@@ -27,6 +27,7 @@ from loka.validation.arms import NUDGED
 from loka.validation.power import Rates, deviation_by_rows, rates
 from loka.validation.record import Validation
 from loka.validation.variance import MIN_PAIRS, Expected, PairVariance
+from loka.validation.verdicts import ERROR
 
 _DRAWS = 4000
 OTHER, MOST = 2, 6  # degrees of freedom: of an other model, and of all together
@@ -181,8 +182,9 @@ def resample(
     effect: float = 0.0,
     sequential: bool = False,
     expected: Expected | None = None,
+    tail: float = ERROR,
 ) -> Rates:
-    """How validations of `pairs` pairs end whose true difference is `effect` percent.
+    """How validations of `pairs` pairs end whose true difference is `effect` percent, at the level 1 - `tail`.
 
     Without an `expected` spread each goes by the KL/H of the pairs that were drawn, where all have one.
     """
@@ -202,4 +204,5 @@ def resample(
         sequential=sequential,
         expected=expected,
         kl=kl[place] if np.isfinite(kl).all() else None,
+        tail=tail,
     )

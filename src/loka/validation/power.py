@@ -58,7 +58,7 @@ class Forecast:
         lines = [
             f"at a standard deviation of {self.between:.3g} % between pairs, {need} pass at {self.limit:g} % "
             f"in {POWER:.0%} of validations where nothing is wrong; {self.planned} pairs pass in "
-            f"{self.passing:.0%}"
+            f"{self.passing:.0%}: of all rows, segments need more"
         ]
         if self.rows is not None:
             enough = "enough are" if self.held_out >= self.rows else "FEWER are"
@@ -78,25 +78,33 @@ class Contribution:
 
 
 def forecast(
-    prior: PairVariance, *, pairs: int, limit: float, held_out: int, by_rows: float = 0.0, sequential: bool = False
+    prior: PairVariance,
+    *,
+    pairs: int,
+    limit: float,
+    held_out: int,
+    by_rows: float = 0.0,
+    sequential: bool = False,
+    tail: float = ERROR,
 ) -> Forecast:
     """What `pairs` pairs on `held_out` rows will decide, if they vary as those of `prior` did.
 
     A `rows_error` of nan in it means that only the variance between pairs is known. `by_rows` is the part of
     that standard deviation which is the choice of rows (`deviation_by_rows`): other rows make another one.
-    Verdicts are taken to expect this spread, without degrees of freedom for it (validation/variance.py).
+    `tail` is 1 less the level of verdicts, which are taken to expect this spread, without degrees of freedom
+    for it (validation/variance.py).
     """
     known = math.isfinite(prior.rows_error)
     fewer = prior.rows / held_out
     error = prior.rows_error * math.sqrt(fewer) if known else 0.0
     between = math.sqrt(max(prior.between_pairs**2 - by_rows**2, 0.0) + by_rows**2 * fewer)
     rng = np.random.default_rng(0)
-    noise, shift = rng.normal(size=(_DRAWS, _MOST)), rng.normal(size=_DRAWS)
+    noise, shift = rng.normal(size=(_DRAWS, max(_MOST, pairs))), rng.normal(size=_DRAWS)
 
     def passing(count: int) -> float:
         values = between * noise[:, :count] + error * shift[:, None]
         expected = Expected(between, 0, "")
-        return rates(values, rows_error=error, limit=limit, sequential=sequential, expected=expected).passed
+        return rates(values, rows_error=error, limit=limit, sequential=sequential, expected=expected, tail=tail).passed
 
     low, high = MIN_PAIRS - 1, _MOST
     needed = None
@@ -109,7 +117,7 @@ def forecast(
         pairs=needed,
         planned=pairs,
         passing=passing(pairs),
-        rows=max(prior.rows_to(limit, ERROR) or 1, 1) if known else None,
+        rows=max(prior.rows_to(limit, tail) or 1, 1) if known else None,
         held_out=held_out,
         limit=limit,
         between=between,
@@ -136,6 +144,7 @@ def rates(
     sequential: bool = False,
     expected: Expected | None = None,
     kl: Floats | None = None,
+    tail: float = ERROR,
 ) -> Rates:
     """Decides validations whose pairs' differences are the rows of `values` [draws, pairs], in percent.
 
@@ -147,7 +156,7 @@ def rates(
     passed, failed = np.zeros(draws, bool), np.zeros(draws, bool)
     taken, zero = np.full(draws, planned), np.zeros(draws, bool)
     for count in range(MIN_PAIRS if sequential else planned, planned + 1):
-        level = look_tail(count, planned, ERROR) if sequential else ERROR
+        level = look_tail(count, planned, tail) if sequential else tail
         mean = values[:, :count].mean(axis=1)
         between = values[:, :count].std(axis=1, ddof=1)
         spread: Floats | float = expected.spread if expected else 0.0
@@ -171,10 +180,10 @@ def rates(
 
 
 def contributions(arm: ArmVerdict) -> list[Contribution]:
-    """Of each pair of `arm`, in the order of seeds; empty before there is one."""
+    """Of each pair of `arm`, in the order of seeds, at the level of its verdict; empty before there is one."""
     if arm.average is None:
         return []
-    variance, settled = arm.average.variance, arm.average.variance.expected
+    variance, settled, tail = arm.average.variance, arm.average.variance.expected, arm.average.tail
 
     def interval(of: list[SeedPair]) -> Estimate:
         values = [pair.difference.ne_percent.value for pair in of]
@@ -186,7 +195,7 @@ def contributions(arm: ArmVerdict) -> list[Contribution]:
             between_pairs=float(np.std(values, ddof=1)) if len(of) > 1 else math.nan,
             expected=by_kl(pair.difference for pair in of) if from_pairs else settled,
         )
-        return found.interval(ERROR)
+        return found.interval(tail)
 
     pairs = list(arm.pairs)
     return [

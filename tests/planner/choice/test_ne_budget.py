@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import math
+from fractions import Fraction
 
 import pytest
 from ne_reports import ROW, TENSOR, THREE, chosen, costing, effect, model_report, outputs
@@ -12,6 +13,7 @@ import loka
 from loka.core.budget import Budget, total_effect, upper_bound
 from loka.core.error import Estimate
 from loka.core.recipe import Gemm
+from loka.core.records.parts import Part
 
 
 def test_the_budget_goes_where_it_saves_most():
@@ -35,6 +37,13 @@ def test_a_doubtful_effect_costs_its_upper_end():
     assert upper_bound(Estimate(math.nan, math.nan, math.nan)) == math.inf
     report = outputs(sure={ROW: costing(60, effect(1.2e-5))}, unsure={ROW: costing(60, effect(1e-5, 1e-5))})
     assert chosen(loka.plan(report, Budget(ne=1.5e-5))) == {"sure": ROW, "unsure": "hp"}
+
+
+@pytest.mark.parametrize("limit", [{"ne": Fraction(1, 10**4)}, {"min_sqnr_db": "25"}, {"min_speedup": "1"}])
+def test_a_limit_that_no_file_could_hold_is_refused_by_name(limit):
+    """A plan with it was made, and could not be saved."""
+    with pytest.raises(ValueError, match=f"{next(iter(limit))} is "):
+        Budget(**limit)
 
 
 def test_the_plan_carries_what_it_costs(tmp_path):
@@ -86,6 +95,15 @@ def test_a_site_without_an_estimate_stays_in_hp_and_says_how_to_get_one():
     forced = loka.plan(report, Budget(ne=1e-4), force={"unknown": ROW})
     assert forced.kl_unknown == ("unknown/output",)
     assert "and 1 without an estimate" in forced.summary()
+
+
+def test_a_limit_of_a_segment_tells_how_many_forced_sites_its_sum_lacks():
+    known = dataclasses.replace(costing(60, effect(1e-5)), kl_by_part={"g": effect(2e-5)})
+    report = outputs(known={ROW: known}, forced={ROW: costing(60, effect(1e-5))})
+    report = dataclasses.replace(report, parts={"g": Part(segment="g", rows=1000, read=1000, width=1.2)})
+    plan = loka.plan(report, Budget(segments={"g": 1e-4}), force={"forced": ROW})
+    assert plan.kl_unknown_of("g") == ("forced/output",)
+    assert "g 2e-05 [2e-05, 2e-05] of 0.0001, and 1 without an estimate." in plan.summary()
 
 
 def test_floors_hold_beside_the_budget():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 from loka.validation.arms import NUDGED
@@ -12,26 +13,26 @@ from loka.validation.pair_bank import Bank, deposit, prior_of, resample
 from loka.validation.power import forecast
 from loka.validation.record import Validation
 from loka.validation.variance import MIN_PAIRS, PairVariance
+from loka.validation.verdicts import ERROR
 
 HARM = 0.05  # percent of NE, beside the limit itself: what has to be found
 
 
 @dataclass(frozen=True, kw_only=True)
 class Power:
-    """Of a validation of `pairs` pairs. `file` is None, or where `bank` was read from and goes back to."""
+    """Of a validation of `pairs` pairs, whose error the `tasks` share. `file` is the bank's, or None."""
 
-    bank: Bank
     file: Path | None
     prior_sd: float | None
     pairs: int
     limit: float
     sequential: bool
+    tasks: int
 
-    @classmethod
-    def of(cls, file: Path | None, *, prior_sd: float | None, pairs: int, limit: float, sequential: bool) -> Power:
-        """A file that does not exist is an empty bank. Raises FileRefused for a damaged one."""
-        bank = Bank.load(file) if file is not None and file.exists() else Bank()
-        return cls(bank=bank, file=file, prior_sd=prior_sd, pairs=pairs, limit=limit, sequential=sequential)
+    @cached_property
+    def bank(self) -> Bank:
+        """Empty where there is no file. Raises FileRefused for a damaged one."""
+        return Bank.load(self.file) if self.file is not None and self.file.exists() else Bank()
 
     def before(self, world: str, arms: Sequence[str], held_out: int) -> str:
         """How many pairs and rows the limit will need, or why nobody knows yet."""
@@ -57,6 +58,7 @@ class Power:
             held_out=held_out,
             by_rows=known.by_rows if known is not None and self.prior_sd is None else 0.0,
             sequential=self.sequential,
+            tail=ERROR / self.tasks,
         )
         return f"{by}: {found}"
 
@@ -79,6 +81,7 @@ class Power:
                     effect=effect,
                     sequential=self.sequential,
                     expected=None if arm.name == NUDGED else found.expected.get(arm.task),
+                    tail=ERROR / self.tasks,
                 )
                 for effect in (0.0, HARM, self.limit)
             )

@@ -29,7 +29,7 @@ from loka.scaling import scale as scale_model
 from loka.scaling.cluster.across import default_gpus
 from loka.scaling.cluster.calibrate import SIZES, calibrate
 from loka.scaling.cluster.tables import parsed
-from loka.scaling.inputs import fake_mode
+from loka.scaling.inputs import fake_mode, rows_of
 from loka.scaling.lengths import LengthTimes, waits
 from loka.scaling.scale import checked
 from loka.train.steps.forward import arguments
@@ -175,6 +175,13 @@ class _Built:
     batch: Any
     sized: bool
 
+    def other_rows(self, asked: int) -> tuple[str, ...]:
+        """What to say of a batch that was made with `asked` rows, and shows another number."""
+        given = rows_of(self.batch) if self.sized else None
+        if given in (None, asked):
+            return ()
+        return (f"the batch was made with batch_size={asked}, and its first tensor has {given} rows: taken as it is",)
+
 
 _Ask = Callable[[_Built], Scale | Across]
 
@@ -203,7 +210,7 @@ def _on_one(*, gpu: str, batch_size: int, kernels: Any) -> _Ask:
     def ask(built: _Built) -> Scale:
         rows = None if built.sized else batch_size
         found = scale_model(built.model, built.batch, gpu=gpu, batch_size=rows, kernels=kernels)
-        return replace(found, batch_size=batch_size)
+        return replace(found, batch_size=batch_size, notes=(*built.other_rows(batch_size), *found.notes))
 
     return ask
 
@@ -215,6 +222,13 @@ def _on_many(
     from loka.scaling.cluster.collectives import check_ranks
 
     def ask(built: _Built) -> Across:
+        other = built.other_rows(batch_size)
+        if other and (options["ids"] is not None or options["tables"]):
+            raise LokaError(
+                "tables are looked up for each row of a batch, and how many this one has does not show",
+                why=other,
+                way_out="a batch whose first tensor has a row for each, or leave --ids and --table out",
+            )
         found = scale_across(
             built.model,
             built.batch,
@@ -225,7 +239,7 @@ def _on_many(
             kernels=kernels,
             **options,
         )
-        return replace(found, batch_size=batch_size)
+        return replace(found, batch_size=batch_size, notes=(*other, *found.notes))
 
     for ranks in gpus:  # before anything is built
         check_ranks(ranks, network)

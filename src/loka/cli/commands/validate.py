@@ -36,7 +36,7 @@ from loka.cli.terminal import say
 from loka.cli.torchrun import require_alone
 from loka.core.exceptions import LokaError
 from loka.core.storage.alone import alone_in
-from loka.data.batch import Source
+from loka.data.batch import Source, tasks_of
 from loka.report.progress import ProgressBars
 from loka.report.validation_table import validation_table, verdict_line
 from loka.train import TrainLog
@@ -146,7 +146,8 @@ def validate(
         )
     say(f"data: {opened.description}")
     say(describe(config, Length.of(opened.train, config).steps))
-    power = Power.of(bank, prior_sd=prior_sd, pairs=pairs, limit=limit, sequential=sequential)
+    tasks = len(tasks_of(opened.test))
+    power = Power(file=bank, prior_sd=prior_sd, pairs=pairs, limit=limit, sequential=sequential, tasks=tasks)
     with alone_in(out, "validating"):
         found = validate_arms(
             build,

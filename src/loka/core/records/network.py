@@ -13,12 +13,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Literal
+from typing import Literal, get_args
 
 from loka.core.device import Fingerprint
 from loka.core.storage.codec import decode, encode, record, sparse
 from loka.core.storage.files import read_json, write_atomic
 from loka.core.table import format_table
+
+Op = Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_all"]
+OPS: tuple[Op, ...] = get_args(Op)
 
 _WAY_OUT = "write it as docs/scale.md shows; examples/h200-ib.json is one that is read"
 
@@ -62,6 +65,12 @@ class Own:
 SAME = Own(latency=1.0, bandwidth=1.0)
 
 
+def _collectives(link: Link) -> None:
+    if strange := link.own.keys() - set(OPS):
+        raise ValueError(f"own is of {', '.join(sorted(strange))}; collectives are {', '.join(OPS)}")
+
+
+@record(check=_collectives)
 @dataclass(frozen=True, kw_only=True)
 class Link:
     """Of one GPU, in one direction. `alpha_us`: of one hop of a collective; `own`: by collective, where they

@@ -22,6 +22,8 @@ from loka.core.storage.codec import decode, record, sparse
 from loka.core.storage.record_file import RecordFile
 from loka.core.table import format_table
 
+IN_REGION = "in a compiled region"
+"""How the reason of a decision for one begins."""
 _TOGETHER = {"chains": "chains", "crosses": "stacks of cross layers", "turned": "turned layers"}
 
 
@@ -132,10 +134,14 @@ class Plan(
     def kl_unknown(self) -> tuple[str, ...]:
         """FP8 `output` sites without an estimate of their KL/H, or with one that says nothing, such
         as nan or an interval without an upper end."""
+        return self.kl_unknown_of(WHOLE)
+
+    def kl_unknown_of(self, part: str) -> tuple[str, ...]:
+        """The same of a task, a segment or a task in a segment."""
         return tuple(
             d.site
             for d in self.decisions.values()
-            if d.problem.gemm is Gemm.OUTPUT and d.candidate != HP and known_effect(d.kl) is None
+            if d.problem.gemm is Gemm.OUTPUT and d.candidate != HP and known_effect(d.kl_of(part)) is None
         )
 
     def __str__(self) -> str:
@@ -164,9 +170,11 @@ class Plan(
         before = [hp.value for hp, us, _ in known if hp and us]
         after = [us.value - saved for hp, us, saved in known if hp and us]
         left = f" {len(known) - len(after)} sites were not timed." if len(after) < len(known) else ""
+        joined = any(d.reason.startswith(IN_REGION) for d in self.decisions.values())
+        around = ", less also what regions save of the code around them" if joined else ""
         return (
             f"{text}. Linear-layer GEMM time, quantization included: {sum(before):.0f} us in hp, "
-            f"{sum(after):.0f} us by plan ({sum(before) / max(sum(after), 1e-9):.2f}x).{left}{self._spent()}"
+            f"{sum(after):.0f} us by plan ({sum(before) / max(sum(after), 1e-9):.2f}x){around}.{left}{self._spent()}"
         )
 
     def coverage_lines(self) -> list[str]:
@@ -180,7 +188,9 @@ class Plan(
         """What the plan costs in KL/H, if anything of it is known or asked for."""
         if self.limits:
             spent = ((name, self.kl_of(name), limit) for name, limit in self.limits.items())
-            parts = (f"{name or 'all rows'} {kl or 'nothing'} of {limit:g}" for name, kl, limit in spent)
+            parts = (
+                f"{name or 'all rows'} {kl or 'nothing'} of {limit:g}{self.lacks(name)}" for name, kl, limit in spent
+            )
             return f" Predicted KL/H by part, and its budget: {'; '.join(parts)}."
         missing = len(self.kl_unknown)
         asked = self.budget.ne is not None or any(d.kl is not None for d in self.decisions.values())
@@ -189,8 +199,12 @@ class Plan(
         limit = f"; the budget is {self.kl_limit:g}" if self.kl_limit is not None else ""
         if self.kl is None:
             return f" Predicted KL/H: unknown, {missing} without an estimate{limit}."
-        lacks = f", and {missing} without an estimate" if missing else ""
-        return f" Predicted KL/H: {self.kl}{lacks}{limit}."
+        return f" Predicted KL/H: {self.kl}{self.lacks(WHOLE)}{limit}."
+
+    def lacks(self, part: str) -> str:
+        """What `kl_of` lacks, in words; "" for a whole sum."""
+        missing = len(self.kl_unknown_of(part))
+        return f", and {missing} without an estimate" if missing else ""
 
 
 def known_effect(effect: Estimate | None) -> Estimate | None:

@@ -175,8 +175,8 @@ class Scale(RecordFile, kind="loka-scale", version=1, way_out="run `loka scale` 
             self.verdict(),
             "FP8 us are of a GEMM alone, with the quantizing of its operands; by sites, the GEMMs of a layer "
             "share that, and each runs as is faster. Intervals of 95 %.",
-            "Not in it: elementwise work, norms, embeddings, the optimizer, launches of an eager step, "
-            "communication. Whether eight bits are safe is Probe's to tell.",
+            "Not in it: elementwise work, norms, embeddings, the optimizer, what checkpoints of activations "
+            "compute again, launches of an eager step, communication. Whether eight bits are safe is Probe's to tell.",
         ]
         if self.regions:
             gains = [found.value for found in self.regions.values()]

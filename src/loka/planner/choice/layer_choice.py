@@ -115,15 +115,12 @@ def region_choice(options: Mapping[Gemm, Option], times: Mapping[str, Measuremen
     if region is None or hp is None or not region.microseconds or not hp.microseconds or not region.speedup:
         return None
     total = sum(option.time.value for option in options.values())
-    saved = hp.microseconds.value * (1 - 1 / region.speedup.value)
-    left = max(1 - saved / total, 0.01) if total else 1.0
+    speedups = (region.speedup.value, region.speedup.high, max(region.speedup.low, 1e-9))
+    saved = [hp.microseconds.value * (1 - 1 / speedup) for speedup in speedups]
+    left = [max(1 - us / total, 0.01) if total else 1.0 for us in saved]
     names = dict(zip(Gemm, ARMS[arm], strict=True))
     inside = {
-        gemm: Option(
-            name=names[gemm],
-            time=Estimate(*(end * left for end in (option.time.value, option.time.low, option.time.high))),
-            casts=None,
-        )
+        gemm: Option(name=names[gemm], time=Estimate(*(option.time.value * each for each in left)), casts=None)
         for gemm, option in options.items()
     }
     return Choice(options=inside, saved={}, region=region.speedup, arm=arm)

@@ -84,7 +84,7 @@ def _limits(plan: Plan) -> Html:
             (
                 name or "all rows",
                 number(kl.value if kl else 0.0, "{:.2e}"),
-                Cell(f"[{kl.low:.2e}, {kl.high:.2e}]" if kl else "-", ""),
+                Cell((f"[{kl.low:.2e}, {kl.high:.2e}]" if kl else "-") + plan.lacks(name), ""),
                 number(spent, "{:.2e}"),
                 number(limit, "{:.2e}"),
                 number(100 * spent / limit if limit else None, "{:.0f} %"),

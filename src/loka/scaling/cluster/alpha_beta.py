@@ -16,8 +16,8 @@ from typing import Literal
 
 from loka.core.error import Estimate
 from loka.core.exceptions import LokaError
-from loka.core.records.network import Fitted, Link, Network, Own, Quantity
-from loka.scaling.cluster.collectives import Op, Wire, latency, volumes, wire_us
+from loka.core.records.network import Fitted, Link, Network, Op, Own, Quantity
+from loka.scaling.cluster.collectives import Wire, latency, volumes, wire_us
 
 _SPLITS = (Estimate(1.9 / 8.4, 0.6 / 14.0, 3.4 / 6.6), Estimate(4.0 / 8.4, 2.7 / 14.0, 14.0 / 6.6))
 """A hop over a launch, inside a node and between nodes, in src/graph/tuning.cc of NCCL (hwLat, baseLat): of

@@ -19,13 +19,11 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Literal
 
 from loka.core.exceptions import LokaError
-from loka.core.records.network import SAME, Network
+from loka.core.records.network import SAME, Network, Op
 
-Op = Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_all"]
-OPS: tuple[Op, ...] = get_args(Op)
 End = Literal["low", "value", "high"]
 
 HOPS = "hops of a collective"

@@ -90,8 +90,8 @@ def _gemm_time(layer: LayerTimes, gemm: str, bf16: Estimate | None, gain: Estima
 def planned_times(found: Scale, plan: Plan) -> tuple[GemmTime, ...]:
     """Of a plan that was measured, at the very shapes of the step.
 
-    Raises PlanMismatch for sites that the plan does not decide or decides at other shapes, LokaError for a
-    plan without times.
+    Raises PlanMismatch for sites that the plan does not decide or decides at other shapes or for weights of
+    another dtype, LokaError for a plan without times.
     """
     if not plan.timed:
         raise LokaError(
@@ -111,6 +111,9 @@ def planned_times(found: Scale, plan: Plan) -> tuple[GemmTime, ...]:
             if (problem.m, problem.n, problem.k) != shape:
                 measured = f"{problem.m}x{problem.n}x{problem.k}"
                 wrong.append(f"{name}: measured at {measured}, runs at {site.m}x{site.n}x{site.k}")
+                continue
+            if gemm == Gemm.GRAD_WEIGHT and problem.dtype != layer.weight_dtype:
+                wrong.append(f"{name}: measured with weights in {problem.dtype}, here they are in {layer.weight_dtype}")
                 continue
             hp, us = decision.hp_microseconds, decision.microseconds
             if hp is None or (us is None and decision.candidate != HP):

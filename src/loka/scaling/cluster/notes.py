@@ -66,7 +66,7 @@ def _of_units(steps: Sequence[EngineStep]) -> list[str]:
     notes = [f"FSDP2 shards {len(units)} units and the root: {told}"]
     if any(step.engine == "hsdp" for step in steps):
         notes.append(
-            "hsdp/8: FSDP2 in each 8 GPUs that follow one another, and an all-reduce of each unit's shard in "
+            "hsdp/N: FSDP2 in each N GPUs that follow one another, and an all-reduce of each unit's shard in "
             "bf16 across replicas; assumed: where a group is a node it runs beside gathers, else takes its "
             "turn with them. A group without replicas is FSDP2, and has no row"
         )

@@ -20,9 +20,9 @@ import torch.distributed as dist
 from loka.core.error import Estimate
 from loka.core.exceptions import LokaError
 from loka.core.exchange import gather
+from loka.core.records.network import OPS, Op
 from loka.core.timing import median_interval
 from loka.distributed.gradient_codec import all_gather
-from loka.scaling.cluster.collectives import OPS, Op
 
 reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)  # its name from 2.13 on
 

@@ -10,7 +10,8 @@ taken to be ahead of the GPU.
     Gather    FSDP2. Forward: it may run from the copy-out of the gather before the last one on, so a unit is
               gathered while the one before it computes. Backward: from the last copy-out on, one unit ahead.
     Copied    FSDP2. Compute waits for the oldest gather that was not waited for.
-    Reduce    behind the compute before it. `waits`: FSDP2's compute first waits for the reduction before it.
+    Reduce    behind the compute before it. `waits`: FSDP2's compute first waits for the reduction before it; DDP's
+              buckets and ids of tables are waited for by the join alone.
     Replicate HSDP. Behind the reduction before it and all-reduces before that. `apart`: over links that no
               other collective of the step uses, and beside these, as it has a stream of its own.
     Blocking  compute waits for it, and it for compute and all-reduces of replicas.
@@ -102,7 +103,8 @@ def schedule(items: Iterable[Item]) -> Timeline:
         elif isinstance(item, Reduce):
             if item.waits:
                 now = max(now, reduced)
-            wire = reduced = max(wire, now) + item.us
+            wire = max(wire, now) + item.us
+            reduced = wire if item.waits else reduced
             sent += item.us
         elif isinstance(item, Replicate):
             replicated = max(replicated, reduced if item.apart else wire) + item.us

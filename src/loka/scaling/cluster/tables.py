@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from loka.core.exceptions import LokaError
-from loka.core.records.network import Network
-from loka.scaling.cluster.collectives import Op, Wire, spread
+from loka.core.records.network import Network, Op
+from loka.scaling.cluster.collectives import Wire, spread
 from loka.scaling.cluster.placement import PLACERS, Placer, by_size, by_torchrec
 
 QComm = Literal["fp32", "bf16", "fp8"]

@@ -164,7 +164,7 @@ def joint_effect(
         budget=plan.limits.get(part) if plan.limits else plan.kl_limit,
         rows=len(rows),
         sites=len(candidates),
-        unknown=plan.kl_unknown,
+        unknown=plan.kl_unknown_of(part),
     )
 
 
