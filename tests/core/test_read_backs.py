@@ -1,5 +1,3 @@
-"""Kernels of Inductor that read back what they stored, as it writes them for a GPU, without one."""
-
 import os
 import subprocess
 import sys

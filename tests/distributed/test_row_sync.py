@@ -1,5 +1,3 @@
-"""Replicas of tables that are kept together by the rows they changed: over gloo, two and three of them."""
-
 import numpy as np
 import pytest
 import torch
