@@ -1,5 +1,3 @@
-"""The README, the pages and the examples do what they say."""
-
 import re
 from pathlib import Path
 

@@ -1,5 +1,3 @@
-"""Ratchets: what importing costs, which way imports point, how large files and folders are."""
-
 import re
 import subprocess
 import sys

@@ -26,7 +26,7 @@ import loka
 from loka.cli.torchrun import process_group
 from loka.core.exchange import gather
 from loka.distributed import fp8_all_gather, shard_dense
-from loka.distributed.lookups import sum_of_bits
+from loka.distributed.replicas import sum_of_bits
 from loka.nn.linears import signature
 
 EVERY = 50

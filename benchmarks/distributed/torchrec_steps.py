@@ -26,8 +26,8 @@ from shared import CANDIDATES, Arms, Made, options, planned
 
 import loka
 from loka.cli.torchrun import process_group
-from loka.distributed.embedding_bags import torchrec
-from loka.distributed.sharded_tables import shard_tables
+from loka.distributed.tables.embedding_bags import torchrec
+from loka.distributed.tables.sharded_tables import shard_tables
 from loka.measurement.settings import COARSE
 from loka.train import TrainConfig
 from loka.train.optim import build_optimizers

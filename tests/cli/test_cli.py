@@ -1,5 +1,3 @@
-"""The command line end to end, on small synthetic rows; errors are messages, not tracebacks."""
-
 import json
 import re
 import shutil

@@ -1,5 +1,3 @@
-"""`loka data`: what is prepared on the command line is what the library reads."""
-
 import numpy as np
 import pytest
 from typer.testing import CliRunner

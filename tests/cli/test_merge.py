@@ -1,5 +1,3 @@
-"""`loka merge`: statistics of several runs into one record; `loka probe --base-rate`."""
-
 import pytest
 from typer.testing import CliRunner
 

@@ -1,5 +1,3 @@
-"""Budgets of NE on the command line: plan, frontier, drift and their exit statuses."""
-
 import json
 import shutil
 from dataclasses import replace

@@ -1,5 +1,3 @@
-"""Rows with columns of their own, and a test set of its own, on every command that reads rows."""
-
 import json
 import random
 

@@ -1,5 +1,3 @@
-"""`loka probe`: effects of the model at the end, from rows that training has not used; `--checkpoint`."""
-
 import hashlib
 
 import pytest

@@ -1,5 +1,3 @@
-"""`loka serve`: from a checkpoint and a plan to a folder, its check, its load test and a package."""
-
 import dataclasses
 import re
 

@@ -1,5 +1,3 @@
-"""Two tasks on the command line, from a table to a verdict: nothing is of both."""
-
 import json
 import random
 import re

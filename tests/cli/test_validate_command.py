@@ -1,5 +1,3 @@
-"""`loka validate` and `loka report`: exit statuses, messages, files."""
-
 import pytest
 import typer
 from typer.testing import CliRunner

@@ -1,5 +1,3 @@
-"""Code between sites that a program must not take for something else."""
-
 import pytest
 import torch
 from converted import converted, error, gradients, plan_for, run

@@ -1,5 +1,3 @@
-"""Families that LoKA's authors did not write, the zoo's sequence models: what is planned is joined, and is right."""
-
 import pytest
 import torch
 from converted import JOINED, error, gradients

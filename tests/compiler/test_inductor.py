@@ -1,5 +1,3 @@
-"""The pass inside of Inductor: beside other passes, in caches and other processes; what `regions` tells."""
-
 import copy
 import os
 import shutil

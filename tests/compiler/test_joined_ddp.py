@@ -1,5 +1,3 @@
-"""Joined sites inside DistributedDataParallel, whose optimizer splits graphs; convert first or wrap first."""
-
 import copy
 from dataclasses import dataclass
 

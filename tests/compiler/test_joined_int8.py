@@ -1,5 +1,3 @@
-"""Regions whose `output` GEMMs are INT8: as their sites one by one, and what INT8 data is not read for."""
-
 import copy
 
 import pytest

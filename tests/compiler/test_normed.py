@@ -1,5 +1,3 @@
-"""Sites whose code behind them runs in their GEMM's epilogue: which ones, and that results stay right."""
-
 import pytest
 import torch
 import torch.nn.functional as F

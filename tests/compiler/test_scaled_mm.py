@@ -1,5 +1,3 @@
-"""GEMMs of regions as torch's own op: which, and that not a bit is another one."""
-
 import copy
 import itertools
 

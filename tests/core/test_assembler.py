@@ -1,5 +1,3 @@
-"""ptxas.sh in the place of an assembler that drops constants. What it assembles runs on a GPU alone."""
-
 import os
 import subprocess
 from pathlib import Path

@@ -1,5 +1,3 @@
-"""What an estimate costs a budget."""
-
 import math
 from statistics import NormalDist
 

@@ -1,11 +1,8 @@
-"""A module is compiled whole where it is compiled in its place."""
-
 import pytest
 import torch
 from torch import nn
 from torch._dynamo.utils import counters
 from torch._inductor.utils import fresh_cache
-from torch.torch_version import TorchVersion
 
 from loka.core.compiling import compile_in_place, compiled_by_rows, new_frame, run_as_written
 from loka.nn.block_norm import BlockNorm
@@ -95,13 +92,3 @@ def test_numbers_of_rows_come_from_the_cache():
             call = compiled_by_rows(model)
             assert all(torch.allclose(call(x[:n]), model(x[:n]), atol=1e-5) for n in (4, 7))  # 32 terms of 0.1
             assert counters["aot_autograd"]["autograd_cache_hit"] == hits
-
-
-def test_before_torch_2_13_each_number_of_rows_is_traced(monkeypatch):
-    asked = []
-    monkeypatch.setattr(torch, "__version__", TorchVersion("2.11.0+cu130"))
-    monkeypatch.setattr(torch, "compile", lambda call, **how: asked.append(how) or call)
-    model, x = nn.Linear(4, 2), torch.randn(3, 4)
-    assert torch.equal(compiled_by_rows(model)(x), model(x))
-    assert asked == [{"dynamic": False, "backend": "inductor"}]
-    assert not hasattr(x, "_dynamo_weak_dynamic_indices")

@@ -1,5 +1,3 @@
-"""Problems, targets and their names."""
-
 import pytest
 import torch
 from hypothesis import given

@@ -1,5 +1,3 @@
-"""Kernels of Inductor that read back what they stored, as it writes them for a GPU, without one."""
-
 import os
 import subprocess
 import sys
@@ -7,6 +5,8 @@ import sys
 import pytest
 import torch
 from gpu import DRIVER
+from torch._inductor import config
+from torch._inductor.runtime.autotune_cache import AutotuneCache
 
 from loka.compiler import install
 from loka.core.compiling import compile_in_place, mend_compilers
@@ -62,12 +62,14 @@ def test_a_kernel_waits_before_it_reads_back():
 
 
 @pytest.mark.parametrize("entry", [install, lambda: compile_in_place(torch.nn.ReLU())])
-def test_caches_are_told_once(entry):
-    config = torch.compiler.config
-    with config.patch(cache_key_tag="theirs"):
+def test_caches_of_graphs_are_told_and_picks_keep_their_names(entry):
+    """A worker, which names the file of a pick that this process will read, knows nothing of LoKA."""
+    with config.patch(unsafe_marked_cacheable_functions={"theirs": "1"}):
+        before, pick = config.save_config_portable(), AutotuneCache._prepare_key("kernel.py")
         entry()
-        tag = config.cache_key_tag
-        assert tag.startswith("theirs")
-        assert tag != "theirs"
+        after = config.save_config_portable()
+        assert after != before
+        assert config.unsafe_marked_cacheable_functions["theirs"] == "1"
         mend_compilers()
-        assert config.cache_key_tag == tag
+        assert config.save_config_portable() == after
+        assert AutotuneCache._prepare_key("kernel.py") == pick

@@ -1,5 +1,3 @@
-"""Groups of elements that share a scale."""
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st

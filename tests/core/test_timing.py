@@ -1,5 +1,3 @@
-"""The race, on simulated clocks: drift from round to round, heavy-tailed noise within them."""
-
 import math
 import random
 import statistics

@@ -1,5 +1,3 @@
-"""Whether rows are like the traffic: exact tails, false alarms, parts that are absent, and what cannot be told."""
-
 import math
 
 import pytest

@@ -1,5 +1,3 @@
-"""Conversion: the same rows as the table, whoever works on it, however often it is killed."""
-
 import gzip
 import json
 import threading

@@ -1,5 +1,3 @@
-"""Conversions that are killed, damaged, interrupted or run twice, and folders that lie."""
-
 import json
 import os
 import shutil

@@ -1,5 +1,3 @@
-"""Rows of a step are the same for any number of ranks; none is read twice, and few are left out."""
-
 from dataclasses import dataclass
 
 import numpy as np

@@ -1,5 +1,3 @@
-"""The order of rows: every row once, ranks apart, shuffled as far as a window reaches."""
-
 import numpy as np
 import pytest
 from hypothesis import given, settings

@@ -1,5 +1,3 @@
-"""The prefetching reader: the same rows however many threads, from any position on, and none left running."""
-
 import threading
 import time
 from dataclasses import replace

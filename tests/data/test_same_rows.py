@@ -1,5 +1,3 @@
-"""What a seed stands for: runs of different versions are compared by the rows of one seed."""
-
 import numpy as np
 
 from loka.data import SyntheticClicks

@@ -1,5 +1,3 @@
-"""What of a schema stands in manifests, whose digests name the data."""
-
 from loka.data import Schema
 
 PLAIN = Schema(label="y", dense=("d",), sparse=("c",))

@@ -1,5 +1,3 @@
-"""The synthetic world: fixed rows, an honest base rate, a teacher worth learning."""
-
 import itertools
 
 import numpy as np

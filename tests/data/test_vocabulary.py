@@ -1,5 +1,3 @@
-"""Ids: sorted, counted on the training rows, and the same wherever they are computed."""
-
 import json
 import time
 

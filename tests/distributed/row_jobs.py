@@ -16,7 +16,7 @@ from loka.distributed import row_sync
 from loka.train.optim import RowwiseAdagrad
 
 ROWS, WIDTH = 200, 24
-module = importlib.import_module("loka.distributed.row_sync")  # the function has its name
+module = importlib.import_module("loka.distributed.tables.row_sync")  # the function has its name
 
 
 class Tables(nn.Module):

@@ -1,5 +1,3 @@
-"""FP8 gathers on two ranks, eager and compiled: equal to one process, and what regions read."""
-
 from dataclasses import dataclass
 
 import pytest

@@ -1,5 +1,3 @@
-"""Codecs of gradients: their error, and DDP and FSDP2 that send by them; two and three ranks over gloo."""
-
 import contextlib
 import copy
 

@@ -1,5 +1,3 @@
-"""Replicas of tables that are kept together by the rows they changed: over gloo, two and three of them."""
-
 import numpy as np
 import pytest
 import torch
@@ -16,7 +14,7 @@ from row_jobs import (
     refused,
 )
 
-from loka.distributed.lookups import sum_of_bits
+from loka.distributed.replicas import sum_of_bits
 
 TRAINED = ("one.weight", "bag.weight")
 STEP = 0.01 * 5.0  # lr times more than the largest gradient of a row that is looked up once

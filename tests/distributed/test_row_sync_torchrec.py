@@ -91,7 +91,7 @@ def sharded(mesh, how, options):
 
 
 def batched(model):
-    from loka.distributed.lookups import lookups_of
+    from loka.distributed.tables.lookups import lookups_of
 
     return list({id(one.module): one.module for one in lookups_of(model)}.values())
 

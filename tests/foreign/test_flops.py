@@ -1,5 +1,3 @@
-"""The count against cases worked out by hand: which operations, which operands, whose copies."""
-
 import pytest
 import torch
 import torch.nn.functional as F

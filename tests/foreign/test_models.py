@@ -1,5 +1,3 @@
-"""The registry itself: every model trains, is what its entry says, and shares nothing with LoKA."""
-
 import ast
 import copy
 import math

@@ -1,5 +1,3 @@
-"""Launches made again (kernels/triton/launch.py), with a stand-in for Triton's compiled kernels."""
-
 import pytest
 import torch
 

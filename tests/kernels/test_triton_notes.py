@@ -1,5 +1,3 @@
-"""Counters and flags of many sites by one kernel, against what they are for."""
-
 import pytest
 import torch
 import with_triton  # noqa: F401

@@ -1,5 +1,3 @@
-"""Compiling ahead: once for each kernel that can, with all problems, and never where nothing is timed."""
-
 import dataclasses
 
 import pytest

@@ -1,5 +1,3 @@
-"""Measuring errors only where times could be taken: complete as it is, and times may follow."""
-
 import sys
 
 import pytest

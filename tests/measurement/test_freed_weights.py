@@ -1,5 +1,3 @@
-"""Weights that a wrapper frees after the call: a backward that reads them would end the process."""
-
 import torch
 from torch import nn
 

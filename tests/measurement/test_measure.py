@@ -1,5 +1,3 @@
-"""Reports of statistics: errors of every candidate at every site, and how measuring stops and goes on."""
-
 import json
 import sys
 import types

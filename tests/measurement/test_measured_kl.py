@@ -1,5 +1,3 @@
-"""What the probe learns of NE reaches the report, the plan and their tables."""
-
 import pytest
 import torch
 from models import stats_of

@@ -1,5 +1,3 @@
-"""Times in a report: races, what cannot be timed, the cache, and interruption."""
-
 import sys
 
 import pytest

@@ -1,5 +1,3 @@
-"""What a limited time is spent on; the order changes no result."""
-
 import sys
 
 import pytest

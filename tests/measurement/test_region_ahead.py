@@ -1,5 +1,3 @@
-"""Cells of regions compiled ahead: the process that times finds them in the caches on disk."""
-
 import sys
 import time
 

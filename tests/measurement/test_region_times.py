@@ -1,5 +1,3 @@
-"""Timing a layer in a region: what is compiled and run, on a tiny layer, and what measuring makes of it."""
-
 import dataclasses
 import sys
 from pathlib import Path

@@ -1,5 +1,3 @@
-"""Timing without a GPU: which functions race, under which names, and what is made of it."""
-
 import math
 import time
 

@@ -1,5 +1,3 @@
-"""A weight that comes in FP8 serves a site as the same numbers in the model's dtype do, and nothing else."""
-
 import contextlib
 
 import pytest

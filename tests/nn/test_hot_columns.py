@@ -1,5 +1,3 @@
-"""Hot recipes: columns from the probe; measured, planned, converted, refused, watched."""
-
 import copy
 from dataclasses import replace
 

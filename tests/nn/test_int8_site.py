@@ -1,5 +1,3 @@
-"""A model with `output` in INT8 and backward in e4m3: measured, planned, converted, compiled."""
-
 import copy
 
 import pytest

@@ -1,5 +1,3 @@
-"""FP8 GEMMs by site: counted, carried from a copy to a model, and begun anew."""
-
 import copy
 
 import pytest

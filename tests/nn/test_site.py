@@ -1,5 +1,3 @@
-"""A linear layer as a site: three GEMMs, each by its own candidate, in place and reversible."""
-
 import copy
 import itertools
 

@@ -1,5 +1,3 @@
-"""Sites on modules as users have them: copies, inference, transformers, in-place code, refusals."""
-
 import copy
 
 import pytest

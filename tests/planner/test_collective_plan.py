@@ -1,5 +1,3 @@
-"""Every rank gets rank 0's plan, or every rank raises. Two processes over gloo."""
-
 import importlib
 import json
 import random

@@ -1,5 +1,3 @@
-"""Models that are not ours through the whole loop, and plans that do not fit."""
-
 import copy
 import dataclasses
 

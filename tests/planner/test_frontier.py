@@ -1,5 +1,3 @@
-"""NE against time over budgets, on reports whose answers are known."""
-
 import importlib
 import itertools
 import json

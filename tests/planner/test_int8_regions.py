@@ -1,5 +1,3 @@
-"""`output` in INT8 as a part of a region: chosen by time, by a tie, and by what it costs of KL/H."""
-
 import dataclasses
 
 from ne_reports import costing, effect

@@ -1,5 +1,3 @@
-"""Saves that do not hold up training, and what a killed process leaves."""
-
 import contextlib
 import os
 import random

@@ -1,5 +1,3 @@
-"""Four ranks that saw a quarter each, merged, know what one process that saw all of it knows."""
-
 from dataclasses import replace
 
 import pytest

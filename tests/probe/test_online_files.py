@@ -1,5 +1,3 @@
-"""A probe and its files: saved, resumed, damaged, bounded in memory."""
-
 import pytest
 import torch
 from durable import full

@@ -1,5 +1,3 @@
-"""Effects by task and by segment: those of a model asked by itself, with enough rows or a word why not."""
-
 import pytest
 import torch
 from torch import nn

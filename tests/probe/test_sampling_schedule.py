@@ -1,5 +1,3 @@
-"""How often steps are sampled, with clocks that tests move."""
-
 import random
 from itertools import pairwise
 

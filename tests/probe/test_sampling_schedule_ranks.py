@@ -1,5 +1,3 @@
-"""Probe(every="auto") on several ranks: all sample the steps that rank 0 decides. Three gloo processes."""
-
 import time
 import warnings
 from datetime import timedelta

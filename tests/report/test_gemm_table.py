@@ -1,5 +1,3 @@
-"""Verdicts, means and named exceptions, on numbers that can be worked out by hand."""
-
 import math
 
 import pytest

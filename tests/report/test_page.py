@@ -1,5 +1,3 @@
-"""The page: whole without a network, safe with any name, the same bytes for the same records."""
-
 import math
 import re
 from dataclasses import replace

@@ -1,5 +1,3 @@
-"""The page in a real browser, where there is one: it fits a phone, and tables sort."""
-
 import html
 import json
 import re

@@ -1,5 +1,3 @@
-"""Some of the damaged records and hostile files of `make fuzz`, and the memory that reading them takes."""
-
 import subprocess
 import sys
 from pathlib import Path

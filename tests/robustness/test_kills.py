@@ -1,5 +1,3 @@
-"""The tally of `make kills`; tests/cli/test_killed.py kills commands in every run of the tests."""
-
 from killed import unlike
 from kills import score
 

@@ -1,5 +1,3 @@
-"""Steps on many GPUs: labels, intervals, what is refused, and the command."""
-
 import random
 import time
 from dataclasses import replace

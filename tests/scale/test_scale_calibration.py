@@ -1,5 +1,3 @@
-"""Links measured by ranks: numbers that are got back, what is refused, and the file that is read."""
-
 import random
 from dataclasses import replace
 from unittest import mock

@@ -1,5 +1,3 @@
-"""`loka.scale` and `loka scale`: one answer, in words, of models of the zoo and of others."""
-
 import pytest
 import torch
 from command_line import loka as run

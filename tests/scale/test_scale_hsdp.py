@@ -1,5 +1,3 @@
-"""HSDP on many GPUs: what goes between nodes, what a GPU holds, and which groups and engines are refused."""
-
 import pytest
 from networks import across, network, row, tower
 

@@ -1,5 +1,3 @@
-"""Rows dealt by measured times of their lengths, and deep steps told from shallow ones."""
-
 import itertools
 import json
 

@@ -1,5 +1,3 @@
-"""Network files: what is read, and what is refused by the name of its field."""
-
 import json
 
 import pytest

@@ -1,5 +1,3 @@
-"""The page of steps on many GPUs shows the record's numbers; the search by Optuna asks for them."""
-
 import re
 import runpy
 import sys

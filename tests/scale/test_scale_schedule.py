@@ -1,5 +1,3 @@
-"""Two streams by hand: what waits for what in DDP and in FSDP2; and what must never fall or grow."""
-
 from dataclasses import replace
 
 import pytest

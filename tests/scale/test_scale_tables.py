@@ -1,5 +1,3 @@
-"""Tables of a step on many GPUs: placement, bytes, and what a step waits for."""
-
 import sys
 from dataclasses import replace
 

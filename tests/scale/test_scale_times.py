@@ -1,5 +1,3 @@
-"""What is stored of the H200, and how far predictions from it can be trusted."""
-
 import math
 from pathlib import Path
 

@@ -1,5 +1,3 @@
-"""Sites and FLOPs told before training are those that Probe finds in training."""
-
 import pytest
 import torch
 from foreign.registry import FOREIGN

@@ -1,5 +1,3 @@
-"""Plans by number of rows: each bucket answers by its own, and a weight is kept once in FP8."""
-
 import pytest
 import torch
 from served import POW2, ROW, calibration, converted, plan_for, rows, tower

@@ -1,5 +1,3 @@
-"""A saved server answers in a fresh process as it did, and what is no such folder is refused."""
-
 import json
 import shutil
 from dataclasses import replace

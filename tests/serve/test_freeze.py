@@ -1,5 +1,3 @@
-"""A frozen model answers as the converted one does, and the model it was made of stays as it was."""
-
 import copy
 import math
 from collections import OrderedDict

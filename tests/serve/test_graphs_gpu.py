@@ -1,5 +1,3 @@
-"""Servers by CUDA graphs on a GPU; test_serve_graphs has a CPU's, with stand-ins."""
-
 import threading
 from concurrent.futures import ThreadPoolExecutor
 

@@ -1,5 +1,3 @@
-"""Latents ahead of time: one byte a value within e4m3's bound, of one teacher, with ages that are true."""
-
 import pytest
 import torch
 

@@ -1,5 +1,3 @@
-"""The load test is open-loop: a server that stalls is asked on, and the wait counts."""
-
 import itertools
 import math
 import statistics

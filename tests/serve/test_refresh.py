@@ -1,5 +1,3 @@
-"""New weights while requests are answered: each answer belongs to one version, and none is lost."""
-
 import copy
 import threading
 from typing import NamedTuple

@@ -1,5 +1,3 @@
-"""Buckets that take what is fastest, with the stand-in for graphs of test_serve_graphs.py."""
-
 import pytest
 import torch
 from served import plan_for

@@ -1,5 +1,3 @@
-"""examples/teacher.py, tiny: whose gradient reaches what, what a row may know, and what is counted."""
-
 import sys
 from importlib import import_module
 from pathlib import Path

@@ -1,5 +1,3 @@
-"""Every foreign model, converted, computes what the oracle computes below autograd."""
-
 import pytest
 from forced import planned, ran
 from foreign.registry import FOREIGN

@@ -1,5 +1,3 @@
-"""A model that is not ours goes from the first probe to the last revert, as a newcomer would write it."""
-
 import copy
 
 import pytest

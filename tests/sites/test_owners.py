@@ -1,5 +1,3 @@
-"""Parameters that are multiplied by somewhere else than in the forward of the module that owns them."""
-
 from dataclasses import replace
 
 import pytest

@@ -1,5 +1,3 @@
-"""Rows drawn by sample add up in grad_weight as those of real samples do."""
-
 import pytest
 import torch
 

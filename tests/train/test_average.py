@@ -1,5 +1,3 @@
-"""The mean of a run's weights: what it is, how it resumes, and how it is judged."""
-
 from dataclasses import replace
 
 import numpy as np

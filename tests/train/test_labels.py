@@ -1,5 +1,3 @@
-"""The share of positive labels, and rows that have one class only."""
-
 from dataclasses import dataclass, replace
 
 import pytest

@@ -1,5 +1,3 @@
-"""Waiting for rank 0: as long as it is heard of, and no longer. Two real ranks are in test_auto_ranks.py."""
-
 import itertools
 from datetime import timedelta
 

@@ -1,5 +1,3 @@
-"""Running quality against the exact one of the same rows."""
-
 import math
 
 import pytest

@@ -1,5 +1,3 @@
-"""Rows with several labels: losses add up, metrics are of each task, and a run resumes as one of one task."""
-
 from dataclasses import dataclass, replace
 
 import numpy as np

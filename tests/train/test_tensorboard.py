@@ -1,5 +1,3 @@
-"""What is written for TensorBoard, with a stand-in for its writer."""
-
 import sys
 import types
 

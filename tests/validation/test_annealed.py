@@ -1,5 +1,3 @@
-"""Whether a model is annealed: the split of the gain, its three answers, and real runs of both kinds."""
-
 import math
 import re
 from dataclasses import replace

@@ -1,5 +1,3 @@
-"""Looks after every pair: the textbook's bounds, and how often a verdict at any look is wrong."""
-
 import itertools
 import math
 

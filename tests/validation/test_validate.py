@@ -1,5 +1,3 @@
-"""Paired runs on disk: resumed, refused, judged, and read back."""
-
 import json
 import shutil
 from dataclasses import replace

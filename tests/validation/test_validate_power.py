@@ -1,5 +1,3 @@
-"""What is said of power before and after, and a bank of pairs to say it by."""
-
 from dataclasses import replace
 
 import numpy as np

@@ -1,5 +1,3 @@
-"""Do the intervals of a validation hold what they promise? Synthetic paired losses of a known effect."""
-
 import math
 
 import numpy as np

@@ -1,5 +1,3 @@
-"""Models that read histories: what padding must not do, what events must do, and what tools do with them."""
-
 from collections import Counter
 
 import numpy as np

@@ -1,5 +1,3 @@
-"""HSTU computes its paper's equations, sees no future, and biases by distance and time."""
-
 import itertools
 
 import pytest

@@ -1,5 +1,3 @@
-"""InterFormer and DHEN compute their papers' formulas, part by part."""
-
 import pytest
 import torch
 

@@ -1,5 +1,3 @@
-"""The published sizes have the GEMMs of the suite of shapes, and docs/zoo.md tells the truth about them."""
-
 import functools
 import re
 from collections import Counter

@@ -1,5 +1,3 @@
-"""Kunlun computes its formulas, part by part, and its stacked weights are planned and run in FP8."""
-
 import pytest
 import torch
 from torch.nn import functional

@@ -1,5 +1,3 @@
-"""The chunked scan is the recurrence, and its projections alone are sites."""
-
 import pytest
 import torch
 

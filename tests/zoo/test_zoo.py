@@ -1,5 +1,3 @@
-"""The models compute their papers' formulas and have the published GEMM shapes."""
-
 import itertools
 import re
 from collections import Counter

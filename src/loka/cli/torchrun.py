@@ -18,8 +18,8 @@ from loka.core.exceptions import LokaError, UnknownName
 from loka.core.exchange import ranks_of
 from loka.core.recording import capture_stream, synced
 from loka.distributed import shard_dense
-from loka.distributed.lookups import TABLES
-from loka.distributed.sharded_tables import EXCHANGES, shard_tables
+from loka.distributed.tables.lookups import TABLES
+from loka.distributed.tables.sharded_tables import EXCHANGES, shard_tables
 from loka.train import TrainConfig
 from loka.train.steps.graphed import release_collectives
 from loka.train.steps.step_time import blocks_of

@@ -48,14 +48,12 @@ def compile_in_place(module: Module, frame: CodeType | None = None, *, replayed:
 def compiled_by_rows(module: nn.Module) -> Callable[..., Any]:
     """What calls the module, given tensors [B, ...], compiled for each B out of one trace, in which B is open.
 
-    Warm caches spare no trace. Dynamo traces again where guards do not hold, and for each B before torch 2.13, where
-    one trace was not tried.
+    Warm caches spare no trace. Dynamo traces again where guards do not hold.
     """
-    once = torch.__version__ >= "2.13"
-    program = torch.compile(_own_call(module, None), dynamic=False, backend=_by_sizes if once else "inductor")
+    program = torch.compile(_own_call(module, None), dynamic=False, backend=_by_sizes)
 
     def call(*args: torch.Tensor, **named: torch.Tensor) -> Any:
-        for tensor in (*args, *named.values()) if once else ():
+        for tensor in (*args, *named.values()):
             torch._dynamo.maybe_mark_dynamic(tensor, 0)
         return program(*args, **named)
 
@@ -114,20 +112,24 @@ def _order_read_backs() -> None:
 
     A reduction's loop may read what a loop before it stored, in another layout, so that a thread reads what
     another has yet to write: outputs differ from run to run, without a word (Kunlun in bf16 by 40 to 60 %, on an
-    H200, 2.5 % since; docs/log.md). torch 2.13 and before do not wait; pytorch#190519 adds the barrier. Caches are told
-    by their tag, as kernels of before lie in them.
-    """
-    from torch.compiler import config
+    H200, 2.5 % since; docs/log.md). torch 2.13 and before do not wait; pytorch#190519 adds the barrier.
 
+    Kernels of before lie in caches, whose keys hold the names of functions that are marked as cacheable: one that
+    nobody calls sets them apart. The keys' tag would be in the names of the autotuner's picks too, for this process,
+    which reads them, and not for its workers, which name what is written: each process would time all launches
+    anew, and sums differ by what won.
+    """
     try:
+        from torch._inductor import config
         from torch._inductor.codegen.triton import TritonKernel  # here, so that `import loka` loads no compiler
     except ImportError:  # without Triton
         return
     kernels: Any = TritonKernel
     if not hasattr(kernels.load, _WAITS):
         kernels.load = _behind_barriers(kernels.load)
-    if _WAITS not in config.cache_key_tag:
-        config.cache_key_tag += _WAITS
+    marked = config.unsafe_marked_cacheable_functions
+    if _WAITS not in marked:
+        config.unsafe_marked_cacheable_functions = {**marked, _WAITS: "loka"}
 
 
 _WAITS = "loka_read_backs_wait_constants_kept"

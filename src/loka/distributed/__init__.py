@@ -3,14 +3,14 @@ TorchRec shards, or that replicas keep together by the rows they changed."""
 
 from loka.distributed.choice import Choice
 from loka.distributed.dense_sharding import average_gradients, replicated_tables, shard_dense
-from loka.distributed.embedding_bags import EmbeddingBags, with_embedding_bags
 from loka.distributed.fp8_all_gather import Fp8AllGather, Gathered, fp8_all_gather
 from loka.distributed.gather_choice import choose_gather
 from loka.distributed.gradient_gate import choose_gradients
 from loka.distributed.gradient_wire import GradientWire, send_gradients
-from loka.distributed.momentum_scale import momentum_scaled
-from loka.distributed.row_sync import RowSync, Traffic, row_sync
-from loka.distributed.sharded_tables import shard_tables
+from loka.distributed.tables.embedding_bags import EmbeddingBags, with_embedding_bags
+from loka.distributed.tables.momentum_scale import momentum_scaled
+from loka.distributed.tables.row_sync import RowSync, Traffic, row_sync
+from loka.distributed.tables.sharded_tables import shard_tables
 
 __all__ = [
     "Choice",

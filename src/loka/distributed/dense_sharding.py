@@ -9,7 +9,6 @@ over the wire is the rows of a batch. Where that is too much, TorchRec shards ta
 A table with sparse=False is a dense weight, and sharded like one.
 """
 
-import json
 from collections.abc import Iterable
 from typing import cast
 
@@ -18,10 +17,9 @@ import torch.distributed as dist
 from torch import nn
 
 from loka.core.exceptions import LokaError
-from loka.core.exchange import gather
-from loka.distributed.lookups import TABLES, sum_of_bits
+from loka.distributed.replicas import require_alike
+from loka.distributed.tables.lookups import TABLES
 from loka.nn.fsdp_units import units_of
-from loka.nn.unwrap import named_parameters
 
 
 def shard_dense(
@@ -109,25 +107,3 @@ def _gathered(mine: torch.Tensor, sizes: list[int]) -> torch.Tensor:
     parts = [torch.empty_like(padded) for _ in sizes]
     dist.all_gather(parts, padded)
     return torch.cat([part[:size] for part, size in zip(parts, sizes, strict=True)])
-
-
-def require_alike(model: nn.Module) -> None:
-    """Shards of different models would be put together to one that nobody built."""
-    mine = {name: _told(weight) for name, weight in named_parameters(model)}
-    every = [json.loads(text) for text in gather(json.dumps(mine).encode(), None)]
-    differences = [
-        f"rank {rank}: {name}"
-        for rank, theirs in enumerate(every)
-        for name in sorted(theirs.keys() | every[0].keys())
-        if theirs.get(name) != every[0].get(name)
-    ]
-    if differences:
-        raise LokaError(
-            "the ranks hold other weights than rank 0, and each would shard its own",
-            why=[*differences[:8], *(["..."] if len(differences) > 8 else [])],
-            way_out="seed alike before building the model, or load one checkpoint on all ranks",
-        )
-
-
-def _told(weight: torch.Tensor) -> str:
-    return f"{weight.dtype} {tuple(weight.shape)} {sum_of_bits(weight.detach())}"

@@ -33,6 +33,7 @@ _BEFORE = {
     "average_share": 0.1,
     "gather": "hp",
     "gradients": "hp",
+    "deterministic": False,  # of 2026-11-24
 }
 
 # They change how a run is watched or stored, not its weights, so a resumed run may change them.
@@ -72,6 +73,8 @@ class TrainConfig:
             (loka.distributed.fp8_all_gather), "auto" where that is faster by measured times (choose_gather).
         gradients: how ranks send dense gradients: "hp" as torch does, by a codec in both shots
             (loka.distributed.send_gradients), or "auto" by one that passes a gate (choose_gradients).
+        deterministic: torch.use_deterministic_algorithms, for a compiled run that has to end on the same bits when
+            it is resumed: Inductor tunes no reduction by its times then.
         pipeline: whether TorchRec's tables exchange the ids of batches ahead (train/steps/pipelined.py) where
             they can; no weight differs by it.
     """
@@ -100,6 +103,7 @@ class TrainConfig:
     window: int = 1000
     gather: Gather = "hp"
     gradients: Gradients = "hp"
+    deterministic: bool = False
     pipeline: bool = True
 
     def __post_init__(self) -> None:

@@ -27,7 +27,7 @@ from loka.core.records.plan import Plan
 from loka.core.storage.files import canonical
 from loka.data.batch import Batch, Source, tasks_of
 from loka.distributed import Fp8AllGather
-from loka.distributed.sharded_tables import sharded_modules
+from loka.distributed.tables.sharded_tables import sharded_modules
 from loka.nn import unwrap
 from loka.train.checkpointing.checkpoint import Checkpoint, CheckpointNotSaved, holds_checkpoints, load_newest
 from loka.train.checkpointing.state import identity_of, layout, plan_text, rows_identity
@@ -40,7 +40,7 @@ from loka.train.run import Callback, Run
 from loka.train.running import Reading
 from loka.train.schedule import rate_factor
 from loka.train.segments import Segments
-from loka.train.steps.forward import arguments, matrix_precision, predict, tasks_in
+from loka.train.steps.forward import arguments, matrix_precision, predict, repeatable, tasks_in
 from loka.train.steps.pipelined import Ahead
 
 Track = Callable[[Iterable[Batch], str, int], Iterable[Batch]]
@@ -233,7 +233,7 @@ def train(
     failed: BaseException | None = None
     exact = matrix_precision(config.precision, run.device)
     # A second run in the folder would remove what this one is about to save.
-    with alone_together(checkpoints), deferred_interrupt() as run.interrupt, exact:
+    with alone_together(checkpoints), deferred_interrupt() as run.interrupt, exact, repeatable(config.deterministic):
         try:
             run.open_wire(batches_from(source, config, length, step=run.step))
             callback.start(run)

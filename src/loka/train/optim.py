@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from loka.core.exceptions import LokaError
-from loka.distributed.sharded_tables import FusedTables, sharded_modules
+from loka.distributed.tables.sharded_tables import FusedTables, sharded_modules
 from loka.train.config import TrainConfig
 
 

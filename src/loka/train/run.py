@@ -31,7 +31,7 @@ from loka.distributed import (
     send_gradients,
 )
 from loka.distributed.gradient_gate import STEPS
-from loka.distributed.sharded_tables import sharded_modules
+from loka.distributed.tables.sharded_tables import sharded_modules
 from loka.nn.fp8_state_dict import carry_over, fp8_state_dict
 from loka.planner import convert, revert
 from loka.train.average import Weights, averaged_weights, due

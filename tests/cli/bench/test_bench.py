@@ -1,5 +1,3 @@
-"""`loka bench gemm` from suite to verdict, on times that are given, so that every number is known."""
-
 import command_line
 import pytest
 from bench_fakes import install, libraries

@@ -1,5 +1,3 @@
-"""`loka bench step`: which arms there are, what each does to the model, and what is written; no GPU."""
-
 import dataclasses
 import functools
 import sys

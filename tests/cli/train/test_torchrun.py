@@ -1,5 +1,3 @@
-"""`loka train` on two ranks over gloo: in the group that stands, and started by torchrun itself."""
-
 import os
 import re
 import subprocess

@@ -1,5 +1,3 @@
-"""`loka train` in its three ways, and what it refuses."""
-
 import json
 import signal
 

@@ -1,5 +1,3 @@
-"""`loka train --dense fsdp2` on two ranks over gloo: against one process quantized alike, and resumed."""
-
 import functools
 import re
 import shutil

@@ -1,5 +1,3 @@
-"""The bound on what a kernel may return, by the analysis that its docstring states."""
-
 import math
 
 import pytest

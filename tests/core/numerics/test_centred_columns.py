@@ -1,5 +1,3 @@
-"""What is taken off columns before they are quantized."""
-
 import math
 
 import pytest

@@ -1,5 +1,3 @@
-"""What is planted in the errors of gradients is found: along them, across them, and what averages out."""
-
 import math
 
 import pytest

@@ -1,5 +1,3 @@
-"""Errors of a GEMM's result: of all of it, of its rows, of its direction."""
-
 import math
 
 import pytest

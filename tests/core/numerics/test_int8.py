@@ -1,5 +1,3 @@
-"""INT8: exact sums, their bound, what hard data becomes, and errors read off depth histograms."""
-
 import math
 
 import pytest

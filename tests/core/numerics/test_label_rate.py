@@ -1,5 +1,3 @@
-"""How sure H of counted labels is, against draws of labels, and where it counts as unknown."""
-
 import math
 
 import numpy as np

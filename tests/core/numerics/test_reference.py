@@ -1,5 +1,3 @@
-"""Reference quantization: what the rounding, the scales and the zeros must be."""
-
 import math
 
 import pytest

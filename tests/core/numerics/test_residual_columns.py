@@ -1,5 +1,3 @@
-"""The residuals of hot columns: what they give back, which columns are hot, hostile operands."""
-
 import math
 from dataclasses import replace
 

@@ -1,5 +1,3 @@
-"""Shares of matmul FLOPs: the parts add up to the whole, and each has its line."""
-
 import re
 
 import pytest

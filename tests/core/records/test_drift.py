@@ -1,5 +1,3 @@
-"""Windows of statistics that moved by known amounts."""
-
 import math
 from dataclasses import replace
 

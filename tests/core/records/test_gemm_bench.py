@@ -1,5 +1,3 @@
-"""The record of a GEMM benchmark: its file, and what is read off it."""
-
 import dataclasses
 import json
 

@@ -1,5 +1,3 @@
-"""What a plan says of its cost in KL/H: known, asked for, or neither."""
-
 import math
 
 import pytest

@@ -1,5 +1,3 @@
-"""Why effects on KL/H are not known, or old, in the report and its file."""
-
 from loka.core.device import fingerprint
 from loka.core.numerics.effect import OLD
 from loka.core.records.report import Report

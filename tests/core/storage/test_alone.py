@@ -1,5 +1,3 @@
-"""One process at a time in a folder; what a killed one leaves keeps nobody out."""
-
 import errno
 import fcntl
 import json

@@ -1,5 +1,3 @@
-"""Record files: whole or refused, never half; and nothing in them can execute."""
-
 import gzip
 import json
 import lzma

@@ -1,5 +1,3 @@
-"""Whatever a file holds, reading it as a record ends, soon and in bounded memory, in a FileRefused."""
-
 import contextlib
 import gzip
 import hashlib

@@ -1,5 +1,3 @@
-"""Npy triplets: the rows of the files, days in order, raw hashes by modulo, nothing taken on trust."""
-
 import numpy as np
 import pytest
 import torch

@@ -1,5 +1,3 @@
-"""Files of clicks: the same rows whatever the format, and no row lost without a word."""
-
 import gzip
 import json
 import os

@@ -1,5 +1,3 @@
-"""Files in pieces: wherever they are cut, every row is in one piece, and pieces know how many they have."""
-
 import itertools
 
 import pytest

@@ -1,5 +1,3 @@
-"""Quotes that do not close cost their own line and no other."""
-
 import csv
 
 import numpy as np

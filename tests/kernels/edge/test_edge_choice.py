@@ -1,5 +1,3 @@
-"""Which kernels a program runs by."""
-
 import pytest
 import torch
 import with_triton  # noqa: F401

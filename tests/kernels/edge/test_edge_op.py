@@ -1,5 +1,3 @@
-"""The op under compilers: shapes without data, rows that are symbols, one launch a call."""
-
 import pytest
 import torch
 from edge_programs import CASES, identity, silu

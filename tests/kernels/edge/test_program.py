@@ -1,5 +1,3 @@
-"""Programs as values: what they refuse, kinds of their values, and their text."""
-
 import pytest
 from edge_programs import CASES
 from hypothesis import given

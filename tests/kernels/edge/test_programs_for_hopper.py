@@ -1,5 +1,3 @@
-"""What no interpreter sees: generated kernels as Triton compiles them for sm_90, without a GPU."""
-
 import json
 import os
 import subprocess

@@ -1,5 +1,3 @@
-"""The twin of the epilogue against PyTorch's own modules, and Z in eight bits."""
-
 import math
 
 import pytest

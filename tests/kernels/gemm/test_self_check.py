@@ -1,5 +1,3 @@
-"""The self-check passes every right kernel and convicts every planted bug."""
-
 import re
 import time
 from dataclasses import replace

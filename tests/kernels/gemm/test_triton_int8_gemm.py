@@ -1,5 +1,3 @@
-"""The INT8 GEMM against the reference, bit for bit: on a GPU, and in triton's interpreter."""
-
 from dataclasses import replace
 
 import pytest

@@ -1,5 +1,3 @@
-"""What the quantizer leaves beside the FP8 data: counts and flags."""
-
 import math
 
 import pytest

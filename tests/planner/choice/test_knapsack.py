@@ -1,5 +1,3 @@
-"""The knapsack against brute force, and by hand."""
-
 import itertools
 import math
 

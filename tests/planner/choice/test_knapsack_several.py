@@ -1,5 +1,3 @@
-"""Several limits: always within them, near the best, and the bound that says how near holds."""
-
 import itertools
 import math
 import random

@@ -1,5 +1,3 @@
-"""The GEMMs of a layer chosen together; every expected time is worked out by hand."""
-
 import dataclasses
 import itertools
 

@@ -1,5 +1,3 @@
-"""One budget of KL/H for the model: who gets it, what the plan says of it, and what it leaves alone."""
-
 import dataclasses
 import json
 import math

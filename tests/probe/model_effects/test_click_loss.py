@@ -1,5 +1,3 @@
-"""KL/H is of clicks: an output that is none is refused by its graph, or told by the gradient of training."""
-
 from collections.abc import Callable
 
 import pytest

@@ -1,5 +1,3 @@
-"""Which logits are found in what a model returns, and what is said where none are."""
-
 import re
 from collections import namedtuple
 

@@ -1,5 +1,3 @@
-"""Effects from fresh rows on the model as it is, and what their intervals reckon with."""
-
 import copy
 import itertools
 import math

@@ -1,5 +1,3 @@
-"""Effects where a model is not a plain one: wrapped, checkpointed, without logits, called twice."""
-
 import copy
 import gc
 import re

@@ -1,5 +1,3 @@
-"""A package answers without loka as the server does; what cannot go into one is refused."""
-
 import os
 import shutil
 import subprocess

@@ -1,5 +1,3 @@
-"""Folders for Triton Inference Server, read by the server's own description of them."""
-
 import importlib.util
 import threading
 from pathlib import Path

@@ -1,5 +1,3 @@
-"""What the alarm sees of servers that answer by graphs (test_serve_graphs.py has the stand-ins)."""
-
 from dataclasses import replace
 
 import pytest

@@ -1,5 +1,3 @@
-"""The alarm names the site that moved, soon, and keeps quiet on healthy traffic."""
-
 import math
 import statistics
 

@@ -1,5 +1,3 @@
-"""A weight that two modules multiply by, one inside of the other: each GEMM runs as its own site is planned."""
-
 import pytest
 import torch
 import torch.nn.functional as F

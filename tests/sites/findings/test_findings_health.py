@@ -1,5 +1,3 @@
-"""S5 and S6: NaN and infinity are named, and so is every GEMM that is no nn.Linear."""
-
 import itertools
 
 import pytest

@@ -1,5 +1,3 @@
-"""D2 and R10: what Probe may be put around, and what it refuses before it learns something wrong."""
-
 import pytest
 import torch
 import torch.distributed as dist

@@ -1,5 +1,3 @@
-"""R1 and R2: revert leaves what others made of the model meanwhile; an impossible plan changes nothing."""
-
 import copy
 import dataclasses
 

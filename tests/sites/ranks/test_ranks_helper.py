@@ -1,5 +1,3 @@
-"""The helper of these tests itself: whichever rank fails, however it does, is named with its reason, soon."""
-
 import os
 import sys
 import time

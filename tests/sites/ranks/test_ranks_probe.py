@@ -1,5 +1,3 @@
-"""What Probe learns through wrappers, on two ranks: the bare model's sites by the bare model's names."""
-
 import pytest
 import torch
 from rank_models import (

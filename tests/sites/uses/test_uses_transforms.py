@@ -1,5 +1,3 @@
-"""Ways to call a model that are refused by name, and those beside them that work."""
-
 import pytest
 import torch
 from forced import force, probe

@@ -1,5 +1,3 @@
-"""Statistics of a model that is not trained; which rows of a run are unused; `--auto` before it plans."""
-
 import copy
 from dataclasses import replace
 

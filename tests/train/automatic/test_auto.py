@@ -1,5 +1,3 @@
-"""One run from a cold start to FP8: its phases, and being killed in each of them."""
-
 import signal
 from dataclasses import replace
 

@@ -1,5 +1,3 @@
-"""`--auto` on two ranks, each with rows of its own: one plan, one set of weights. Over gloo."""
-
 import importlib
 import json
 import shutil

@@ -1,5 +1,3 @@
-"""The joint effect of a plan, against the same computed by hand, and the model left as it was."""
-
 import math
 
 import pytest

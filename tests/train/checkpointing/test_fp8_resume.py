@@ -1,5 +1,3 @@
-"""A run by a plan resumes bit for bit, counts included, from its checkpoint alone."""
-
 import errno
 import json
 import os

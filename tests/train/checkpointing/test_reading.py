@@ -1,5 +1,3 @@
-"""What is read from checkpoints without going on from them, and what restoring leaves where it is."""
-
 import errno
 import itertools
 import os

@@ -1,5 +1,3 @@
-"""A run of two ranks with two labels goes on in one process: what was counted of each task goes with it."""
-
 import shutil
 from dataclasses import replace
 

@@ -1,5 +1,3 @@
-"""Resuming continues bit for bit, after Ctrl-C and in bf16; test_fp8_resume.py kills at random points."""
-
 import os
 import signal
 from dataclasses import replace

@@ -1,5 +1,3 @@
-"""Where no graph holds a whole step, each compiled block is CUDA graphs of torch's own, and trains alike."""
-
 import copy
 
 import pytest

@@ -1,5 +1,3 @@
-"""What rules a graph out, is found while it is captured, or is taken back."""
-
 import pytest
 import torch
 from graphed_cases import assert_same_training, batches, graph_of, module, plain, sgd, small, step_of, twins

@@ -1,5 +1,3 @@
-"""Learning rates over a run: their shapes, inside steps of every kind, and resumed to the bit."""
-
 import itertools
 import json
 import math

@@ -1,5 +1,3 @@
-"""Timing a model's step, with a stand-in for the race: what runs, what is kept, what fails."""
-
 import dataclasses
 import functools
 import gc

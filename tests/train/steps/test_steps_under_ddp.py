@@ -1,5 +1,3 @@
-"""Steps under DistributedDataParallel: what is compiled stays one graph, and what CUDA graphs hold of it."""
-
 from functools import partial
 
 import pytest

@@ -1,5 +1,3 @@
-"""Steps under FSDP2: what CUDA graphs hold of them, with a stand-in for capture, on two ranks over gloo."""
-
 import contextlib
 from dataclasses import dataclass
 from unittest import mock

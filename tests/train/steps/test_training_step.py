@@ -1,5 +1,3 @@
-"""However a step runs, it trains alike; what cannot run as asked says why and runs on."""
-
 import copy
 import importlib
 from dataclasses import replace
@@ -266,10 +264,26 @@ def test_tf32_is_fp32_on_a_cpu():
     assert torch.equal(weights_after(CONFIG)[0], weights_after(replace(CONFIG, precision="tf32"))[0])
 
 
+def test_deterministic_is_for_the_training_alone():
+    found = []
+
+    def note(step):
+        found.append((torch.are_deterministic_algorithms_enabled(), fills.fill_uninitialized_memory))
+
+    fills = torch.utils.deterministic
+    for asked in (True, False):
+        weights_after(replace(CONFIG, deterministic=asked, max_rows=64), on_step=note)
+        assert not torch.are_deterministic_algorithms_enabled()
+        assert fills.fill_uninitialized_memory
+    assert found == [(True, False), (False, True)]
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_a_graph_trains_alike_and_resumes_exactly(tmp_path, accumulate):
-    config = replace(CONFIG, device="cuda", step="graph", accumulate=accumulate, checkpoint_every=4)
+    """Beside other work, too: the other processes of these tests write to the same caches of Inductor."""
+    told = {"device": "cuda", "step": "graph", "deterministic": True}
+    config = replace(CONFIG, **told, accumulate=accumulate, checkpoint_every=4)
     exact, _ = weights_after(replace(config, step="eager"))
     found, result = weights_after(config)
     assert result.step_reason is None

@@ -92,6 +92,9 @@ def train(
     average_share: AverageShare = 0.1,
     grad_clip: Annotated[float | None, typer.Option(help="Largest norm of the dense gradients.")] = None,
     accumulate: Annotated[int, typer.Option(min=1, help="Parts that a batch goes through in.")] = 1,
+    deterministic: Annotated[
+        bool, typer.Option("--deterministic", help="torch's deterministic algorithms: resumed compiled runs keep bits.")
+    ] = False,
     log_every: Annotated[int, typer.Option(min=1, help="Steps between log lines.")] = 100,
     window: Annotated[int, typer.Option(min=1, help="Steps that window metrics cover.")] = 1000,
     segments: Annotated[
@@ -180,6 +183,7 @@ def train(
             window=window,
             gather=gather,
             gradients=gradients,
+            deterministic=deterministic,
             pipeline=pipeline,
         )
         limits = {"ne": ne, "min_sqnr_db": min_sqnr_db, "min_speedup": min_speedup}

@@ -24,7 +24,7 @@ from torch.utils._pytree import tree_leaves
 
 from loka.core.exceptions import LokaError
 from loka.distributed.gradient_wire import HOOK_TYPES, done_with
-from loka.distributed.lookups import TABLES
+from loka.distributed.tables.lookups import TABLES
 from loka.graph.flops import flop_formulas
 from loka.nn.fsdp_units import sharded_parameters
 from loka.nn.unwrap import class_name

@@ -13,7 +13,7 @@ from typing import Literal, get_args
 from loka.core.exceptions import LokaError
 from loka.core.records.network import Network
 from loka.core.timing import first_line
-from loka.distributed.embedding_bags import quiet, torchrec
+from loka.distributed.tables.embedding_bags import quiet, torchrec
 
 Placer = Literal["size", "torchrec"]
 PLACERS: tuple[Placer, ...] = get_args(Placer)

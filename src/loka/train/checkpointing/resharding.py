@@ -22,7 +22,7 @@ from torch.optim.swa_utils import AveragedModel
 
 from loka.core.exchange import ranks_of
 from loka.core.records.plan import Plan
-from loka.distributed.sharded_tables import sharded_states, sharded_weights
+from loka.distributed.tables.sharded_tables import sharded_states, sharded_weights
 from loka.nn.unwrap import unwrap
 from loka.train.checkpointing.sharded import Manifest, read_own, read_tensors
 from loka.train.checkpointing.state import capture, restore_optimizer, restore_own

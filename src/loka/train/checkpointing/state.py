@@ -20,7 +20,7 @@ from loka.core.exchange import ranks_of
 from loka.core.records.plan import Plan
 from loka.data import Dealt
 from loka.data.batch import Source
-from loka.distributed.sharded_tables import sharded_weights
+from loka.distributed.tables.sharded_tables import sharded_weights
 from loka.nn.fp8_state_dict import fp8_state_dict, load_fp8_state_dict
 from loka.nn.unwrap import device_of, kind_of
 from loka.train.running import RunningTasks

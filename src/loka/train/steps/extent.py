@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from loka.distributed.dense_sharding import is_sharded
-from loka.distributed.sharded_tables import sharded_modules
+from loka.distributed.tables.sharded_tables import sharded_modules
 from loka.nn.fsdp_units import share_unit
 from loka.nn.unwrap import device_of
 from loka.train.config import TrainConfig

@@ -64,3 +64,25 @@ def matrix_precision(precision: Precision, device: torch.device) -> Iterator[Non
         yield
     finally:
         torch.set_float32_matmul_precision(before)
+
+
+@contextlib.contextmanager
+def repeatable(asked: bool) -> Iterator[None]:
+    """Inside, torch computes the same bits each time, or raises RuntimeError for an operation that cannot.
+
+    Without it Inductor times a reduction's launches where it first runs and keeps the fastest, which adds up in
+    another order, in a cache that other processes write to. Memory is not filled before it is written: that is
+    for finding faults, and takes a launch each time.
+    """
+    if not asked:
+        yield
+        return
+    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    filled = torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
+    torch.use_deterministic_algorithms(True)
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+        torch.utils.deterministic.fill_uninitialized_memory = filled  # type: ignore[attr-defined]

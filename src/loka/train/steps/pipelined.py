@@ -22,7 +22,7 @@ from torch import nn
 
 from loka.core.timing import first_line
 from loka.data.batch import Batch
-from loka.distributed.embedding_bags import EmbeddingBags, quiet, torchrec
+from loka.distributed.tables.embedding_bags import EmbeddingBags, quiet, torchrec
 from loka.nn import unwrap
 from loka.train.steps.forward import arguments
 

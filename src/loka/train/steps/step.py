@@ -24,7 +24,7 @@ from torch.optim import Optimizer
 from loka.core.timing import first_line
 from loka.data.batch import Batch
 from loka.distributed.dense_sharding import average_gradients, is_sharded, replicated_tables
-from loka.distributed.sharded_tables import sharded_modules
+from loka.distributed.tables.sharded_tables import sharded_modules
 from loka.nn import unwrap
 from loka.nn.fp8_state_dict import fp8_state_dict, load_fp8_state_dict
 from loka.nn.unwrap import device_of

@@ -20,8 +20,8 @@ from loka.core.error import Estimate
 from loka.core.exceptions import LokaError
 from loka.core.timing import first_line, time_interleaved
 from loka.data.batch import Batch
-from loka.distributed.lookups import TABLES
-from loka.distributed.sharded_tables import sharded_modules
+from loka.distributed.tables.lookups import TABLES
+from loka.distributed.tables.sharded_tables import sharded_modules
 
 Build = Callable[[], nn.Module]
 

@@ -20,8 +20,8 @@ from torch import nn
 from loka.core.exceptions import LokaError, UnknownName
 from loka.core.exchange import gather, ranks_of
 from loka.core.timing import first_line
-from loka.distributed.dense_sharding import require_alike
-from loka.distributed.embedding_bags import quiet, torchrec, with_embedding_bags
+from loka.distributed.replicas import require_alike
+from loka.distributed.tables.embedding_bags import quiet, torchrec, with_embedding_bags
 from loka.nn.unwrap import named_modules, unwrap
 
 Exchange = Literal["fp32", "fp16", "bf16", "fp8"]  # no int8: TorchRec would add its bytes up row-wise

@@ -24,9 +24,9 @@ from torch.utils.hooks import RemovableHandle
 
 from loka.core.exceptions import LokaError
 from loka.core.exchange import ranks_of, same_on_all
-from loka.distributed.changed_rows import Sent, Table, agree, places
 from loka.distributed.gradient_codec import Codec, all_gather, codec_named
-from loka.distributed.lookups import Lookup, differences, lookups_of
+from loka.distributed.tables.changed_rows import Sent, Table, agree, places
+from loka.distributed.tables.lookups import Lookup, differences, lookups_of
 
 _TOLD = 3  # numbers before those of rows: the step, whether exact, how many weights and states
 

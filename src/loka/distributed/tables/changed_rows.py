@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from loka.distributed.lookups import Lookup
+from loka.distributed.tables.lookups import Lookup
 
 
 @dataclass(kw_only=True)

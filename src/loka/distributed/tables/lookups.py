@@ -18,11 +18,11 @@ from torch.distributed.tensor import DTensor
 
 from loka.core.exceptions import LokaError
 from loka.core.exchange import gather
+from loka.distributed.replicas import sum_of_bits
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 TABLES = (nn.Embedding, nn.EmbeddingBag)
 _BATCHED = "SplitTableBatchedEmbeddingBagsCodegen"
-_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _IN_MEMORY = ("DEVICE", "HOST", "MTIA")  # else rows lie in a cache while they are trained
 
 
@@ -159,13 +159,3 @@ def differences(lookups: Sequence[Lookup], group: dist.ProcessGroup | None) -> l
     ]
     numbers = [f"replica {r} has {len(a)} tables" for r, a in enumerate(answers) if len(a) != len(answers[0])]
     return numbers + found
-
-
-def sum_of_bits(weight: torch.Tensor) -> int:
-    """Differs where values or their places do, but for chance in 64 bits. A million numbers at a time."""
-    bits = weight.contiguous().view(-1).view(_BITS[weight.element_size()])
-    found = torch.zeros((), dtype=torch.int64, device=bits.device)
-    for begin, part in enumerate(bits.split(1 << 20)):
-        places = torch.arange(1, len(part) + 1, device=bits.device) + (begin << 20)
-        found += (part * places).sum()
-    return int(found)

@@ -1,0 +1,44 @@
+"""Whether all ranks hold the same weights, bit for bit."""
+
+import json
+
+import torch
+from torch import nn
+
+from loka.core.exceptions import LokaError
+from loka.core.exchange import gather
+from loka.nn.unwrap import named_parameters
+
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def require_alike(model: nn.Module) -> None:
+    """Shards of different models would be put together to one that nobody built."""
+    mine = {name: _told(weight) for name, weight in named_parameters(model)}
+    every = [json.loads(text) for text in gather(json.dumps(mine).encode(), None)]
+    differences = [
+        f"rank {rank}: {name}"
+        for rank, theirs in enumerate(every)
+        for name in sorted(theirs.keys() | every[0].keys())
+        if theirs.get(name) != every[0].get(name)
+    ]
+    if differences:
+        raise LokaError(
+            "the ranks hold other weights than rank 0, and each would shard its own",
+            why=[*differences[:8], *(["..."] if len(differences) > 8 else [])],
+            way_out="seed alike before building the model, or load one checkpoint on all ranks",
+        )
+
+
+def _told(weight: torch.Tensor) -> str:
+    return f"{weight.dtype} {tuple(weight.shape)} {sum_of_bits(weight.detach())}"
+
+
+def sum_of_bits(weight: torch.Tensor) -> int:
+    """Differs where values or their places do, but for chance in 64 bits. A million numbers at a time."""
+    bits = weight.contiguous().view(-1).view(_BITS[weight.element_size()])
+    found = torch.zeros((), dtype=torch.int64, device=bits.device)
+    for begin, part in enumerate(bits.split(1 << 20)):
+        places = torch.arange(1, len(part) + 1, device=bits.device) + (begin << 20)
+        found += (part * places).sum()
+    return int(found)
