@@ -281,6 +281,8 @@ def test_memory_by_hand():
         "units": 2 * 2 * 2 * (n + 2048), "FP8 copies": 2 * 2 * n, "activations": 2 * 3 * rows,
         "tables": 0,
     }  # fmt: skip
+    no_gather = across(plan=plan_of(tower(), candidate="torch:rowwise_e4m3"), gpus=(8,))
+    assert no_gather.memory["8 ddp"]["FP8 copies"] == 2 * 3 * n, "it was 0 where no weight travels in FP8"
     assert "The GPU has 151 GB." in str(found)
     small = replace(found, capacity=sum(found.memory["64 fsdp2"].values()) + 1)
     assert "WARNING: too little for 8 ddp, 8 fsdp2, 64 ddp." in str(small)

@@ -25,6 +25,7 @@ from loka.scaling.cluster.compute import (
     BY_PLAN,
     OTHER_RATE,
     Placed,
+    cast_weights,
     forecast_times,
     layers_in_fp8,
     mean_rate,
@@ -123,6 +124,7 @@ def scale_across(
         lie = {n: exchange(asked, n, found.batch_size, network, capacity) for n in sorted(gpus, reverse=True)}
     told: dict[str, Placed] = {step.engine: placed(step, times) for step in steps}
     fp8 = frozenset(f"{layer.path}.weight" for layer in layers_in_fp8(found, plan))
+    copied = fp8 if plan is None else cast_weights(plan)
     inputs = _inputs(network)
     rate, rows = mean_rate(times), []
     memory = {}
@@ -145,7 +147,7 @@ def scale_across(
                 }
                 made = _Steps(name, ranks, rate, network, priced)
                 rows += [_row(made, formats, inputs) for formats in priced]
-                memory[f"{ranks} {name}"] = held(step, group or ranks, fp8, lies.held if lies else 0.0)
+                memory[f"{ranks} {name}"] = held(step, group or ranks, copied, lies.held if lies else 0.0)
     return Across(
         model=found.model,
         batch_size=found.batch_size,

@@ -192,6 +192,12 @@ def layers_in_fp8(found: Scale, plan: Plan | None) -> tuple[LayerTimes, ...]:
     return tuple(layer for layer in found.layers if _reads_bytes(layer.path, plan))
 
 
+def cast_weights(plan: Plan) -> frozenset[str]:
+    """Names of the weights of which sites make copies in eight bits, by any recipe."""
+    cast = {d.path for d in plan.decisions.values() if d.candidate != HP and d.problem.gemm is not Gemm.GRAD_WEIGHT}
+    return frozenset(f"{path}.weight" for path in cast)
+
+
 def _reads_bytes(path: str, plan: Plan) -> bool:
     from loka.kernels.gemm.registry import candidate_named
     from loka.nn.fp8_weight import CAST
