@@ -267,6 +267,20 @@ def test_products_that_are_no_site_take_time_too():
     assert found.bf16.high > found.bf16.value + 1.9 * found.bf16_parts.other  # up to three times as long
 
 
+def test_a_plain_parameter_has_copies_and_is_not_gathered_in_fp8():
+    class Plain(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.w = nn.Parameter(torch.randn(2048, 2048))
+
+        def forward(self, x):
+            return nn.functional.linear(torch.relu(nn.functional.linear(x, self.w)), self.w)
+
+    found = across(Plain(), gpus=(8,), batch_size=4 * ROWS)
+    assert found.memory["8 ddp"]["FP8 copies"] == 2 * 2048 * 2048
+    assert any("FP8 gather: 0 weights" in note for note in found.notes)
+
+
 def test_memory_by_hand():
     """Autograd saves inputs of three layers in bf16, and bf16 weights of two that autocast made."""
     found = across(gpus=(8, 64))

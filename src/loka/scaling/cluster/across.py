@@ -124,7 +124,8 @@ def scale_across(
         lie = {n: exchange(asked, n, found.batch_size, network, capacity) for n in sorted(gpus, reverse=True)}
     told: dict[str, Placed] = {step.engine: placed(step, times) for step in steps}
     fp8 = frozenset(f"{layer.path}.weight" for layer in layers_in_fp8(found, plan))
-    copied = fp8 if plan is None else cast_weights(plan)
+    fp8 &= {param.name for param in steps[0].params}  # a plain parameter is gathered in its own dtype
+    copied = cast_weights(found, plan)
     inputs = _inputs(network)
     rate, rows = mean_rate(times), []
     memory = {}

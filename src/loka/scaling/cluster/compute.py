@@ -192,10 +192,13 @@ def layers_in_fp8(found: Scale, plan: Plan | None) -> tuple[LayerTimes, ...]:
     return tuple(layer for layer in found.layers if _reads_bytes(layer.path, plan))
 
 
-def cast_weights(plan: Plan) -> frozenset[str]:
-    """Names of the weights of which sites make copies in eight bits, by any recipe."""
-    cast = {d.path for d in plan.decisions.values() if d.candidate != HP and d.problem.gemm is not Gemm.GRAD_WEIGHT}
-    return frozenset(f"{path}.weight" for path in cast)
+def cast_weights(found: Scale, plan: Plan | None) -> frozenset[str]:
+    """Names of the weights, of layers or plain parameters, of which sites make copies in eight bits."""
+    cast = {layer.path for layer in layers_in_fp8(found, None)}
+    if plan is not None:
+        made = (d for d in plan.decisions.values() if d.candidate != HP)
+        cast = {d.path for d in made if d.problem.gemm is not Gemm.GRAD_WEIGHT}
+    return frozenset(name for path in cast for name in (path, f"{path}.weight"))
 
 
 def _reads_bytes(path: str, plan: Plan) -> bool:
