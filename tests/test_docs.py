@@ -9,8 +9,8 @@ ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 WITH_CODE = [page for page in PAGES if "```python" in page.read_text()]
 
-# tests/planner/test_planted_bug.py, tests/scale/test_scale_page.py and tests/serve/test_teacher_example.py
-TESTED_APART = {"planted_bug.py", "search_parallel.py", "teacher.py"}
+# tests/scale/test_scale_page.py and tests/serve/test_teacher_example.py
+TESTED_APART = {"search_parallel.py", "teacher.py"}
 LONG = ("bench", "train", "budget", "scale", "segments", "validate")
 EXAMPLES = [path for path in sorted((ROOT / "examples").glob("*.py")) if path.name not in TESTED_APART]
 
