@@ -118,7 +118,7 @@ def test_killed_in_any_phase_it_goes_on_there(tmp_path, whole, stop):
     )
     model, auto, result, _ = run(folder=tmp_path, seed=1)
     assert result.resumed_from == newest.step > 0
-    assert auto.plan is None or auto.plan.to_json() == all_through.plan.to_json()
+    assert auto.plan.to_json() == all_through.plan.to_json()
     assert result.plan.to_json() == expected.plan.to_json()
     assert result.reading == expected.reading
     assert digest(model.state_dict()) == digest(straight.state_dict())

@@ -158,6 +158,7 @@ class Auto(Callback):
             self._begin("probe", run)
         if self.phase == "probe":
             self._watch(run, self._stats)
+        self.plan = run.plan
 
     def _watch(self, run: Run, stats: Stats | None) -> None:
         self._probe = Probe(
@@ -246,8 +247,7 @@ class Auto(Callback):
         run.close()  # compiled code and graphs of bf16 are of no more use
         with gathered_throughout(run.model):
             stats, _ = together(lambda: self._renewed(run, stats), lambda renewed: "")
-        merged = gather_stats(stats)  # exchanges by itself
-        merged = replace(merged, final_rate=rate_factor(max(run.step - 1, 0), run.steps, run.config))
+        merged = replace(gather_stats(stats), final_rate=rate_factor(max(run.step - 1, 0), run.steps, run.config))
         vague = ", ".join(name for name, p in merged.parts.items() if not p.unknown and p.width > p.allowed)
         width = relative_width(merged)
         said = f"effects on KL/H known to a factor of {width:.2f}" if width else "no effect on KL/H known"
