@@ -47,7 +47,7 @@ from loka.measurement.cache import default_folder
 from loka.nn import check_finite
 from loka.planner import agree
 from loka.report.progress import ProgressBars
-from loka.train import Callback, Segments, TrainLog
+from loka.train import Callback, Segments, TrainConfig, TrainLog
 from loka.train import train as train_model
 from loka.train.automatic.auto import NE_ALLOWED, Auto, AutoConfig
 from loka.train.checkpointing.checkpoint import given_plan_in, identity_in
@@ -237,8 +237,8 @@ def train(
             say(chosen.summary())
         planned = auto or chosen is not None
         check_engine(engine, dense, qcomm, config, planned=planned)
-        if planned and part[1] > 1 and (dense == "fsdp2" or config.step != "graph"):
-            say(_without_graphs(dense))
+        if planned and part[1] > 1 and (note := without_graphs(dense, config)):
+            say(note)
         built = build_model(model, opened.train, seed=seed, with_mods=with_mods)
         say(describe(config, Length.of(opened.train, config).steps))
         shared = out is not None and (checkpoints is None or out.resolve() != checkpoints.resolve())
@@ -276,9 +276,12 @@ def train(
             show_quality(built, opened, config, bars, result.average)
 
 
-def _without_graphs(dense: str) -> str:
-    """What a plan for several ranks is told, whose steps replay nothing."""
-    way_out = "" if dense == "fsdp2" else "; with --step graph they replay a graph for each block"
+def without_graphs(dense: str, config: TrainConfig) -> str | None:
+    """What a plan for several ranks is told, whose steps replay nothing (train/steps/extent.py says which)."""
+    if dense != "fsdp2" and config.step == "graph" and config.accumulate == 1:
+        return None
+    by = "with --step graph" if config.accumulate == 1 else "with --step graph and without --accumulate"
+    way_out = "" if dense == "fsdp2" else f"; {by} they replay a graph for each block"
     return (
         "note: these steps run without CUDA graphs, by which plans are timed; on two H200s the host made them slower "
         f"than bf16's (docs/distributed.md){way_out}"
