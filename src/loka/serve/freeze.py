@@ -87,7 +87,7 @@ def freeze(
         ServeRefused: rows that are too few, all alike, not finite or zero at a site; a model that mixes rows,
             writes to its inputs, is sharded, or that a kept weight cannot serve; buckets or graphs that cannot be.
     """
-    _check_settings(buckets, shadow)
+    _check_buckets(buckets)
     if isinstance(calibration, torch.Tensor):
         raise ServeRefused("calibration is one tensor", way_out="give a list of requests, such as [rows]")
     batches = list(calibration)
@@ -175,11 +175,9 @@ def freeze(
     )
 
 
-def _check_settings(buckets: Sequence[int], shadow: float) -> None:
+def _check_buckets(buckets: Sequence[int]) -> None:
     if not buckets or list(buckets) != sorted(set(buckets)) or buckets[0] < 1:
         raise ServeRefused(f"buckets {tuple(buckets)} are not rising numbers of rows", way_out=f"such as {BUCKETS}")
-    if not 0 <= shadow <= 1:
-        raise ServeRefused(f"shadow={shadow} is no share of requests", way_out="such as 0.01, or 0 for none")
 
 
 def _version() -> str:
