@@ -186,6 +186,7 @@ def test_an_option_that_nothing_reads_is_refused(given, told):
     [
         ("probe --checkpoint kept --every 3 --schedule wsd", "--every, --schedule with --checkpoint"),
         ("validate --arm naive --decay 0.2", "--decay with --schedule cosine"),
+        ("validate --arm naive --segment none --segment-limit 1", "--segment-limit with --segment none"),
         ("serve bench server --rate 5 --load 0.7", "--load with --rate"),
         ("serve package server --name ranker", "--name without --triton"),
         ("serve package server --triton models --out a.pt2", "--out with --triton"),

@@ -127,6 +127,12 @@ def test_killed_in_any_phase_it_goes_on_there(tmp_path, whole, stop):
     assert [event.phase for event in events] == ["probe", "measure", "fp8", "end"]
 
 
+def test_a_run_that_ends_before_its_plan_says_so():
+    _, auto, result, _ = run(replace(AUTO, least_steps=STEPS, most_steps=STEPS + 1))
+    assert (auto.phase, result.plan) == ("probe", None)
+    assert "no plan was made: all in bf16" in str(auto.timeline)
+
+
 def test_ctrl_c_ends_a_measurement(tmp_path):
     def pressing(items, description, total):
         for item in items:

@@ -31,6 +31,7 @@ from loka.cli.options import (
     TestData,
     Warmup,
     WithMods,
+    refuse_idle,
     refuse_idle_rates,
 )
 from loka.cli.terminal import say
@@ -143,6 +144,8 @@ def validate(
         average_share=average_share,
     )
     refuse_idle_rates(context, config)
+    if segment == ["none"]:
+        refuse_idle(context, "with --segment none", "segment_limit")
     if sequential and pairs < MIN_PAIRS:
         raise LokaError(
             f"--sequential with {pairs} pairs: looks begin after {MIN_PAIRS}", way_out=f"--pairs {MIN_PAIRS} or more"

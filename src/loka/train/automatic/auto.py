@@ -195,7 +195,7 @@ class Auto(Callback):
             self._probe.__exit__(type(error) if error else None, error, None)
             self._probe = None
         if error is None:
-            self._begin("end", run)
+            self._begin("end", run, note="" if self.phase in ("fp8", "bf16") else "no plan was made: all in bf16")
 
     def state(self) -> dict[str, Any]:
         stats = self._probe.stats() if self._probe else self._stats if self.phase == "measure" else None
