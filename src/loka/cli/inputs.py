@@ -280,6 +280,8 @@ def restore(path: Path, model: nn.Module) -> Checkpoint:
             f"{path} holds no checkpoint", way_out="name the folder that `loka train --checkpoints` wrote to"
         )
     restore_model(found.state, model, path=found.path)
+    if found.state.get("average") or found.state.get("averaged") is not None:  # of one rank, of several
+        say("the weights are those of the last step, not their mean (--average)")
     return found
 
 
