@@ -56,6 +56,7 @@ def test_auto_goes_from_bf16_to_fp8(made):
 
 def test_the_same_command_again_does_nothing_again(made):
     folder, text = made
+    assert "base_rate" in refused(*AUTO, "--out", folder, "--no-cache", "--base-rate", "0.5")
     again = loka(*AUTO, "--out", folder, "--no-cache")
     assert "continued from step 25" in again
     wanted = [line for line in text.splitlines() if line.startswith("held out")]
@@ -126,6 +127,8 @@ def test_what_it_refuses(tmp_path):
     assert "decay is 0.0" in refused("--decay", 0)
     assert "--probe-every 'often'" in refused("--auto", "--probe-every", "often", "--out", tmp_path / "a")
     assert "--ne without --auto" in refused("--ne", "1e-4")
+    assert "no candidate is called 'x'" in refused("--auto", "--candidate", "x", "--out", tmp_path / "a")
+    assert not (tmp_path / "a").exists()
     assert "makes its own plan" in refused("--auto", "--plan", tmp_path / "plan.json")
     assert "the rows have 26 sparse columns" in refused("--segments", 26)
     assert "more parts than the 128 rows" in refused("--accumulate", 200)

@@ -259,7 +259,8 @@ def train(
                 config=config,
                 plan=chosen,
                 callback=callback,
-                identity_extra=None if engine == "torch" else {"engine": engine, "qcomm": qcomm},
+                identity_extra=({} if engine == "torch" else {"engine": engine, "qcomm": qcomm})
+                | ({} if base_rate is None else {"base_rate": base_rate}),
                 segments=None if segments is None else _segments(segments, opened.train),
                 checkpoints=checkpoints,
                 track=bars,

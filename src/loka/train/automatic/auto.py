@@ -37,6 +37,7 @@ from loka.core.records.report import HP
 from loka.core.records.stats import Stats
 from loka.core.records.stats_bytes import from_bytes, to_bytes
 from loka.core.storage.codec import decode, encode
+from loka.kernels.gemm.registry import candidate_named
 from loka.measurement import measure
 from loka.measurement.measure import timeable
 from loka.measurement.settings import Settings
@@ -77,7 +78,7 @@ class AutoConfig:
             charged with is at most `width` times the estimate.
         budget: of the plan. None: an increase of KL/H of 2e-4, or, where no effect can be known, the default
             `Budget()`.
-        candidates: to measure; all by default.
+        candidates: to measure; all by default. UnknownName is raised for one that does not exist.
         settings: how finely to measure.
         measure_seconds: after which measuring begins nothing new; the largest layers come first, and what was
             not timed stays in bf16. The next run goes on from `cache`. None: until all is measured.
@@ -98,11 +99,12 @@ class AutoConfig:
 
     def __post_init__(self) -> None:
         for name in ("least_steps", "most_steps"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
+            if (value := getattr(self, name)) is not None and value < 1:
                 raise ValueError(f"{name} is {value}; it has to be at least 1")
         if not self.width > 1:
             raise ValueError(f"width is {self.width}; the upper end lies above the estimate, so it exceeds 1")
+        for name in set(self.candidates or ()) - {HP}:
+            candidate_named(name)
 
 
 class Auto(Callback):
@@ -169,8 +171,7 @@ class Auto(Callback):
             logits=as_they_are,
             seed=torch.distributed.get_rank() if ranks_of() > 1 else 0,
             resume=stats,
-        )
-        self._probe.__enter__()
+        ).__enter__()
 
     def before(self, run: Run) -> Sight:
         if self.phase == "measure":
@@ -294,8 +295,7 @@ class Auto(Callback):
         run.close()  # compiled code and graphs of bf16 make room
         gc.collect()
         devices = [run.device] if run.device.type == "cuda" else []
-        if devices:
-            torch.cuda.empty_cache()
+        torch.cuda.empty_cache()  # nothing where there is no CUDA
         with torch.random.fork_rng(devices):
             decided = json.loads(by_the_first(lambda alive: self._decide(run, alive), idle=run.interrupt.check))
         refused, self.plan = decided.get("refused"), None
