@@ -32,7 +32,7 @@ from loka.serve.by_rows import buckets_by_site, by_rows, in_fp8
 from loka.serve.card import AnswerError, Calibration, Card, SiteCard
 from loka.serve.graphs import wants_graphs
 from loka.serve.race import fastest
-from loka.serve.rows import Form, Request, digest, form_of, leaves, pad
+from loka.serve.rows import LEAST_DB, Form, Request, digest, form_of, leaves, pad
 from loka.serve.run import Runner, written_attributes
 from loka.serve.server import Server
 from loka.serve.sites import FrozenSite, FrozenWeight, answering, input_cast, scale_source
@@ -138,7 +138,7 @@ def freeze(
     in_hp = buckets_by_site(buckets, chosen)
     tree, dropped, kept = _frozen(precise, plan, weights, scales, in_hp, lambda t: run(t, rows[0]))
     answers = _answer_error([run(tree, batch) for batch in rows], plain)
-    _check_independent(tree, run, form, rows, answers.least_db)
+    _check_independent(tree, precise, run, form, rows)
     _check_sizes(tree, run, form, rows[0], buckets)
     read = {path: found.card(path, fp8[path], sources[path], weights[path], scales) for path in fp8 if path in weights}
     card = Card(
@@ -358,10 +358,10 @@ def _check_sizes(
 
 
 def _check_independent(
-    tree: nn.Module, run: Runner, form: Form, batches: Sequence[Sequence[torch.Tensor]], least_db: float
+    tree: nn.Module, precise: nn.Module, run: Runner, form: Form, batches: Sequence[Sequence[torch.Tensor]]
 ) -> None:
     """Raises ServeRefused where rows of padding change the answers of others, or their place or number does.
-    In place, and among as many, kernels are the same, and bits must be; elsewhere answers agree to `least_db`."""
+    In place, and among as many, kernels are the same, and bits must be; elsewhere, in high precision, they agree."""
     whole = [torch.cat(column) for column in zip(*batches, strict=True)]
     differs = torch.stack([(c != c[:1])[:, None].flatten(1).any(1) for c in whole]).any(0)
     differs[0] = True  # beside it rows unlike it: of rows alike another order shows nothing
@@ -371,17 +371,17 @@ def _check_independent(
     other = [column.flip(0) for column in batch]
     beside = [torch.cat([a, b, b[-1:]]) for a, b in zip(batch, other, strict=True)]  # no last row like padding's
     among = [torch.cat([torch.stack([b, a], 1).flatten(0, 1), b, b]) for a, b in zip(batch, other, strict=True)]
-    answers = (leaves(found) for found in (answer, run(tree, beside), run(tree, among)))
-    for one, two, three in zip(*answers, strict=True):
+    answers = (answer, run(tree, beside), run(precise, beside), run(precise, among))
+    for one, two, plain, moved in zip(*map(leaves, answers), strict=True):
         if one.dim() == 0 or one.shape[0] != 2 * count + 1:
             raise ServeRefused(
                 f"an output {list(one.shape)} for {2 * count + 1} rows",
                 why=["a request is padded, and its rows are cut out of each output"],
                 way_out="return outputs [B, ...] alone, and reduce them outside",
             )
-        one, two, three = one[:count], two[:count], three[1 : 2 * count : 2]
-        numbers = one.is_floating_point() and bool(one.isfinite().all())
-        if not torch.equal(one, two) or (numbers and not sqnr_db(three, one) >= least_db):
+        plain, moved = plain[:count], moved[1 : 2 * count : 2]
+        numbers = plain.is_floating_point() and bool(plain.isfinite().all())
+        if not torch.equal(one[:count], two[:count]) or (numbers and not sqnr_db(moved, plain) >= LEAST_DB):
             raise ServeRefused(
                 "this model mixes rows: other rows beside them, their place or their number change the answers",
                 way_out="serve the part of it that scores rows by themselves",
