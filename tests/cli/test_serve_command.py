@@ -18,7 +18,8 @@ FEW = ("--model", "dlrm", "--rows", "3000")
 def folder(tmp_path_factory):
     """A checkpoint, a plan and a server."""
     folder = tmp_path_factory.mktemp("served")
-    loka("train", *FEW, "--batch-size", "512", "--no-mods", "--checkpoints", "run", cwd=folder)
+    kept = ("--checkpoints", "run", "--average", "tail")
+    loka("train", *FEW, "--batch-size", "512", "--no-mods", *kept, cwd=folder)
     world = SyntheticClicks(rows=2400, seed=0)
     model = build("dlrm", dense_features=world.dense_features, vocab_sizes=world.vocab_sizes)
     with library.Probe(model, every=1, effect_samples=0) as probe:
@@ -37,6 +38,7 @@ def folder(tmp_path_factory):
     )  # fmt: skip
     assert "calibrated with 300 rows of 'held-out rows of synthetic, 2400 + 600 held out'" in text
     assert "written: server" in text
+    assert "the weights are those of the last step, not their mean" in text
     return folder
 
 

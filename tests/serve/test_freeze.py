@@ -183,6 +183,17 @@ class MixesRows(Tower):
         return super().forward(dense - dense.mean(dim=0), ids)
 
 
+class MixesOne(Tower):
+    """Of each request, as a user that is looked up once; or by how many rows there are."""
+
+    def __init__(self, by):
+        super().__init__()
+        self.by = by
+
+    def forward(self, dense, ids):
+        return super().forward(dense, ids) - self.by(dense)
+
+
 class Reduces(Tower):
     def forward(self, dense, ids):
         return super().forward(dense, ids).mean()
@@ -195,7 +206,16 @@ class Writes(Tower):
 
 @pytest.mark.parametrize("first", [0, 1, 40])
 @pytest.mark.parametrize(
-    ("build", "told"), [(MixesRows, "mixes rows"), (Reduces, "an output .. for"), (Writes, "writes to its inputs")]
+    ("build", "told"),
+    [
+        (MixesRows, "mixes rows"),
+        (lambda: MixesOne(lambda x: x[:1].sum()), "mixes rows"),
+        (lambda: MixesOne(lambda x: x[-1:].sum()), "mixes rows"),
+        (lambda: MixesOne(lambda x: len(x)), "mixes rows"),
+        (lambda: MixesOne(lambda x: x.roll(1, 0).sum(1)), "mixes rows"),
+        (Reduces, "an output .. for"),
+        (Writes, "writes to its inputs"),
+    ],
 )
 def test_models_whose_rows_are_not_answered_by_themselves(build, told, first):
     torch.manual_seed(0)

@@ -226,6 +226,14 @@ def test_the_shadow_check_reports_the_difference():
         served(shadow=1.5)
 
 
+def test_the_share_of_shadowed_requests_is_the_one_asked_for():
+    """1 / share was rounded: 0.7 shadowed all, and 0.4 half of them."""
+    server = served(shadow=0.7)
+    for _ in range(20):
+        server(rows(1))
+    assert server.shadow().requests == 14
+
+
 def test_without_a_shadow_no_weight_in_high_precision_stays():
     assert served()._current.precise is None
     assert str(served().shadow()) == "no request was shadowed"

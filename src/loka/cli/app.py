@@ -215,9 +215,10 @@ def plan(
     if ne_of:
         allowed = limited_by_name(allowed, ne_of, loaded)
     if frontier:
-        if allowed.ne is not None or force:
+        if allowed.ne is not None or force or target != "python":
             raise LokaError(
-                "a frontier plans at many budgets of KL/H", way_out="leave --ne, --ne-of of tasks, and --force out"
+                "a frontier plans at many budgets of KL/H, for Python",
+                way_out="leave --ne, --ne-of of tasks, --force and --target out",
             )
         show_frontier(loaded, allowed, out)
         return

@@ -100,6 +100,13 @@ def open_data(
     return Data(train=world, test=rest, description=f"synthetic, {world.rows} + {rest.rows} held out")
 
 
+def size_of_world(rows: int | None, data: Path | None, *, default: int = 50_000) -> int:
+    """What --rows says. Raises LokaError beside --data, which is taken whole."""
+    if rows is not None and data is not None:
+        raise LokaError(f"--rows {rows} is of synthetic rows, and {data.name} is taken whole", way_out="leave it out")
+    return default if rows is None else rows
+
+
 def model_builder(name: str) -> Build:
     """A function that builds the model for a source.
 
@@ -273,6 +280,8 @@ def restore(path: Path, model: nn.Module) -> Checkpoint:
             f"{path} holds no checkpoint", way_out="name the folder that `loka train --checkpoints` wrote to"
         )
     restore_model(found.state, model, path=found.path)
+    if found.state.get("average") or found.state.get("averaged") is not None:  # of one rank, of several
+        say("the weights are those of the last step, not their mean (--average)")
     return found
 
 

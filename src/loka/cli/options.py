@@ -1,9 +1,12 @@
-"""Options that several commands take, each declared once."""
+"""Options that several commands take, each declared once, and how one is refused that would change nothing."""
 
 from pathlib import Path
 from typing import Annotated
 
 import typer
+
+from loka.core.exceptions import LokaError
+from loka.train.config import TrainConfig
 
 ModelName = Annotated[
     str,
@@ -24,7 +27,9 @@ TestData = Annotated[
     Path | None, typer.Option("--test-data", help="Rows to evaluate on; the last fifth of --data if left out.")
 ]
 Device = Annotated[str | None, typer.Option(help="cuda or cpu; the GPU if there is one.")]
-Rows = Annotated[int, typer.Option(min=10, help="Size of the synthetic world, held-out rows included.")]
+Rows = Annotated[
+    int | None, typer.Option(min=10, help="Size of the synthetic world, held-out rows included; 50000. Not of --data.")
+]
 BatchSize = Annotated[int, typer.Option(min=1, help="Rows in a step.")]
 StepName = Annotated[
     str, typer.Option("--step", help="eager; compile: blocks compiled; graph: and in one CUDA graph, or one a block.")
@@ -60,3 +65,24 @@ NoCache = Annotated[bool, typer.Option("--no-cache", help="Time everything anew.
 WithMods = Annotated[bool, typer.Option("--mods/--no-mods", help="Apply NoBias, BlockNorm and HardSwish.")]
 Floor = Annotated[float | None, typer.Option(help="Floor on every site's error, in dB.")]
 LeastSpeedup = Annotated[float, typer.Option(min=0, help="Least speed-up over bf16 worth having.")]
+
+
+def refuse_idle(context: typer.Context, where: str, *names: str) -> None:
+    """Raises LokaError for options among `names` that were given where nothing reads them."""
+    given = []
+    for option in context.command.params:
+        source = context.get_parameter_source(option.name or "")
+        if option.name in names and source is not None and source.name == "COMMANDLINE":
+            given += (option.secondary_opts if context.params[option.name] is False else option.opts)[:1]
+    if given:
+        raise LokaError(f"{', '.join(given)} {where} would change nothing", way_out="leave it out")
+
+
+def refuse_idle_rates(context: typer.Context, config: TrainConfig) -> None:
+    """Of schedules and means of weights. Raises as `refuse_idle`."""
+    if config.schedule != "wsd":
+        refuse_idle(context, f"with --schedule {config.schedule}", "decay")
+    if config.schedule == "constant":
+        refuse_idle(context, "with --schedule constant", "final_rate")
+    if config.average == "none":
+        refuse_idle(context, "with --average none", "average_share")

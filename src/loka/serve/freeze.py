@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from loka.core.device import fingerprint
-from loka.core.error import decibels
+from loka.core.error import decibels, sqnr_db
 from loka.core.exceptions import LokaError, ServeRefused
 from loka.core.numerics.reference import scale_of
 from loka.core.problem import dtype_name
@@ -32,7 +32,7 @@ from loka.serve.by_rows import buckets_by_site, by_rows, in_fp8
 from loka.serve.card import AnswerError, Calibration, Card, SiteCard
 from loka.serve.graphs import wants_graphs
 from loka.serve.race import fastest
-from loka.serve.rows import Form, Request, digest, form_of, leaves, pad
+from loka.serve.rows import LEAST_DB, Form, Request, digest, form_of, leaves, pad
 from loka.serve.run import Runner, written_attributes
 from loka.serve.server import Server
 from loka.serve.sites import FrozenSite, FrozenWeight, answering, input_cast, scale_source
@@ -87,7 +87,7 @@ def freeze(
         ServeRefused: rows that are too few, all alike, not finite or zero at a site; a model that mixes rows,
             writes to its inputs, is sharded, or that a kept weight cannot serve; buckets or graphs that cannot be.
     """
-    _check_settings(buckets, shadow)
+    _check_buckets(buckets)
     if isinstance(calibration, torch.Tensor):
         raise ServeRefused("calibration is one tensor", way_out="give a list of requests, such as [rows]")
     batches = list(calibration)
@@ -138,7 +138,7 @@ def freeze(
     in_hp = buckets_by_site(buckets, chosen)
     tree, dropped, kept = _frozen(precise, plan, weights, scales, in_hp, lambda t: run(t, rows[0]))
     answers = _answer_error([run(tree, batch) for batch in rows], plain)
-    _check_independent(tree, run, form, rows)
+    _check_independent(tree, precise, run, form, rows)
     _check_sizes(tree, run, form, rows[0], buckets)
     read = {path: found.card(path, fp8[path], sources[path], weights[path], scales) for path in fp8 if path in weights}
     card = Card(
@@ -175,11 +175,9 @@ def freeze(
     )
 
 
-def _check_settings(buckets: Sequence[int], shadow: float) -> None:
+def _check_buckets(buckets: Sequence[int]) -> None:
     if not buckets or list(buckets) != sorted(set(buckets)) or buckets[0] < 1:
         raise ServeRefused(f"buckets {tuple(buckets)} are not rising numbers of rows", way_out=f"such as {BUCKETS}")
-    if not 0 <= shadow <= 1:
-        raise ServeRefused(f"shadow={shadow} is no share of requests", way_out="such as 0.01, or 0 for none")
 
 
 def _version() -> str:
@@ -359,9 +357,11 @@ def _check_sizes(
                 )
 
 
-def _check_independent(tree: nn.Module, run: Runner, form: Form, batches: Sequence[Sequence[torch.Tensor]]) -> None:
-    """Raises ServeRefused where rows of padding change the answers of others. Sizes are the same, so the
-    kernels are, and bits must be."""
+def _check_independent(
+    tree: nn.Module, precise: nn.Module, run: Runner, form: Form, batches: Sequence[Sequence[torch.Tensor]]
+) -> None:
+    """Raises ServeRefused where rows of padding change the answers of others, or their place or number does.
+    In place, and among as many, kernels are the same, and bits must be; elsewhere, in high precision, they agree."""
     whole = [torch.cat(column) for column in zip(*batches, strict=True)]
     differs = torch.stack([(c != c[:1])[:, None].flatten(1).any(1) for c in whole]).any(0)
     differs[0] = True  # beside it rows unlike it: of rows alike another order shows nothing
@@ -369,16 +369,20 @@ def _check_independent(tree: nn.Module, run: Runner, form: Form, batches: Sequen
     batch, count = [column[picked] for column in whole], len(picked)
     answer = run(tree, pad(batch, 2 * count + 1, form))
     other = [column.flip(0) for column in batch]
-    beside = [torch.cat([a, b, b[:1]]) for a, b in zip(batch, other, strict=True)]
-    for one, two in zip(leaves(answer), leaves(run(tree, beside)), strict=True):
+    beside = [torch.cat([a, b, b[-1:]]) for a, b in zip(batch, other, strict=True)]  # no last row like padding's
+    among = [torch.cat([torch.stack([b, a], 1).flatten(0, 1), b, b]) for a, b in zip(batch, other, strict=True)]
+    answers = (answer, run(tree, beside), run(precise, beside), run(precise, among))
+    for one, two, plain, moved in zip(*map(leaves, answers), strict=True):
         if one.dim() == 0 or one.shape[0] != 2 * count + 1:
             raise ServeRefused(
                 f"an output {list(one.shape)} for {2 * count + 1} rows",
                 why=["a request is padded, and its rows are cut out of each output"],
                 way_out="return outputs [B, ...] alone, and reduce them outside",
             )
-        if not torch.equal(one[:count], two[:count]):
+        plain, moved = plain[:count], moved[1 : 2 * count : 2]
+        numbers = plain.is_floating_point() and bool(plain.isfinite().all())
+        if not torch.equal(one[:count], two[:count]) or (numbers and not sqnr_db(moved, plain) >= LEAST_DB):
             raise ServeRefused(
-                "this model mixes rows: other rows beside them change the answers",
+                "this model mixes rows: other rows beside them, their place or their number change the answers",
                 way_out="serve the part of it that scores rows by themselves",
             )

@@ -80,7 +80,9 @@ class Server:
         self._changing = threading.Lock()
         self._serial = threading.Lock() if card.scratch else nullcontext()
         self._requests = itertools.count()
-        self._shadow_every = round(1 / shadow) if shadow else 0
+        if not 0 <= shadow <= 1:
+            raise ServeRefused(f"shadow={shadow} is no share of requests", way_out="such as 0.01, or 0 for none")
+        self._shadow = shadow
         self._run = Runner(form=card.form, autocast=None if card.autocast is None else getattr(torch, card.autocast))
         self.device = next(tensor.device for tensor in [*module.parameters(), *module.buffers()] if not tensor.is_meta)
         self._capturer = (
@@ -176,7 +178,7 @@ class Server:
                 output, sizes = self._answer(by, tensors, looking=looking)
             if version.replays is not None:
                 version.replays.note(version.monitor.look_at)
-            if version.precise is not None and self._shadow_every and number % self._shadow_every == 0:
+            if version.precise is not None and self._shadowed(number):
                 precise, _ = self._answer(version.precise, tensors)
                 version.tally.note(leaves(output), leaves(precise))
         return Answer(output=output, version=version.number, buckets=sizes)
@@ -198,6 +200,10 @@ class Server:
                 output = self._run(by, pad(part, sizes[-1], self.card.form))
             parts.append(mapped(output, lambda leaf, rows=rows: leaf[:rows]))  # type: ignore[misc]
         return joined(parts), tuple(sizes)
+
+    def _shadowed(self, number: int) -> bool:
+        """Of the first n requests n times the share, rounded up: 7 of 10 for 0.7."""
+        return math.ceil((number + 1) * self._shadow) > math.ceil(number * self._shadow)
 
     @torch.no_grad()
     def refresh(self, state: Mapping[str, torch.Tensor], *, keep: Sequence[str] = ()) -> int:
@@ -226,14 +232,14 @@ class Server:
                 )
             weights = {name: weights[name] for name in self.card.sites}
             tree = frozen_tree(
-                share(precise) if self._shadow_every else precise,
+                share(precise) if self._shadow else precise,
                 self.plan,
                 weights,
                 self._scales,
                 self.card.dropped,
                 buckets_by_site(self.card.buckets, self.card.in_hp),
             )
-            version = self._version(tree, precise if self._shadow_every else None)
+            version = self._version(tree, precise if self._shadow else None)
             self._previous, self._current = self._current, version
             return version.number
 

@@ -54,6 +54,16 @@ def batches_from(source: Source, config: TrainConfig, length: Length, *, step: i
             )
 
 
+def last_parts(source: Source, config: TrainConfig, length: Length) -> list[int]:
+    """In how many parts the last batch of an epoch, and that of the run, go backward: 10 rows in 4 parts of 3, 6 in
+    3 of 2. Ranks whose gradients meet in each backward need as many."""
+    found = []
+    for rows in (min(source.rows, length.rows), length.rows % source.rows or source.rows):
+        left = rows % config.batch_size or config.batch_size
+        found.append(math.ceil(left / math.ceil(left / config.accumulate)))
+    return found
+
+
 def unused_batches(source: Source, config: TrainConfig, length: Length, *, step: int) -> Iterator[Batch]:
     """The batches from `step` on that no step before has trained on: those of the first epoch."""
     left = min(length.per_epoch, length.steps) - step

@@ -33,7 +33,7 @@ from loka.train.checkpointing.checkpoint import Checkpoint, CheckpointNotSaved, 
 from loka.train.checkpointing.state import identity_of, layout, plan_text, rows_identity
 from loka.train.config import Precision, TrainConfig
 from loka.train.interrupt import deferred_interrupt
-from loka.train.length import Length, batches_from, unused_batches
+from loka.train.length import Length, batches_from, last_parts, unused_batches
 from loka.train.metrics import Quality, normalized_entropy, only
 from loka.train.ranks import alone_together, require_as_one, together
 from loka.train.run import Callback, Run
@@ -175,11 +175,12 @@ def train(
     length = Length.of(source, config)
     # What all ranks do together has to come at the same steps on each.
     saves = f"a checkpoint every {config.checkpoint_every}" if checkpoints else "no checkpoints"
-    _, told = together(lambda: f"{length.steps} steps, a log line every {config.log_every}, {saves}")
+    parts = f", the last batches in {last_parts(source, config, length)} parts" if config.accumulate > 1 else ""
+    _, told = together(lambda: f"{length.steps} steps{parts}, a log line every {config.log_every}, {saves}")
     if len(set(told)) > 1:
         raise DataRefused(
-            "the ranks would take different numbers of steps, or log or save at different ones, and wait for "
-            "each other",
+            "the ranks would take different numbers of steps or parts of them, or log or save at different ones, and "
+            "wait for each other",
             why=[f"rank {rank}: {what}" for rank, what in enumerate(told)],
             way_out="give all equally many rows (or set max_rows), one log_every and checkpoint_every, and "
             "all a folder for checkpoints or none",

@@ -9,8 +9,10 @@ import pytest
 import torch.distributed as dist
 from ranks import on_ranks
 
+from loka.cli.commands.train import without_graphs
 from loka.cli.inputs import open_data
 from loka.core.exceptions import LokaError
+from loka.train import TrainConfig
 
 SMALL = ("train", "--model", "dlrm", "--rows", "4000", "--batch-size", "64", "--device", "cpu")
 AUTO = ("--auto", "--probe-every", "4", "--probe-steps", "9", "--candidate", "emulated:rowwise_e4m3", "--no-cache")
@@ -91,6 +93,13 @@ def test_each_rank_reads_its_own_rows_and_all_hold_out_the_same(tmp_path):
 
 def read(source):
     return [int(value) for batch in source.batches(7) for value in batch.dense[:, 0]]
+
+
+def test_steps_that_replay_nothing_are_said():
+    whole, parts = (TrainConfig(batch_size=64, step="graph", accumulate=parts) for parts in (1, 2))
+    assert without_graphs("ddp", whole) is None
+    assert "with --step graph and without --accumulate they replay" in without_graphs("ddp", parts)
+    assert "they replay" not in without_graphs("fsdp2", whole)
 
 
 @pytest.mark.slow

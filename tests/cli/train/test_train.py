@@ -13,18 +13,22 @@ from loka.core.records.stats import Stats
 from loka.data import SyntheticClicks
 from loka.train.automatic.timeline import load_timeline
 
-SMALL = ["train", "--model", "dlrm", "--rows", "4000", "--batch-size", "128", "--device", "cpu"]
+SMALL = ["train", "--model", "dlrm", "--batch-size", "128", "--device", "cpu"]
 AUTO = ["--auto", "--probe-every", "4", "--probe-steps", "9", "--candidate", "emulated:rowwise_e4m3"]
 
 
+def small(*arguments):
+    return [*SMALL, *([] if "--data" in arguments else ["--rows", "4000"]), *map(str, arguments)]
+
+
 def loka(*arguments):
-    done = CliRunner().invoke(app, [*SMALL, *map(str, arguments)], catch_exceptions=False)
+    done = CliRunner().invoke(app, small(*arguments), catch_exceptions=False)
     assert done.exit_code == 0
     return done.stdout
 
 
 def refused(*arguments):
-    done = CliRunner().invoke(app, [*SMALL, *map(str, arguments)])
+    done = CliRunner().invoke(app, small(*arguments))
     assert isinstance(done.exception, LokaError)
     return str(done.exception)
 
@@ -50,6 +54,7 @@ def test_auto_goes_from_bf16_to_fp8(made):
 
 def test_the_same_command_again_does_nothing_again(made):
     folder, text = made
+    assert "base_rate" in refused(*AUTO, "--out", folder, "--no-cache", "--base-rate", "0.5")
     again = loka(*AUTO, "--out", folder, "--no-cache")
     assert "continued from step 25" in again
     wanted = [line for line in text.splitlines() if line.startswith("held out")]
@@ -120,6 +125,8 @@ def test_what_it_refuses(tmp_path):
     assert "decay is 0.0" in refused("--decay", 0)
     assert "--probe-every 'often'" in refused("--auto", "--probe-every", "often", "--out", tmp_path / "a")
     assert "--ne without --auto" in refused("--ne", "1e-4")
+    assert "no candidate is called 'x'" in refused("--auto", "--candidate", "x", "--out", tmp_path / "a")
+    assert not (tmp_path / "a").exists()
     assert "makes its own plan" in refused("--auto", "--plan", tmp_path / "plan.json")
     assert "the rows have 26 sparse columns" in refused("--segments", 26)
     assert "more parts than the 128 rows" in refused("--accumulate", 200)
@@ -137,7 +144,7 @@ def test_a_signal_saves_and_says_where(tmp_path, monkeypatch, number, status):
 
     monkeypatch.setattr("loka.cli.commands.train.check_finite", send)
     usual = signal.signal(signal.SIGINT, signal.default_int_handler)
-    command = [*SMALL, "--checkpoints", "saved", "--log-every", "7"]
+    command = small("--checkpoints", "saved", "--log-every", "7")
     try:
         text = command_line.loka(*command, cwd=tmp_path, fails=status)
     finally:
@@ -152,8 +159,41 @@ def test_an_interrupt_without_checkpoints_promises_nothing(tmp_path, monkeypatch
         raise KeyboardInterrupt
 
     monkeypatch.setattr("loka.cli.commands.train.check_finite", press)
-    text = command_line.loka(*SMALL, cwd=tmp_path, fails=130)
+    text = command_line.loka(*small(), cwd=tmp_path, fails=130)
     assert "interrupted: no checkpoint of this run was saved" in text
     monkeypatch.setattr("loka.cli.commands.train.open_data", press)
-    text = command_line.loka(*SMALL, cwd=tmp_path, fails=130)
+    text = command_line.loka(*small(), cwd=tmp_path, fails=130)
     assert "interrupted; demo, measure, validate, bench and data convert go on" in text
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        ("--candidate x --probe-steps 5 --no-cache", "--probe-steps, --candidate, --no-cache without --auto"),
+        ("--checkpoint-every 3", "--checkpoint-every without --checkpoints"),
+        ("--no-pipeline", "--no-pipeline without --engine torchrec"),
+        ("--decay 0.2", "--decay with --schedule cosine"),
+        ("--schedule constant --final-rate 0", "--final-rate with --schedule constant"),
+        ("--average-share 0.5", "--average-share with --average none"),
+        ("--rows 4000 --data rows.csv", "--rows 4000 is of synthetic rows, and rows.csv is taken whole"),
+    ],
+)
+def test_an_option_that_nothing_reads_is_refused(given, told):
+    assert told in refused(*given.split())
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        ("probe --checkpoint kept --every 3 --schedule wsd", "--every, --schedule with --checkpoint"),
+        ("validate --arm naive --decay 0.2", "--decay with --schedule cosine"),
+        ("validate --arm naive --segment none --segment-limit 1", "--segment-limit with --segment none"),
+        ("serve bench server --rate 5 --load 0.7", "--load with --rate"),
+        ("serve package server --name ranker", "--name without --triton"),
+        ("serve package server --triton models --out a.pt2", "--out with --triton"),
+        ("serve check server --rows 100 --data rows.csv", "rows.csv is taken whole"),
+        ("demo --rows 100 --data rows.csv", "rows.csv is taken whole"),
+    ],
+)
+def test_other_commands_refuse_them_too(given, told):
+    assert told in str(CliRunner().invoke(app, given.split()).exception)

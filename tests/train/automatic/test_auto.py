@@ -116,13 +116,19 @@ def test_killed_in_any_phase_it_goes_on_there(tmp_path, whole, stop):
     )
     model, auto, result, _ = run(folder=tmp_path, seed=1)
     assert result.resumed_from == newest.step > 0
-    assert auto.plan is None or auto.plan.to_json() == all_through.plan.to_json()
+    assert auto.plan.to_json() == all_through.plan.to_json()
     assert result.plan.to_json() == expected.plan.to_json()
     assert result.reading == expected.reading
     assert digest(model.state_dict()) == digest(straight.state_dict())
     assert fp8_runs(model) == fp8_runs(straight)
     events = load_timeline(tmp_path / "timeline.json")
     assert [event.phase for event in events] == ["probe", "measure", "fp8", "end"]
+
+
+def test_a_run_that_ends_before_its_plan_says_so():
+    _, auto, result, _ = run(replace(AUTO, least_steps=STEPS, most_steps=STEPS + 1))
+    assert (auto.phase, result.plan) == ("probe", None)
+    assert "no plan was made: all in bf16" in str(auto.timeline)
 
 
 def test_ctrl_c_ends_a_measurement(tmp_path):

@@ -87,6 +87,7 @@ def failures(rank, folder):
     found = {
         "measuring": refusal(rank, folder / "0", track=breaking, **brief),
         "length": refusal(rank, folder / "1", config=replace(CONFIG, max_rows=16 * (4 + rank))),
+        "parts": refusal(rank, folder / "1", config=replace(CONFIG, max_rows=58 - 4 * rank, accumulate=4)),
     }
     real = runs.convert
 
@@ -159,6 +160,8 @@ def test_what_does_not_train_as_one_is_said(ranks):
     for rank in ranks:
         assert "different numbers of steps" in rank["failures"]["length"]
         assert "rank 1: 5 steps" in rank["failures"]["length"]
+        assert "rank 0: 4 steps, the last batches in [4, 4] parts" in rank["failures"]["parts"]
+        assert "rank 1: 4 steps, the last batches in [3, 3] parts" in rank["failures"]["parts"]
         (warned,) = rank["failures"]["apart"]
         assert "DistributedDataParallel" in warned
         assert not rank["failures"]["as one"]

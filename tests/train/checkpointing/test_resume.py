@@ -6,10 +6,12 @@ import pytest
 import small_run
 import torch
 from small_run import RandomRows, small_model, stop_at
+from torch import nn
 
 from loka.core.exceptions import CheckpointRefused
 from loka.core.storage.alone import InUse
 from loka.train import TrainConfig, train
+from loka.train.checkpointing.state import layout
 from loka.train.interrupt import Terminated
 
 CONFIG = TrainConfig(batch_size=64, epochs=2, precision="fp32", checkpoint_every=4, log_every=5)
@@ -154,6 +156,13 @@ def test_another_run_is_refused(tmp_path, changes, named):
     with pytest.raises(CheckpointRefused) as error:
         train(small_model(), **{**usual, **changes}, checkpoints=tmp_path)
     assert named in str(error.value)
+
+
+def test_a_run_with_another_weight_frozen_is_refused(tmp_path):
+    """Its optimizer held as many weights, and one took the moments of the other."""
+    first, second = (nn.Sequential(*(nn.Linear(8, 8) for _ in range(3))) for _ in range(2))
+    first[0].requires_grad_(False), second[1].requires_grad_(False)
+    assert layout(first)["layout"] != layout(second)["layout"]
 
 
 def test_logging_and_saving_more_often_is_the_same_run(tmp_path):

@@ -23,7 +23,7 @@ from loka import mods
 from loka.cli.arms import ArmRun, run_arm
 from loka.cli.commands.ne import named_budget
 from loka.cli.demo_screen import DETAILS, PAGE, Shown, screen_of, write_pages
-from loka.cli.inputs import Data, choose_device, model_builder, one_task, open_data, train_config
+from loka.cli.inputs import Data, choose_device, model_builder, one_task, open_data, size_of_world, train_config
 from loka.cli.terminal import printable, say
 from loka.core.budget import Budget
 from loka.core.exceptions import LokaError
@@ -96,7 +96,7 @@ def default_config(
     return DemoConfig(
         models=models or (("wukong:2gf", "dcnv2:mlperf") if gpu else ("wukong", "dcnv2")),
         data=str(data) if data else None,
-        rows=(800_000 if gpu else 50_000) if rows is None else rows,
+        rows=size_of_world(rows, data, default=800_000 if gpu else 50_000),
         batch_size=(8192 if gpu else 256) if batch_size is None else batch_size,
         pairs=(1 if gpu else 2) if pairs is None else pairs,
         seed=seed,

@@ -19,6 +19,7 @@ from loka.cli.inputs import (
     open_data,
     restore,
     share_of_labels,
+    size_of_world,
     steps_between,
     train_config,
 )
@@ -33,6 +34,7 @@ from loka.cli.options import (
     SchemaFile,
     Seed,
     WithMods,
+    refuse_idle,
 )
 from loka.cli.terminal import say
 from loka.cli.torchrun import require_alone
@@ -52,6 +54,7 @@ from loka.validation.segments import divide, division_named
 
 
 def probe(
+    context: typer.Context,
     model: ModelName = "wukong",
     data: DataFile = None,
     schema: SchemaFile = None,
@@ -59,7 +62,7 @@ def probe(
     every: Annotated[
         str, typer.Option(help="A step in so many is sampled; auto: as often as costs at most 1 %.")
     ] = "20",
-    rows: Rows = 50_000,
+    rows: Rows = None,
     batch_size: BatchSize = 256,
     schedule: ScheduleName = "cosine",
     seed: Seed = 0,
@@ -83,13 +86,15 @@ def probe(
     Effects on KL/H are those of the model at the end, from at most 8 batches that training has not used.
     """
     require_alone("probe")
+    if checkpoint is not None:
+        refuse_idle(context, "with --checkpoint", "every", "schedule")
     if segment and len(segment) > 1:
         raise LokaError(
             f"--segment {' and --segment '.join(segment)}: segments that overlap cannot be drawn apart",
             way_out="a probe for each",
         )
     cadence, device = steps_between(every, "--every"), choose_device(device)
-    opened = open_data(data, rows=rows, seed=seed, schema=schema)
+    opened = open_data(data, rows=size_of_world(rows, data), seed=seed, schema=schema)
     rate = share_of_labels(base_rate, opened.train)
     torch.manual_seed(seed)
     built = model_builder(model)(opened.train)

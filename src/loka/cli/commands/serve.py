@@ -11,8 +11,8 @@ import typer
 from torch import nn
 
 from loka.cli.commands.demo import build_model
-from loka.cli.inputs import Data, choose_device, open_data, restore
-from loka.cli.options import BatchSize, DataFile, Device, ModelName, Rows, SchemaFile, Seed, WithMods
+from loka.cli.inputs import Data, choose_device, open_data, restore, size_of_world
+from loka.cli.options import BatchSize, DataFile, Device, ModelName, Rows, SchemaFile, Seed, WithMods, refuse_idle
 from loka.cli.terminal import say
 from loka.core.exceptions import LokaError
 from loka.core.records.plan import Plan
@@ -41,7 +41,7 @@ def freeze(
     model: ModelName = "wukong",
     data: DataFile = None,
     schema: SchemaFile = None,
-    rows: Rows = 50_000,
+    rows: Rows = None,
     calibration_rows: Annotated[
         int, typer.Option(min=32, help="Of the held-out rows, at most so many, the first ones.")
     ] = 4096,
@@ -84,7 +84,7 @@ def check(
     model: ModelName = "wukong",
     data: DataFile = None,
     schema: SchemaFile = None,
-    rows: Rows = 50_000,
+    rows: Rows = None,
     batch_size: BatchSize = 256,
     seed: Seed = 0,
     device: Device = None,
@@ -109,11 +109,12 @@ def check(
 
 @serve_app.command()
 def bench(
+    context: typer.Context,
     folder: Folder,
     model: ModelName = "wukong",
     data: DataFile = None,
     schema: SchemaFile = None,
-    rows: Rows = 50_000,
+    rows: Rows = None,
     batch_size: Annotated[int, typer.Option(min=1, help="Rows in a request.")] = 128,
     rate: Annotated[float | None, typer.Option(min=0, help="Requests a second, instead of --load.")] = None,
     share: Annotated[float, typer.Option("--load", min=0, help="Of what one thread answers back to back.")] = 0.7,
@@ -125,6 +126,8 @@ def bench(
     graphs: Graphs = None,
 ) -> None:
     """Latency under an open load: requests arrive by a Poisson process, answered or not."""
+    if rate is not None:
+        refuse_idle(context, "with --rate", "share")
     opened, server = _server(folder, model, data, schema, rows, seed, device, with_mods, graphs)
     requests = list(_requests(opened.test, batch_size, min(64 * batch_size, opened.test.rows)))
     if server.device.type == "cpu":
@@ -141,6 +144,7 @@ def bench(
 
 @serve_app.command()
 def package(
+    context: typer.Context,
     folder: Folder,
     out: Annotated[Path, typer.Option(help="File that AOTInductor runs without loka.")] = Path("model.pt2"),
     triton: Annotated[
@@ -153,7 +157,7 @@ def package(
     model: ModelName = "wukong",
     data: DataFile = None,
     schema: SchemaFile = None,
-    rows: Rows = 50_000,
+    rows: Rows = None,
     least: Annotated[int, typer.Option(min=1, help="Rows in a request.")] = 1,
     most: Annotated[int, typer.Option(min=1, help="Rows in a request.")] = 4096,
     seed: Seed = 0,
@@ -161,6 +165,7 @@ def package(
     with_mods: WithMods = True,
 ) -> None:
     """Compile a folder into one file, and run that in a process without loka."""
+    refuse_idle(context, *(("without --triton", "name", "delay_us") if triton is None else ("with --triton", "out")))
     if triton is not None and least != 1:
         raise LokaError(f"--least {least} with --triton", way_out="the server sends single rows too: --least 1")
     _, server = _server(folder, model, data, schema, rows, seed, device, with_mods)
@@ -189,9 +194,9 @@ def _plans(given: list[str]) -> Plan | dict[int, Plan]:
 
 
 def _model(
-    name: str, data: Path | None, schema: Path | None, rows: int, seed: int, device: str | None, with_mods: bool
+    name: str, data: Path | None, schema: Path | None, rows: int | None, seed: int, device: str | None, with_mods: bool
 ) -> tuple[Data, nn.Module]:
-    opened = open_data(data, rows=rows, seed=seed, schema=schema)
+    opened = open_data(data, rows=size_of_world(rows, data), seed=seed, schema=schema)
     if not opened.test.rows:
         raise LokaError("no rows are held out to serve", way_out="give more --rows, or other --data")
     built = build_model(name, opened.train, seed=seed, with_mods=with_mods)
@@ -203,7 +208,7 @@ def _server(
     name: str,
     data: Path | None,
     schema: Path | None,
-    rows: int,
+    rows: int | None,
     seed: int,
     device: str | None,
     with_mods: bool,

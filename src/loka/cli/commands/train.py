@@ -11,7 +11,7 @@ from rich.console import Console
 
 from loka.cli.commands.demo import build_model
 from loka.cli.commands.ne import named_budget
-from loka.cli.inputs import choose_device, open_data, share_of_labels, steps_between, train_config
+from loka.cli.inputs import choose_device, open_data, share_of_labels, size_of_world, steps_between, train_config
 from loka.cli.options import (
     AverageName,
     AverageShare,
@@ -33,6 +33,8 @@ from loka.cli.options import (
     TestData,
     Warmup,
     WithMods,
+    refuse_idle,
+    refuse_idle_rates,
 )
 from loka.cli.terminal import say
 from loka.cli.torchrun import check_engine, over_ranks, process_group, rank_and_ranks
@@ -45,7 +47,7 @@ from loka.measurement.cache import default_folder
 from loka.nn import check_finite
 from loka.planner import agree
 from loka.report.progress import ProgressBars
-from loka.train import Callback, Segments, TrainLog
+from loka.train import Callback, Segments, TrainConfig, TrainLog
 from loka.train import train as train_model
 from loka.train.automatic.auto import NE_ALLOWED, Auto, AutoConfig
 from loka.train.checkpointing.checkpoint import given_plan_in, identity_in
@@ -56,11 +58,16 @@ from loka.train.ranks import alone_together
 from loka.train.schedule import describe
 from loka.train.tensorboard import TensorBoard
 
+_OF_AUTO = (
+    *("out", "ne", "min_sqnr_db", "min_speedup", "probe_every", "probe_steps", "measure_seconds", "base_rate"),
+    *("candidate", "cache", "no_cache"),
+)
 _SEGMENTS = 16
 _MOST_PARTS = 1 << 16  # of rows; more in a checkpoint is no number of ranks
 
 
 def train(
+    context: typer.Context,
     model: ModelName = "wukong",
     data: DataFile = None,
     schema: SchemaFile = None,
@@ -79,7 +86,7 @@ def train(
     checkpoint_every: Annotated[int, typer.Option(min=1, help="Steps between checkpoints.")] = 200,
     precision: Annotated[str, typer.Option(help="bf16, tf32 or fp32; of what no plan has in FP8.")] = "bf16",
     step: StepName = "eager",
-    rows: Rows = 50_000,
+    rows: Rows = None,
     batch_size: BatchSize = 256,
     epochs: Annotated[int, typer.Option(min=1, help="Passes over the training rows.")] = 1,
     lr: DenseRate = 1e-3,
@@ -186,6 +193,13 @@ def train(
             deterministic=deterministic,
             pipeline=pipeline,
         )
+        refuse_idle_rates(context, config)
+        if not auto:
+            refuse_idle(context, "without --auto", *_OF_AUTO)
+        if not (auto or checkpoints):
+            refuse_idle(context, "without --checkpoints", "checkpoint_every")
+        if engine == "torch":
+            refuse_idle(context, "without --engine torchrec", "pipeline")
         limits = {"ne": ne, "min_sqnr_db": min_sqnr_db, "min_speedup": min_speedup}
         given = {name: value for name, value in limits.items() if value is not None}
         part = rank_and_ranks()
@@ -193,6 +207,7 @@ def train(
         if auto:
             out = out or Path("runs/auto")
             checkpoints = checkpoints or out / "checkpoints"
+        rows = size_of_world(rows, data)
         opened = open_data(
             data, rows=rows, seed=seed, schema=schema, test=test_data, part=part, parts=_parts(checkpoints, part[1])
         )
@@ -220,19 +235,14 @@ def train(
                 track=bars,
                 say=say,
             )
-        elif given or out:
-            raise LokaError(
-                f"{', '.join('--' + name.replace('_', '-') for name in given) or '--out'} without --auto",
-                way_out="a plan that is made before has its limits in it: `loka plan`",
-            )
         chosen = Plan.load(plan) if plan else None if auto else _saved_plan(checkpoints)
         if chosen is not None:
             chosen = agree(chosen)
             say(chosen.summary())
         planned = auto or chosen is not None
         check_engine(engine, dense, qcomm, config, planned=planned)
-        if planned and part[1] > 1 and (dense == "fsdp2" or config.step != "graph"):
-            say(_without_graphs(dense))
+        if planned and part[1] > 1 and (note := without_graphs(dense, config)):
+            say(note)
         built = build_model(model, opened.train, seed=seed, with_mods=with_mods)
         say(describe(config, Length.of(opened.train, config).steps))
         shared = out is not None and (checkpoints is None or out.resolve() != checkpoints.resolve())
@@ -253,7 +263,8 @@ def train(
                 config=config,
                 plan=chosen,
                 callback=callback,
-                identity_extra=None if engine == "torch" else {"engine": engine, "qcomm": qcomm},
+                identity_extra=({} if engine == "torch" else {"engine": engine, "qcomm": qcomm})
+                | ({} if base_rate is None else {"base_rate": base_rate}),
                 segments=None if segments is None else _segments(segments, opened.train),
                 checkpoints=checkpoints,
                 track=bars,
@@ -270,9 +281,12 @@ def train(
             show_quality(built, opened, config, bars, result.average)
 
 
-def _without_graphs(dense: str) -> str:
-    """What a plan for several ranks is told, whose steps replay nothing."""
-    way_out = "" if dense == "fsdp2" else "; with --step graph they replay a graph for each block"
+def without_graphs(dense: str, config: TrainConfig) -> str | None:
+    """What a plan for several ranks is told, whose steps replay nothing (train/steps/extent.py says which)."""
+    if dense != "fsdp2" and config.step == "graph" and config.accumulate == 1:
+        return None
+    by = "with --step graph" if config.accumulate == 1 else "with --step graph and without --accumulate"
+    way_out = "" if dense == "fsdp2" else f"; {by} they replay a graph for each block"
     return (
         "note: these steps run without CUDA graphs, by which plans are timed; on two H200s the host made them slower "
         f"than bf16's (docs/distributed.md){way_out}"

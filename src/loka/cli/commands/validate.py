@@ -11,7 +11,7 @@ from torch import nn
 from loka import mods
 from loka.cli.commands.demo import MODS
 from loka.cli.commands.power import Power
-from loka.cli.inputs import choose_device, model_builder, open_data, train_config
+from loka.cli.inputs import choose_device, model_builder, open_data, size_of_world, train_config
 from loka.cli.options import (
     AverageName,
     AverageShare,
@@ -31,6 +31,8 @@ from loka.cli.options import (
     TestData,
     Warmup,
     WithMods,
+    refuse_idle,
+    refuse_idle_rates,
 )
 from loka.cli.terminal import say
 from loka.cli.torchrun import require_alone
@@ -53,6 +55,7 @@ PASS, FAIL, UNDECIDED = 0, 1, 4  # exit statuses; 2 is an error's
 
 
 def validate(
+    context: typer.Context,
     arm: Annotated[
         list[str],
         typer.Option(
@@ -88,7 +91,7 @@ def validate(
         float | None, typer.Option(min=0, help="Standard deviation between pairs to expect, in %.")
     ] = None,
     out: Annotated[Path, typer.Option(help="Folder of the runs and of validation.json.")] = Path("runs/validate"),
-    rows: Rows = 50_000,
+    rows: Rows = None,
     batch_size: BatchSize = 256,
     step: StepName = "eager",
     lr: DenseRate = 1e-3,
@@ -112,7 +115,7 @@ def validate(
     if not (limit > 0 and (segment_limit is None or segment_limit > 0)):
         raise LokaError("a limit that is not above 0 lets nothing pass", way_out="such as --limit 0.02")
     device = choose_device(device)
-    opened = open_data(data, rows=rows, seed=seed, schema=schema, test=test_data)
+    opened = open_data(data, rows=size_of_world(rows, data), seed=seed, schema=schema, test=test_data)
     arms = [arm_named(name, rows=batch_size) for name in arm]
     builder = model_builder(model)
 
@@ -140,6 +143,9 @@ def validate(
         average=average,
         average_share=average_share,
     )
+    refuse_idle_rates(context, config)
+    if segment == ["none"]:
+        refuse_idle(context, "with --segment none", "segment_limit")
     if sequential and pairs < MIN_PAIRS:
         raise LokaError(
             f"--sequential with {pairs} pairs: looks begin after {MIN_PAIRS}", way_out=f"--pairs {MIN_PAIRS} or more"

@@ -37,6 +37,7 @@ from loka.core.records.report import HP
 from loka.core.records.stats import Stats
 from loka.core.records.stats_bytes import from_bytes, to_bytes
 from loka.core.storage.codec import decode, encode
+from loka.kernels.gemm.registry import candidate_named
 from loka.measurement import measure
 from loka.measurement.measure import timeable
 from loka.measurement.settings import Settings
@@ -77,7 +78,7 @@ class AutoConfig:
             charged with is at most `width` times the estimate.
         budget: of the plan. None: an increase of KL/H of 2e-4, or, where no effect can be known, the default
             `Budget()`.
-        candidates: to measure; all by default.
+        candidates: to measure; all by default. UnknownName is raised for one that does not exist.
         settings: how finely to measure.
         measure_seconds: after which measuring begins nothing new; the largest layers come first, and what was
             not timed stays in bf16. The next run goes on from `cache`. None: until all is measured.
@@ -98,11 +99,12 @@ class AutoConfig:
 
     def __post_init__(self) -> None:
         for name in ("least_steps", "most_steps"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
+            if (value := getattr(self, name)) is not None and value < 1:
                 raise ValueError(f"{name} is {value}; it has to be at least 1")
         if not self.width > 1:
             raise ValueError(f"width is {self.width}; the upper end lies above the estimate, so it exceeds 1")
+        for name in set(self.candidates or ()) - {HP}:
+            candidate_named(name)
 
 
 class Auto(Callback):
@@ -158,6 +160,7 @@ class Auto(Callback):
             self._begin("probe", run)
         if self.phase == "probe":
             self._watch(run, self._stats)
+        self.plan = run.plan
 
     def _watch(self, run: Run, stats: Stats | None) -> None:
         self._probe = Probe(
@@ -168,8 +171,7 @@ class Auto(Callback):
             logits=as_they_are,
             seed=torch.distributed.get_rank() if ranks_of() > 1 else 0,
             resume=stats,
-        )
-        self._probe.__enter__()
+        ).__enter__()
 
     def before(self, run: Run) -> Sight:
         if self.phase == "measure":
@@ -194,7 +196,7 @@ class Auto(Callback):
             self._probe.__exit__(type(error) if error else None, error, None)
             self._probe = None
         if error is None:
-            self._begin("end", run)
+            self._begin("end", run, note="" if self.phase in ("fp8", "bf16") else "no plan was made: all in bf16")
 
     def state(self) -> dict[str, Any]:
         stats = self._probe.stats() if self._probe else self._stats if self.phase == "measure" else None
@@ -246,8 +248,7 @@ class Auto(Callback):
         run.close()  # compiled code and graphs of bf16 are of no more use
         with gathered_throughout(run.model):
             stats, _ = together(lambda: self._renewed(run, stats), lambda renewed: "")
-        merged = gather_stats(stats)  # exchanges by itself
-        merged = replace(merged, final_rate=rate_factor(max(run.step - 1, 0), run.steps, run.config))
+        merged = replace(gather_stats(stats), final_rate=rate_factor(max(run.step - 1, 0), run.steps, run.config))
         vague = ", ".join(name for name, p in merged.parts.items() if not p.unknown and p.width > p.allowed)
         width = relative_width(merged)
         said = f"effects on KL/H known to a factor of {width:.2f}" if width else "no effect on KL/H known"
@@ -294,8 +295,7 @@ class Auto(Callback):
         run.close()  # compiled code and graphs of bf16 make room
         gc.collect()
         devices = [run.device] if run.device.type == "cuda" else []
-        if devices:
-            torch.cuda.empty_cache()
+        torch.cuda.empty_cache()  # nothing where there is no CUDA
         with torch.random.fork_rng(devices):
             decided = json.loads(by_the_first(lambda alive: self._decide(run, alive), idle=run.interrupt.check))
         refused, self.plan = decided.get("refused"), None

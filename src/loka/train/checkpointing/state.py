@@ -128,10 +128,12 @@ def _refused(path: Path, error: Exception) -> CheckpointRefused:
 
 
 def layout(model: nn.Module) -> dict[str, Any]:
-    """Modules and weights, short enough for a manifest: another or a converted model differs, a sharded one
-    does not, however many ranks share it."""
+    """Modules and weights, short enough for a manifest: another or a converted model differs, and one with other
+    weights frozen, which optimizers count otherwise; a sharded one does not, however many ranks share it."""
     lines = [f"{name} {kind_of(module).__qualname__}" for name, module in model.named_modules()]
-    weights = {**dict(model.named_parameters()), **sharded_weights(model)}
+    tables, own = sharded_weights(model), dict(model.named_parameters())
+    weights = {**own, **tables}
+    lines += [f"{name} frozen" for name, w in own.items() if name not in tables and not w.requires_grad]
     lines += [f"{name} {tuple(w.shape)} {w.dtype}" for name, w in weights.items()]
     return {
         "class": kind_of(model).__name__,
