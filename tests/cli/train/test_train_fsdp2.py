@@ -23,7 +23,7 @@ from loka.train.steps import step as steps
 
 POW2 = "emulated:rowwise_e4m3_pow2"
 ROWS, BATCH, STEPS = 800, 64, 5  # 640 rows to train on, 64 of each rank in a step
-MODEL = ("--model", "dlrm", "--rows", ROWS, "--device", "cpu", "--precision", "fp32", "--log-every", "1")
+MODEL = ("--model", "dlrm", "--device", "cpu", "--precision", "fp32", "--log-every", "1")
 SHARDED = ("--batch-size", BATCH, "--dense", "fsdp2", "--plan", "plan.json", "--gather", "fp8")
 HELD_OUT = re.compile(r"held out: .*")
 
@@ -49,11 +49,11 @@ def adding(losses):
 
 def logged(folder, *arguments, fails=False):
     """What the command says, and the sum of the losses of this rank's rows after each step."""
-    losses = []
+    losses, rows = [], () if "--data" in arguments else ("--rows", ROWS)
     if dist.is_initialized():
         dist.barrier()
     with mock.patch.object(command, "show_log", adding(losses)):
-        said = command_line.loka("train", *MODEL, *arguments, cwd=folder, fails=fails)
+        said = command_line.loka("train", *MODEL, *rows, *arguments, cwd=folder, fails=fails)
     return {"said": said, "losses": losses}
 
 
