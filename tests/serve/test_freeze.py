@@ -378,8 +378,9 @@ def test_requests_of_another_form_are_refused(named):
     for wrong in (form(dense.double(), ids), form(dense[:, :12], ids), dense, (dense,), form(dense, ids[:3])):
         with pytest.raises(ServeRefused):
             server(wrong)
-    with pytest.raises(ServeRefused, match="without rows"):
-        server((dense, 3))
+    for other in (3, ids.to_sparse()):
+        with pytest.raises(ServeRefused, match="is no dense tensor with rows"):
+            server((dense, other))
 
 
 @pytest.mark.parametrize(

@@ -88,7 +88,7 @@ class Form:
             return False
         rows: tuple[int, ...] | None = None
         for (dtype, sides), tensor in zip(self._expected, tensors, strict=True):
-            if not isinstance(tensor, torch.Tensor) or tensor.is_nested or tensor.dtype is not dtype:
+            if not _is_dense(tensor) or tensor.dtype is not dtype:
                 return False
             shape = tensor.shape
             rows = shape[:1] if rows is None else rows
@@ -123,10 +123,10 @@ def form_of(request: Request) -> Form:
     if not named:
         raise ServeRefused("a request without a tensor", way_out="give the model's inputs, each [B, ...]")
     for name, tensor in named.items():
-        if not isinstance(tensor, torch.Tensor) or tensor.dim() == 0 or tensor.is_nested:
+        if not _is_dense(tensor) or tensor.dim() == 0:
             raise ServeRefused(
-                f"input {name} is {type(tensor).__name__} without rows",
-                why=["every input is a dense tensor [B, ...]"],
+                f"input {name} is no dense tensor with rows [B, ...]",
+                why=[f"it is of type {type(tensor).__name__}, layout {getattr(tensor, 'layout', 'none')}"],
                 way_out="pad what is ragged, and keep constants in the model",
             )
     counts = {name: tensor.shape[0] for name, tensor in named.items()}
@@ -138,6 +138,10 @@ def form_of(request: Request) -> Form:
         for name, tensor in named.items()
     )
     return Form(kind=kind, columns=columns)
+
+
+def _is_dense(value: object) -> bool:
+    return isinstance(value, torch.Tensor) and not value.is_nested and value.layout is torch.strided
 
 
 def _kind(request: Request) -> Kind:
