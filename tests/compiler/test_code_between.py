@@ -81,7 +81,21 @@ class SummedUp(Between):
         return torch.relu(h)
 
 
-@pytest.mark.parametrize("model", [CastToBool, CastToEightBits, CastToIntegers, SumOfSums, SummedUp])
+class BlockFactors(Between):
+    """A factor for each block, of which there are as many as rows."""
+
+    def __init__(self):
+        super().__init__()
+        self.factors = nn.Parameter(torch.arange(1.0, 5.0).view(4, 1))
+
+    def forward(self, x):
+        return super().forward(x[:4])
+
+    def code(self, h):
+        return torch.tanh(h.unflatten(-1, (4, 16)) * self.factors).flatten(-2)
+
+
+@pytest.mark.parametrize("model", [CastToBool, CastToEightBits, CastToIntegers, SumOfSums, SummedUp, BlockFactors])
 def test_joined_computes_what_the_model_says(model):
     """As near to the exact model as site by site (test_joined_models.py). A cast that is read wrongly makes
     another model: errors of 0.3 and more."""
