@@ -208,3 +208,25 @@ def test_readers_scale_products_of_short_sums_to_the_last_bit(width):
         inner = torch.compile(joined[0], backend=JointBackend())
         twice = torch.compile(lambda z: inner(z) * 2.0, backend=JointBackend())(x)
     assert torch.equal(twice, products[0] * 2.0)
+
+
+class Streams(Between):
+    """A value that is read as rows by a layer, and by others as it was."""
+
+    def forward(self, x):
+        z = torch.log1p(x * x) + x
+        return super().forward(z) + z[..., :32]
+
+    def code(self, h):
+        return h
+
+
+def test_symbolic_rows_are_a_product_of_sizes_of_inputs():
+    """Else the kernel that gives z away asks for its rows the view that a layer has of z."""
+    torch.manual_seed(0)
+    plain = Streams()
+    x = torch.randn(5, 8, 64)
+    joined = converted(plain, plan_for(plain, x))
+    found = run(torch.compile(joined, backend=JointBackend(), dynamic=True), x)
+    assert loka.regions(joined).complete
+    assert error(found[0], run(plain, x)[0]) < 0.1

@@ -2,14 +2,13 @@
 
 import heapq
 import operator
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx import Graph, Node
-from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 SIZE = torch.ops.aten.sym_size.int
 VIEW = torch.ops.aten.view.default
@@ -61,20 +60,43 @@ class Emitter:
         return node
 
     def side(self, size: int | torch.SymInt) -> int | Node:
-        """A size as an argument: a symbolic one is read off the first node that has it."""
+        """A size as an argument. A symbolic one is made of sizes of the graph's inputs, as any other node may
+        come to be computed from what asks for it; one that depends on data is read off the first node."""
         if isinstance(size, int):
             return size
-        for node in self.graph.nodes:
+        found = self._made(size.node.expr)
+        found = self._sized(size.node.expr, self.graph.nodes) if found is None else found
+        assert found is not None, f"no node has the size {size}"
+        return found
+
+    def _made(self, size: Any) -> int | Node | None:
+        """Out of inputs and integers, by sums and products; None where that is not possible."""
+        if size.is_Integer:
+            return int(size)
+        found = self._sized(size, self.graph.find_nodes(op="placeholder"))
+        if found is not None or not (size.is_Add or size.is_Mul or size.is_Pow):
+            return found
+        base, power = size.as_base_exp()
+        terms = [self._made(each) for each in ([base] * int(power) if size.is_Pow else size.args)]
+        whole = next(iter(terms), None)
+        for term in terms[1:]:
+            if whole is None or term is None:
+                return None
+            whole = self.call(operator.add if size.is_Add else operator.mul, whole, term)
+        return whole
+
+    def _sized(self, size: Any, nodes: Iterable[Node]) -> Node | None:
+        """The first node that is this size, or has it."""
+        for node in nodes:
             val = node.meta.get("val")
-            if isinstance(val, torch.SymInt) and _equal(val, size):
+            if isinstance(val, torch.SymInt) and val.node.expr == size:
                 return node
-            if not isinstance(val, torch.Tensor) or node.target is operator.getitem:
-                continue
-            for place, other in enumerate(val.shape):
-                if not isinstance(other, int) and _equal(other, size):
-                    with self.graph.inserting_after(node):
-                        return self.call(SIZE, node, place)
-        raise AssertionError(f"no node has the size {size}")
+            if isinstance(val, torch.Tensor) and node.target is not operator.getitem:
+                for place, other in enumerate(val.shape):
+                    if isinstance(other, torch.SymInt) and other.node.expr == size:
+                        with self.graph.inserting_after(node):
+                            return self.call(SIZE, node, place)
+        return None
 
     def item(self, node: Node, place: int) -> Node:
         return self.call(operator.getitem, node, place)
@@ -124,10 +146,6 @@ def _fake(target: Any, args: Any, kwargs: Any) -> Any:
         return target(*values[0], **values[1])
     with mode:
         return target(*values[0], **values[1])
-
-
-def _equal(a: torch.SymInt, b: torch.SymInt) -> bool:
-    return bool(statically_known_true(a == b))
 
 
 def _tensors(values: Any) -> list[torch.Tensor]:
