@@ -95,7 +95,19 @@ class BlockFactors(Between):
         return torch.tanh(h.unflatten(-1, (4, 16)) * self.factors).flatten(-2)
 
 
-@pytest.mark.parametrize("model", [CastToBool, CastToEightBits, CastToIntegers, SumOfSums, SummedUp, BlockFactors])
+class RepeatedMask(Between):
+    """The sign of what a layer reads, for rows that repeat it."""
+
+    def code(self, h):
+        z = torch.tanh(h)
+        mask = z.unsqueeze(1).expand(-1, 2, -1) > 0
+        return self.first(z) + torch.where(mask, self.first(torch.stack([h, h.sin()], 1)), 0.0).sum(1)
+
+
+ALL = [CastToBool, CastToEightBits, CastToIntegers, SumOfSums, SummedUp, BlockFactors, RepeatedMask]
+
+
+@pytest.mark.parametrize("model", ALL)
 def test_joined_computes_what_the_model_says(model):
     """As near to the exact model as site by site (test_joined_models.py). A cast that is read wrongly makes
     another model: errors of 0.3 and more."""

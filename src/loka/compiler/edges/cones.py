@@ -172,7 +172,7 @@ def _in_low(comparison: Node, low: Mapping[Node, Low]) -> Node | None:
     while isinstance(node, Node):
         if node in low:
             return low[node].data
-        if not passes_on(node):
+        if not passes_on(node) or node.target is aten.expand.default:  # which has other rows
             return None
         node = args_of(node)[0]
     return None
