@@ -104,7 +104,15 @@ class RepeatedMask(Between):
         return self.first(z) + torch.where(mask, self.first(torch.stack([h, h.sin()], 1)), 0.0).sum(1)
 
 
-ALL = [CastToBool, CastToEightBits, CastToIntegers, SumOfSums, SummedUp, BlockFactors, RepeatedMask]
+class BothSides(Between):
+    """Gradients of both sides of a choice: where(mask, dy, 0) and where(mask, 0, dy)."""
+
+    def forward(self, x):
+        h = self.first(x)
+        return torch.where(h > h.flip(1), h, h * 0.5)
+
+
+ALL = [BothSides, CastToBool, CastToEightBits, CastToIntegers, SumOfSums, SummedUp, BlockFactors, RepeatedMask]
 
 
 @pytest.mark.parametrize("model", ALL)
