@@ -250,3 +250,20 @@ def test_symbolic_rows_are_a_product_of_sizes_of_inputs():
     found = run(torch.compile(joined, backend=JointBackend(), dynamic=True), x)
     assert loka.regions(joined).complete
     assert error(found[0], run(plain, x)[0]) < 0.1
+
+
+class Towers(Between):
+    def forward(self, x):
+        return super().forward(x) + super().forward(x)
+
+    def code(self, h):
+        return h
+
+
+def test_no_kernel_of_backward_needs_what_comes_after_it():
+    """The second tower's kernel gives the scales of x to the first one, which so comes from both."""
+    plain = Towers()
+    x = torch.randn(40, 64).bfloat16()
+    joined = converted(plain, plan_for(plain, x))
+    found = run(torch.compile(joined, backend=JointBackend()), x)
+    assert error(found[0], run(plain, x)[0]) < 0.1
