@@ -1,7 +1,8 @@
 import pytest
 import torch
-from converted import converted, error, gradients, plan_for, run
+from converted import JOINED, converted, error, gradients, plan_for, run
 from joint import JointBackend
+from models import forced_plan
 from small_models import made
 from sweeps import sweep
 from torch import nn
@@ -267,3 +268,30 @@ def test_no_kernel_of_backward_needs_what_comes_after_it():
     joined = converted(plain, plan_for(plain, x))
     found = run(torch.compile(joined, backend=JointBackend()), x)
     assert error(found[0], run(plain, x)[0]) < 0.1
+
+
+class Across(Between):
+    """A stream with features outside and tokens inside, which is viewed by that, and returned."""
+
+    def __init__(self):
+        super().__init__()
+        self.mix = nn.Linear(8, 8, bias=False)
+
+    def forward(self, x):
+        z = self.mix(x.transpose(1, 2)).transpose(1, 2) + x
+        return super().forward(z), self.mix(z.transpose(1, 2)), z
+
+    def code(self, h):
+        return h
+
+
+def test_what_lies_across_still_does():
+    plain = Across()
+    x = torch.randn(5, 8, 64)
+    with loka.Probe(plain, every=1, effect_samples=0) as probe:
+        sum(each.sum() for each in plain(x)).backward()
+    joined = converted(plain, forced_plan(probe.stats(), JOINED))
+    with torch.autocast("cpu", torch.bfloat16), torch.no_grad():
+        found, expected = torch.compile(joined, backend=JointBackend())(x), plain(x)
+    assert [each.stride() for each in found] == [each.stride() for each in expected]
+    assert all(error(mine.float(), right.float()) < 0.1 for mine, right in zip(found, expected, strict=True))
