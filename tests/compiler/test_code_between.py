@@ -105,6 +105,14 @@ class RepeatedMask(Between):
         return self.first(z) + torch.where(mask, self.first(torch.stack([h, h.sin()], 1)), 0.0).sum(1)
 
 
+class OfItsMaximum(Between):
+    """Backward finds a maximum's element by comparing with it."""
+
+    def forward(self, x):
+        h = self.first(x)
+        return h.amax(-1, keepdim=True) + 0 * h
+
+
 class BothSides(Between):
     """Gradients of both sides of a choice: where(mask, dy, 0) and where(mask, 0, dy)."""
 
@@ -113,7 +121,17 @@ class BothSides(Between):
         return torch.where(h > h.flip(1), h, h * 0.5)
 
 
-ALL = [BothSides, CastToBool, CastToEightBits, CastToIntegers, SumOfSums, SummedUp, BlockFactors, RepeatedMask]
+ALL = [
+    OfItsMaximum,
+    BothSides,
+    CastToBool,
+    CastToEightBits,
+    CastToIntegers,
+    SumOfSums,
+    SummedUp,
+    BlockFactors,
+    RepeatedMask,
+]
 
 
 @pytest.mark.parametrize("model", ALL)

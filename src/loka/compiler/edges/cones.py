@@ -29,6 +29,7 @@ from loka.kernels.edge.program import Kind
 
 aten = torch.ops.aten
 _COMPARISONS = (aten.le.Scalar, aten.gt.Scalar)
+_EQUALITIES = (aten.eq.Tensor, aten.ne.Tensor)  # a maximum equals no element that a program has not rounded
 
 
 def cone_of(root: Node, matrix: Matrix, low: Mapping[Node, Low], absorbed: set[Node], *, forward: bool = False) -> Cone:
@@ -102,7 +103,7 @@ def _computable(node: Node, matrix: Matrix, forward: bool) -> bool:
         inner, dims = args_of(made)[:2]
         biased = options.get("correction", 1) == 0 and options.get("keepdim") is True
         return biased and _along(inner, dims, matrix) is not None
-    if not is_pointwise(node):
+    if not is_pointwise(node) or node.target in _EQUALITIES:
         return False
     read = [a for a in operands(node) if isinstance(a, Node)]
     if any("rand" in str(a.target) for a in read):
