@@ -1,7 +1,8 @@
 import pytest
 import torch
-from converted import converted, error, gradients, plan_for, run
+from converted import JOINED, converted, error, gradients, plan_for, run
 from joint import JointBackend
+from models import forced_plan
 from small_models import made
 from sweeps import sweep
 from torch import nn
@@ -81,7 +82,59 @@ class SummedUp(Between):
         return torch.relu(h)
 
 
-@pytest.mark.parametrize("model", [CastToBool, CastToEightBits, CastToIntegers, SumOfSums, SummedUp])
+class BlockFactors(Between):
+    """A factor for each block, of which there are as many as rows."""
+
+    def __init__(self):
+        super().__init__()
+        self.factors = nn.Parameter(torch.arange(1.0, 5.0).view(4, 1))
+
+    def forward(self, x):
+        return super().forward(x[:4])
+
+    def code(self, h):
+        return torch.tanh(h.unflatten(-1, (4, 16)) * self.factors).flatten(-2)
+
+
+class RepeatedMask(Between):
+    """The sign of what a layer reads, for rows that repeat it."""
+
+    def code(self, h):
+        z = torch.tanh(h)
+        mask = z.unsqueeze(1).expand(-1, 2, -1) > 0
+        return self.first(z) + torch.where(mask, self.first(torch.stack([h, h.sin()], 1)), 0.0).sum(1)
+
+
+class OfItsMaximum(Between):
+    """Backward finds a maximum's element by comparing with it."""
+
+    def forward(self, x):
+        h = self.first(x)
+        return h.amax(-1, keepdim=True) + 0 * h
+
+
+class BothSides(Between):
+    """Gradients of both sides of a choice: where(mask, dy, 0) and where(mask, 0, dy)."""
+
+    def forward(self, x):
+        h = self.first(x)
+        return torch.where(h > h.flip(1), h, h * 0.5)
+
+
+ALL = [
+    OfItsMaximum,
+    BothSides,
+    CastToBool,
+    CastToEightBits,
+    CastToIntegers,
+    SumOfSums,
+    SummedUp,
+    BlockFactors,
+    RepeatedMask,
+]
+
+
+@pytest.mark.parametrize("model", ALL)
 def test_joined_computes_what_the_model_says(model):
     """As near to the exact model as site by site (test_joined_models.py). A cast that is read wrongly makes
     another model: errors of 0.3 and more."""
@@ -194,3 +247,69 @@ def test_readers_scale_products_of_short_sums_to_the_last_bit(width):
         inner = torch.compile(joined[0], backend=JointBackend())
         twice = torch.compile(lambda z: inner(z) * 2.0, backend=JointBackend())(x)
     assert torch.equal(twice, products[0] * 2.0)
+
+
+class Streams(Between):
+    """A value that is read as rows by a layer, and by others as it was."""
+
+    def forward(self, x):
+        z = torch.log1p(x * x) + x
+        return super().forward(z) + z[..., :32]
+
+    def code(self, h):
+        return h
+
+
+def test_symbolic_rows_are_a_product_of_sizes_of_inputs():
+    """Else the kernel that gives z away asks for its rows the view that a layer has of z."""
+    torch.manual_seed(0)
+    plain = Streams()
+    x = torch.randn(5, 8, 64)
+    joined = converted(plain, plan_for(plain, x))
+    found = run(torch.compile(joined, backend=JointBackend(), dynamic=True), x)
+    assert loka.regions(joined).complete
+    assert error(found[0], run(plain, x)[0]) < 0.1
+
+
+class Towers(Between):
+    def forward(self, x):
+        return super().forward(x) + super().forward(x)
+
+    def code(self, h):
+        return h
+
+
+def test_no_kernel_of_backward_needs_what_comes_after_it():
+    """The second tower's kernel gives the scales of x to the first one, which so comes from both."""
+    plain = Towers()
+    x = torch.randn(40, 64).bfloat16()
+    joined = converted(plain, plan_for(plain, x))
+    found = run(torch.compile(joined, backend=JointBackend()), x)
+    assert error(found[0], run(plain, x)[0]) < 0.1
+
+
+class Across(Between):
+    """A stream with features outside and tokens inside, which is viewed by that, and returned."""
+
+    def __init__(self):
+        super().__init__()
+        self.mix = nn.Linear(8, 8, bias=False)
+
+    def forward(self, x):
+        z = self.mix(x.transpose(1, 2)).transpose(1, 2) + x
+        return super().forward(z), self.mix(z.transpose(1, 2)), z
+
+    def code(self, h):
+        return h
+
+
+def test_what_lies_across_still_does():
+    plain = Across()
+    x = torch.randn(5, 8, 64)
+    with loka.Probe(plain, every=1, effect_samples=0) as probe:
+        sum(each.sum() for each in plain(x)).backward()
+    joined = converted(plain, forced_plan(probe.stats(), JOINED))
+    with torch.autocast("cpu", torch.bfloat16), torch.no_grad():
+        found, expected = torch.compile(joined, backend=JointBackend())(x), plain(x)
+    assert [each.stride() for each in found] == [each.stride() for each in expected]
+    assert all(error(mine.float(), right.float()) < 0.1 for mine, right in zip(found, expected, strict=True))

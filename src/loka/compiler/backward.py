@@ -148,7 +148,9 @@ def _only_summed(sums: set[Node]) -> set[Node]:
 def _host(site: JointSite, edges: dict[Node, Edge]) -> Edge | None:
     """The edge that writes (r x)^T of `site`: that of the latest site which made x."""
     matrix = Matrix(rows=site.rows, features=site.inputs)
-    by_y = {edge.site.y: edge for edge in edges.values() if edge.transposes is None}
+    # x may come out of a forward edge that reads later sites too; backward runs the edges of those first.
+    earlier = (edge for edge in edges.values() if edge.site.node < site.node)
+    by_y = {edge.site.y: edge for edge in earlier if edge.transposes is None}
     before = above(site.grad_output)
     for maker in makers_of(site.x, set(by_y)):
         edge = by_y[maker]

@@ -2,17 +2,19 @@
 
 import heapq
 import operator
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx import Graph, Node
-from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+from loka.compiler.edges.nodes import in_backward, value_of
 
 SIZE = torch.ops.aten.sym_size.int
 VIEW = torch.ops.aten.view.default
+PERMUTE = torch.ops.aten.permute.default
 COPY = torch.ops.aten.clone.default
 
 # What marks a node as to be recomputed, and as forward or backward.
@@ -27,6 +29,7 @@ class Emitter:
         self._like: Node | None = None
         self._replaced: dict[Node, Node] = {}
         self._constants: dict[tuple[float, torch.device], Node] = {}
+        self.lying: set[Node] = set()  # what has other strides than what it stands for
 
     @contextmanager
     def like(self, node: Node) -> Iterator[None]:
@@ -49,6 +52,8 @@ class Emitter:
         """`new` stands in the place of `old` from now on."""
         self.redirect(old, new)
         self._replaced[old] = new
+        if _strides(value_of(new)) != _strides(value_of(old)):
+            self.lying.add(new)
 
     def redirect(self, old: Node, new: Node, besides: Node | None = None) -> None:
         """Readers of `old` read `new` from now on; not `besides`, and not those that ask for its size."""
@@ -61,20 +66,43 @@ class Emitter:
         return node
 
     def side(self, size: int | torch.SymInt) -> int | Node:
-        """A size as an argument: a symbolic one is read off the first node that has it."""
+        """A size as an argument. A symbolic one is made of sizes of the graph's inputs, as any other node may
+        come to be computed from what asks for it; one that depends on data is read off the first node."""
         if isinstance(size, int):
             return size
-        for node in self.graph.nodes:
+        found = self._made(size.node.expr)
+        found = self._sized(size.node.expr, self.graph.nodes) if found is None else found
+        assert found is not None, f"no node has the size {size}"
+        return found
+
+    def _made(self, size: Any) -> int | Node | None:
+        """Out of inputs and integers, by sums and products; None where that is not possible."""
+        if size.is_Integer:
+            return int(size)
+        found = self._sized(size, self.graph.find_nodes(op="placeholder"))
+        if found is not None or not (size.is_Add or size.is_Mul or size.is_Pow):
+            return found
+        base, power = size.as_base_exp()
+        terms = [self._made(each) for each in ([base] * int(power) if size.is_Pow else size.args)]
+        whole = next(iter(terms), None)
+        for term in terms[1:]:
+            if whole is None or term is None:
+                return None
+            whole = self.call(operator.add if size.is_Add else operator.mul, whole, term)
+        return whole
+
+    def _sized(self, size: Any, nodes: Iterable[Node]) -> Node | None:
+        """The first node that is this size, or has it."""
+        for node in nodes:
             val = node.meta.get("val")
-            if isinstance(val, torch.SymInt) and _equal(val, size):
+            if isinstance(val, torch.SymInt) and val.node.expr == size:
                 return node
-            if not isinstance(val, torch.Tensor) or node.target is operator.getitem:
-                continue
-            for place, other in enumerate(val.shape):
-                if not isinstance(other, int) and _equal(other, size):
-                    with self.graph.inserting_after(node):
-                        return self.call(SIZE, node, place)
-        raise AssertionError(f"no node has the size {size}")
+            if isinstance(val, torch.Tensor) and node.target is not operator.getitem:
+                for place, other in enumerate(val.shape):
+                    if isinstance(other, torch.SymInt) and other.node.expr == size:
+                        with self.graph.inserting_after(node):
+                            return self.call(SIZE, node, place)
+        return None
 
     def item(self, node: Node, place: int) -> Node:
         return self.call(operator.getitem, node, place)
@@ -111,6 +139,18 @@ def settle(emitter: Emitter, changed: set[Node]) -> None:
             changed.add(node)
 
 
+def lay_out(emitter: Emitter, output: Node, node: Node, strides: tuple[Any, ...]) -> None:
+    """Gives a result of forward the strides that eager code has: who calls the model may view it by them."""
+    value = value_of(node)
+    if in_backward(node) or value.stride() == strides or not all(type(each) is int and each for each in strides):
+        return
+    order = sorted(range(value.dim()), key=lambda side: strides[side], reverse=True)
+    with emitter.like(output):
+        across = emitter.call(PERMUTE, node, order)
+        copy = emitter.call(COPY, across, memory_format=torch.contiguous_format)
+        output.replace_input_with(node, emitter.call(PERMUTE, copy, [order.index(side) for side in range(value.dim())]))
+
+
 def _strides(value: Any) -> list[tuple[Any, ...]]:
     return [tuple(map(str, leaf.stride())) for leaf in _tensors(value)]
 
@@ -124,10 +164,6 @@ def _fake(target: Any, args: Any, kwargs: Any) -> Any:
         return target(*values[0], **values[1])
     with mode:
         return target(*values[0], **values[1])
-
-
-def _equal(a: torch.SymInt, b: torch.SymInt) -> bool:
-    return bool(statically_known_true(a == b))
 
 
 def _tensors(values: Any) -> list[torch.Tensor]:

@@ -18,9 +18,9 @@ from torch.fx import Graph, Node
 from loka.compiler.backward import lower_backward
 from loka.compiler.edges.cones import cone_of
 from loka.compiler.edges.matrix import Low, Matrix
-from loka.compiler.edges.nodes import args_of, mark_backward
+from loka.compiler.edges.nodes import args_of, is_tensor, mark_backward, value_of
 from loka.compiler.edges.writer import Writer
-from loka.compiler.emit import Emitter, ordered, settle
+from loka.compiler.emit import Emitter, lay_out, ordered, settle
 from loka.compiler.gemms import Gemms, Weight
 from loka.compiler.joint_sites import JointSite, sites_in
 from loka.compiler.marks import connected, mark_runs
@@ -43,6 +43,8 @@ def join_sites(graph: Graph) -> dict[str, str]:
     if not sites:
         return apart
     mark_backward(graph)
+    (results,) = graph.find_nodes(op="output")
+    strides = {node: value_of(node).stride() for node in results.all_input_nodes if is_tensor(node)}
     emitter = Emitter(graph)
     gemms = Gemms(emitter, {op for site in sites for op in (site.node, site.backward) if op is not None})
     weights = _quantize_weights(emitter, sites)
@@ -75,7 +77,9 @@ def join_sites(graph: Graph) -> dict[str, str]:
     mark_runs(emitter, sites, low, weights, scales, (last_product, last), record_text(regions, apart))
     lying = keep_tokens(emitter)
     ordered(graph)
-    settle(emitter, lying)
+    settle(emitter, lying | emitter.lying)
+    for node, before in strides.items():
+        lay_out(emitter, results, emitter.now(node), before)
     call_scaled_mm(emitter)
     graph.eliminate_dead_code()
     return apart

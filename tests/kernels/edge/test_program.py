@@ -105,6 +105,12 @@ def test_other_text_is_no_program(text):
         program_of(text)
 
 
+def test_a_place_is_no_constant():
+    """0 == 0.0 in Python: gradients of both sides of a `where` were one step."""
+    steps = {Step("where", args) for args in ((1, 0, 0.0), (1, 0.0, 0), (1, -0.0, 0), (1, 0, 0.0))}
+    assert len(steps) == 3
+
+
 def test_kinds_join_to_what_holds_both():
     full, row, column, block, scalar = Kind.FULL, Kind.ROW, Kind.COLUMN, Kind.BLOCK, Kind.SCALAR
     for one, other, both in [

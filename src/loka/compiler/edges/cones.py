@@ -15,7 +15,7 @@ An input of a joined site that is compared with zero is read in FP8: rounding ke
 nothing else for backward. (Values below 2^-18 of a row's largest become zero, as in the GEMMs.)
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -29,6 +29,7 @@ from loka.kernels.edge.program import Kind
 
 aten = torch.ops.aten
 _COMPARISONS = (aten.le.Scalar, aten.gt.Scalar)
+_EQUALITIES = (aten.eq.Tensor, aten.ne.Tensor)  # a maximum equals no element that a program has not rounded
 
 
 def cone_of(root: Node, matrix: Matrix, low: Mapping[Node, Low], absorbed: set[Node], *, forward: bool = False) -> Cone:
@@ -102,7 +103,7 @@ def _computable(node: Node, matrix: Matrix, forward: bool) -> bool:
         inner, dims = args_of(made)[:2]
         biased = options.get("correction", 1) == 0 and options.get("keepdim") is True
         return biased and _along(inner, dims, matrix) is not None
-    if not is_pointwise(node):
+    if not is_pointwise(node) or node.target in _EQUALITIES:
         return False
     read = [a for a in operands(node) if isinstance(a, Node)]
     if any("rand" in str(a.target) for a in read):
@@ -112,10 +113,18 @@ def _computable(node: Node, matrix: Matrix, forward: bool) -> bool:
         return not read
     if any(value_of(a).device != value_of(node).device for a in read):
         return False  # a number on the CPU; kernels read the GPU's memory alone
-    if passes_on(node):
-        # A view must keep every value in its row and column.
-        return kinds[0] is matrix.kind(node) or node.target is aten.expand.default
-    return True
+    if passes_on(node) and node.target is not aten.expand.default:
+        return kinds[0] is matrix.kind(node)  # a view must keep every value in its row and column
+    statistics = [a for a, kind in zip(read, kinds, strict=True) if kind in (Kind.COLUMN, Kind.BLOCK)]
+    return all(_along_features(value_of(a).shape, value_of(node).shape) for a in statistics)
+
+
+def _along_features(read: Sequence[Any], made: Sequence[Any]) -> bool:
+    """Whether broadcasting repeats a number a row or block along features alone. A number a block for all rows
+    has the shape of a number a row, where there are as many rows as blocks."""
+    wide = [1] * (len(made) - len(read)) + list(read)
+    kept = next((place for place in reversed(range(len(wide))) if not same(wide[place], 1)), -1) + 1
+    return all(map(same, wide[:kept], made))
 
 
 def reduction_of(node: Node, matrix: Matrix) -> tuple[str, int] | None:
@@ -164,7 +173,7 @@ def _in_low(comparison: Node, low: Mapping[Node, Low]) -> Node | None:
     while isinstance(node, Node):
         if node in low:
             return low[node].data
-        if not passes_on(node):
+        if not passes_on(node) or node.target is aten.expand.default:  # which has other rows
             return None
         node = args_of(node)[0]
     return None

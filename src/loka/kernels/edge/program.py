@@ -44,10 +44,17 @@ _TWO = (
 ARITY = {**dict.fromkeys(POINTWISE + REDUCTIONS, 1), **dict.fromkeys(_TWO, 2), "where": 3}
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Step:
     op: str
     args: tuple[Argument, ...]
+
+    def __eq__(self, other: object) -> bool:
+        """By the text, as the place 0 equals the constants 0.0 and -0.0 in Python."""
+        return isinstance(other, Step) and (self.op, repr(self.args)) == (other.op, repr(other.args))
+
+    def __hash__(self) -> int:
+        return hash((self.op, repr(self.args)))
 
 
 @dataclass(frozen=True, kw_only=True)
