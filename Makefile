@@ -30,8 +30,10 @@ mutants: .venv/ready
 	test -f tests/mutation/mutants.py || git archive 71fcabd tests/mutation | tar x --skip-old-files
 	$(BIN)/python tests/mutation/mutants.py --shard $(SHARD) --out runs/mutants/$(subst /,of,$(SHARD)).jsonl
 
-# Two hundred kills of five commands at random moments; goes on where it stopped. The tally is in docs/hardening.md.
+# Two hundred kills of five commands at random moments; goes on where it stopped. The tally is in docs/hardening.md,
+# the tool in the history.
 kills: .venv/ready
+	test -f tests/robustness/kills.py || git archive d711f79a tests/robustness/kills.py tests/robustness/killed.py | tar x
 	OMP_NUM_THREADS=1 $(BIN)/python tests/robustness/kills.py
 
 # 2,000 damaged records, and 170 hostile files and folders of rows.
