@@ -236,6 +236,14 @@ def test_a_layer_in_a_region_is_shown_with_its_candidates(suffix):
     assert "in a compiled region" in Reader(page(report=report, plan=plan)).text
 
 
+def test_integers_are_not_called_fp8(records):
+    plan = records["plan"]
+    site, decision = next((s, d) for s, d in plan.decisions.items() if d.candidate != "hp" and "output" in s)
+    plan = replace(plan, decisions={**plan.decisions, site: replace(decision, candidate="emulated:int8_row")})
+    assert "GEMMs in FP8 or INT8" in page(plan=plan)
+    assert "run in FP8 or INT8" in plan.coverage_lines()[0]
+
+
 def test_demo_records_are_shown_too():
     found = Comparison.load(ROOT / "benchmarks/first_light/wukong-2gf/train.json.xz")
     across = found.across

@@ -97,7 +97,7 @@ def _scatter(found: list[Best]) -> Html:
         y_format="{:g}x".format,
     )
     decided = sum(best.decided for best, _, _ in points)
-    return figure(drawing, f"Each dot is a GEMM: {decided} run in FP8 by plan (filled), the others do not.")
+    return figure(drawing, f"Each dot is a GEMM: {decided} run in eight bits by plan (filled), the others do not.")
 
 
 def _table(found: list[Best], *, timed: bool) -> Html:
