@@ -212,6 +212,13 @@ def test_nested_probes_leave_the_compiler_on():
         pass
 
 
+def test_a_probe_opened_twice_is_refused():
+    model = odd_mlp()
+    with loka.Probe(model, every=1) as probe, pytest.raises(LokaError, match="open already"), probe:
+        pass
+    assert not model._forward_pre_hooks
+
+
 def test_a_module_inside_of_compiled_code_is_refused():
     """It ended in an error of Dynamo's own: what a probe does to see a step cannot be traced."""
     model, x = odd_mlp(), torch.randn(4, 13)

@@ -149,6 +149,8 @@ class Probe:
         self._saver: Saver | None = None
 
     def __enter__(self) -> Probe:
+        if self._root_hooks:  # those would stay on the model, and count each step twice
+            raise LokaError("this Probe is open already", way_out="enter it once")
         refuse_converted(self._model)
         if unwrap(self._model)._compiled_call_impl is not None:
             raise LokaError(
