@@ -53,6 +53,15 @@ def test_transformer_layers_still_run_in_their_fused_path():
         model(torch.randn(2, 7, 48))
 
 
+def test_modules_of_a_derived_type_are_said_to_be_kept():
+    Norm = type("Norm", (nn.LayerNorm,), {})
+    model = nn.Sequential(nn.utils.parametrizations.weight_norm(nn.Linear(32, 32)), Norm(32))
+    changes = mods.apply(model, ALL)
+    assert [(c.mod, c.path) for c in changes.kept] == [("NoBias", "0"), ("NoBias", "1"), ("BlockNorm", "1")]
+    assert model[0].bias is not None
+    assert type(model[1]) is Norm
+
+
 def test_a_shared_module_is_replaced_everywhere():
     act = nn.SiLU()
     model = nn.Sequential(nn.Linear(4, 4), act, nn.Linear(4, 4), act)

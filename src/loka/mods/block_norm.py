@@ -19,12 +19,14 @@ class BlockNorm:
         changed, kept = [], []
         owned = fused_parents(model)
         for path, module in list(model.named_modules()):
-            if type(module) not in (nn.LayerNorm, nn.RMSNorm) or not filter(module, path):
+            if not isinstance(module, (nn.LayerNorm, nn.RMSNorm)) or not filter(module, path):
                 continue
             shape = tuple(module.normalized_shape)
             reason = None
             if path in owned:
                 reason = FUSED_PARENT
+            elif type(module) not in (nn.LayerNorm, nn.RMSNorm):
+                reason = f"a {type(module).__name__}, which may do more than norm"
             elif has_hooks(module):
                 reason = HOOKED
             elif len(shape) != 1:

@@ -7,6 +7,8 @@ from torch import nn
 from loka.mods.change import FUSED_PARENT, Change, fused_parents
 from loka.nn.linears import Filter, is_prediction
 
+_KINDS = (nn.Linear, nn.LayerNorm, nn.GroupNorm)
+
 
 @dataclass(frozen=True)
 class NoBias:
@@ -20,13 +22,15 @@ class NoBias:
         changed, kept = [], []
         owned = fused_parents(model)
         for path, module in model.named_modules():
-            if type(module) not in (nn.Linear, nn.LayerNorm, nn.GroupNorm) or module.bias is None:
+            if not isinstance(module, _KINDS) or module.bias is None:
                 continue
             if not filter(module, path):
                 continue
             reason = None
             if path in owned:
                 reason = FUSED_PARENT
+            elif type(module) not in _KINDS:
+                reason = f"a {type(module).__name__}, which may read its bias in another way"
             elif isinstance(module, nn.Linear) and is_prediction(module.out_features):
                 reason = f"a prediction layer with {module.out_features} outputs"
             if reason:
