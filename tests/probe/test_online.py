@@ -260,6 +260,16 @@ def test_operands_of_zeros_say_nothing_of_others(input, gradient, told):
     assert sum("that was probed was zero" in reason for reason in report.skipped.values()) == told
 
 
+@pytest.mark.parametrize("size", [1e-24, 1e19])
+def test_values_whose_squares_are_no_float32_numbers_are_not_measured(size):
+    model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16))
+    with loka.Probe(model, every=1, effect_samples=0) as probe:
+        (model(torch.randn(64, 16)).square() * size).sum().backward()
+    report = loka.measure(probe.stats(), device="cpu", candidates=["emulated:rowwise_e4m3"])
+    assert not report.sites
+    assert "squares of grad_output" in report.skipped["1/grad_weight"]
+
+
 def test_as_many_steps_as_the_overhead_allows():
     """Here a sampled step costs tens of plain ones: the two on trust, and then none for long."""
     torch.manual_seed(0)

@@ -15,6 +15,9 @@ def gemms_of(path: str, layer: LinearStats) -> tuple[list[Gemm], dict[str, str]]
     if _zero(layer, "input"):
         reason = "every input that was probed was zero, which says nothing of others"
         return [], {site_name(path, gemm): reason for gemm in Gemm}
+    if beyond := [name for name in layer.operands if _beyond(layer, name)]:
+        reason = f"squares of {' and '.join(beyond)} are no float32 numbers (too large, or below 1e-18): scale it"
+        return [], {site_name(path, gemm): reason for gemm in Gemm}
     gemms, skipped = [Gemm.OUTPUT], {}
     unreached = "grad_output" not in layer.operands
     if unreached or _zero(layer, "grad_output"):
@@ -37,6 +40,14 @@ def gemms_of(path: str, layer: LinearStats) -> tuple[list[Gemm], dict[str, str]]
 
 def _zero(layer: LinearStats, operand: str) -> bool:
     return layer.operands[operand].numbers.get("zero_fraction") == 1.0  # of made-up operands nobody counted zeros
+
+
+def _beyond(layer: LinearStats, operand: str) -> bool:
+    """Whether its spread was lost: the error of draws without one is not the operand's."""
+    learnt = layer.operands[operand].tensors
+    if not {"amax", "square"} <= learnt.keys():  # made up
+        return False
+    return not bool(learnt["square"].isfinite().all()) or 0 < float(learnt["amax"].max()) < 1e-18
 
 
 def problem_of(path: str, layer: LinearStats, report: Report, gemm: Gemm) -> Problem:
