@@ -10,6 +10,7 @@ from torch import nn
 import loka
 from loka.core.numerics.reference import scaled_mm
 from loka.measurement import Settings
+from loka.measurement.cache import TimesCache
 from loka.measurement.errors import draw_errors
 from loka.measurement.times import site_times
 from loka.measurement.times.region_times import unfit
@@ -304,3 +305,13 @@ def test_times_on_a_gpu(stats, tmp_path):
     assert {"weight", "input", "grad_output"} == set(report.quantize_once_savings["3"])
     again = loka.measure(stats, device="cuda", settings=quick, cache=tmp_path)
     assert again.sites == report.sites, "every time came from the cache"
+
+
+def test_a_folder_where_the_entry_belongs_is_told(tmp_path):
+    cache = TimesCache(tmp_path)
+    cache.put({"a": 1}, {})
+    (entry,) = tmp_path.glob("*.json")
+    entry.unlink()
+    entry.mkdir()
+    cache.put({"a": 1}, {})
+    assert not cache.notes[-1].endswith("None")

@@ -96,7 +96,7 @@ class TimesCache:
         try:
             write_record(self._file(self._folder, digest), kind=_KIND, version=_VERSION, content=content)
         except OSError as error:
-            self.notes.append(f"times are not cached in {self._folder}: {error.strerror}")
+            self.notes.append(f"times are not cached in {self._folder}: {error.strerror or error}")
             self._folder = None
 
     @staticmethod
