@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 import loka
+from loka.cli.commands.ne import show_frontier
 from loka.compiler.joint_sites import IN_REGIONS
 from loka.core.error import Estimate
 from loka.core.exceptions import LokaError
@@ -234,6 +235,25 @@ def test_a_layer_in_a_region_is_shown_with_its_candidates(suffix):
     assert len(shown) > 1
     assert all(best.decided and best.candidate in IN_REGIONS for best in shown)
     assert "in a compiled region" in Reader(page(report=report, plan=plan)).text
+
+
+def test_a_report_without_a_plan_says_what_its_numbers_lack(records, capsys):
+    report = replace(records["report"], not_clicks="no clicks", notes=("a site was late",), no_effect={"rest": "old"})
+    text = Reader(page(report=report, stats=replace(records["stats"], steps=40))).text
+    for told in ("no clicks", "a site was late", "effect on KL/H not known: rest: old"):
+        assert told in text.partition("Error and time of every site")[2]
+    assert "no clicks" in text.partition("KL/H buys")[2].partition("Error and time")[0]
+    show_frontier(report, loka.Budget(), None)
+    assert "note: no clicks" in capsys.readouterr().out
+    assert text.count("4 of 40 steps") == 2, "both in the head and beside the distributions"
+
+
+def test_integers_are_not_called_fp8(records):
+    plan = records["plan"]
+    site, decision = next((s, d) for s, d in plan.decisions.items() if d.candidate != "hp" and "output" in s)
+    plan = replace(plan, decisions={**plan.decisions, site: replace(decision, candidate="emulated:int8_row")})
+    assert "GEMMs in FP8 or INT8" in page(plan=plan)
+    assert "run in FP8 or INT8" in plan.coverage_lines()[0]
 
 
 def test_demo_records_are_shown_too():

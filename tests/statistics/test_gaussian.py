@@ -33,6 +33,14 @@ def test_batched_welford_equals_the_whole(sizes, features, seed, offset):
     torch.testing.assert_close(learnt.square, learnt.scatter.diagonal(), rtol=1e-3, atol=slack)
 
 
+def test_kurtosis_of_batches_that_drift():
+    parts = [torch.randn(400, 5, generator=torch.Generator().manual_seed(k)) + k for k in range(20)]
+    centred = torch.cat(parts).double() - torch.cat(parts).double().mean(0)
+    expected = (centred**4).mean() / (centred**2).mean() ** 2
+    found = gaussian.to_distribution(stream(parts, full=64, rank=8)).numbers["kurtosis"]
+    assert abs(found / expected - 1) < 0.02, f"{found} for {expected}"
+
+
 def test_low_rank_keeps_the_large_directions_and_the_exact_diagonal():
     generator = torch.Generator().manual_seed(0)
     basis = torch.randn(5, 300, generator=generator)

@@ -77,7 +77,7 @@ def gaussian_of(rows: torch.Tensor, *, full_covariance: int, rank: int) -> Gauss
 def merge(a: Gaussian, b: Gaussian, *, rank: int) -> Gaussian:
     """Statistics of the rows of `a` and `b` together. Exact but for the rank of `factor`.
 
-    `fourth` (for a rough kurtosis) adds moments about each part's own mean.
+    `fourth` (for a rough kurtosis) lacks what skewness within the parts adds.
     """
     if a.features != b.features:
         raise ValueError(f"cannot merge Gaussians over {a.features} and {b.features} features")
@@ -88,6 +88,9 @@ def merge(a: Gaussian, b: Gaussian, *, rank: int) -> Gaussian:
         weight_b = b.count / count
         cross = a.count * weight_b
     shift = b.mean - a.mean
+    apart = shift.double().square()
+    within = (1 - weight_b) ** 2 * b.square + weight_b**2 * a.square
+    moved = apart * (cross * (1 - 3 * weight_b * (1 - weight_b)) * apart + 6 * within)
     scatter = factor = None
     if a.scatter is not None and b.scatter is not None:
         scatter = a.scatter + b.scatter + cross * torch.outer(shift, shift)
@@ -103,7 +106,7 @@ def merge(a: Gaussian, b: Gaussian, *, rank: int) -> Gaussian:
         factor=factor,
         amax=torch.cat([a.amax, b.amax])[-AMAX_HISTORY:],
         zeros=a.zeros + b.zeros,
-        fourth=a.fourth + b.fourth,
+        fourth=a.fourth + b.fourth + moved.sum(),
         nonfinite_rows=a.nonfinite_rows + b.nonfinite_rows,
     )
 

@@ -70,6 +70,8 @@ def show_frontier(report: Report, budget: Budget, out: Path | None) -> None:
         checked_path(out)
     found = frontier(report, budget)
     say(found)
+    for note in filter(None, [*report.unknown_effects(), report.not_clicks]):
+        say(f"note: {note}")
     if out is None:
         return
     if as_json:

@@ -54,8 +54,9 @@ class Coverage:
             found.append(f"{100 * rest.flops / total:.1f} % are no site: {rest}")
         return found
 
-    def planned_lines(self, in_fp8: Mapping[tuple[str, str], bool]) -> list[str]:
-        """As `lines`, the sites parted by a plan: whether (site, GEMM) runs in FP8, where that is decided."""
+    def planned_lines(self, in_fp8: Mapping[tuple[str, str], bool], eight_bits: str = "FP8") -> list[str]:
+        """As `lines`, the sites parted by a plan: whether (site, GEMM) runs in FP8 (or what `eight_bits`
+        names), where that is decided."""
         total = self.total or 1.0
         low: dict[str, float] = {}
         kept = undecided = 0.0
@@ -70,7 +71,7 @@ class Coverage:
         by_gemm = ", ".join(f"{gemm} {100 * flops / total:.1f} %" for gemm, flops in low.items())
         parts = f" ({by_gemm})" if by_gemm else ""
         first = (
-            f"{100 * sum(low.values()) / total:.1f} % of the step's matmul FLOPs run in FP8{parts}, "
+            f"{100 * sum(low.values()) / total:.1f} % of the step's matmul FLOPs run in {eight_bits}{parts}, "
             f"{100 * kept / total:.1f} % are sites kept in hp, {100 * undecided / total:.1f} % sites without "
             "a decision"
         )

@@ -162,8 +162,7 @@ class Plan(
         counts = Counter(decision.candidate for decision in self.decisions.values())
         low = len(self.decisions) - counts[HP]
         parts = ", ".join(f"{count} {name}" for name, count in sorted(counts.items()))
-        kinds = " or INT8" if any(_in_integers(name) for name in counts) else ""
-        text = f"{low} of {len(self.decisions)} sites in FP8{kinds}: {parts}"
+        text = f"{low} of {len(self.decisions)} sites in {self.eight_bits}: {parts}"
         if not self.timed:
             return f"{text}. Not timed: chosen on error alone, no speed is claimed.{self._spent()}"
         known = [(d.hp_microseconds, d.microseconds, d.saved_us) for d in self.decisions.values()]
@@ -177,12 +176,17 @@ class Plan(
             f"{sum(after):.0f} us by plan ({sum(before) / max(sum(after), 1e-9):.2f}x){around}.{left}{self._spent()}"
         )
 
+    @property
+    def eight_bits(self) -> str:
+        """What runs by it, in words."""
+        return "FP8 or INT8" if any(_in_integers(d.candidate) for d in self.decisions.values()) else "FP8"
+
     def coverage_lines(self) -> list[str]:
-        """What share of the step's matmul FLOPs runs in FP8 by this plan, and what the rest is."""
+        """What share of the step's matmul FLOPs runs in eight bits by this plan, and what the rest is."""
         if self.coverage is None:
             return []
         runs = {(d.path, d.problem.gemm.value): d.candidate != HP for d in self.decisions.values()}
-        return self.coverage.planned_lines(runs)
+        return self.coverage.planned_lines(runs, self.eight_bits)
 
     def _spent(self) -> str:
         """What the plan costs in KL/H, if anything of it is known or asked for."""

@@ -77,7 +77,7 @@ def _header(name: str, stats: Stats | None, report: Report | None, plan: Plan | 
     links = [tag("li", tag("a", text, href=f"#{identity}")) for identity, text in entries]
     about = f"Measured on {machine}." if machine else ""
     if stats:
-        about += f" {stats.steps} steps probed."
+        about += f" {stats.sampled_steps} of {stats.steps} steps sampled."
     return tag(
         "header",
         tag("h1", f"FP8 in {name}"),

@@ -52,20 +52,20 @@ def plan_section(plan: Plan) -> Html:
     low, high = [row for row in rows if row.fp8], [row for row in rows if not row.fp8]
     counts = sum(d.candidate != HP for d in plan.decisions.values())
     known = [
-        ("GEMMs in FP8", f"{counts} of {len(plan.decisions)}", ""),
-        ("layers with FP8", f"{len(low)} of {len(rows)}", ""),
+        (f"GEMMs in {plan.eight_bits}", f"{counts} of {len(plan.decisions)}", ""),
+        (f"layers with {plan.eight_bits}", f"{len(low)} of {len(rows)}", ""),
         *_time_tiles(plan),
     ]
     if plan.kl is not None:
         known.append(("predicted KL/H", f"{plan.kl.value:.2g}", ""))
     if plan.kl_limit is not None:
         known.append(("budget of KL/H", f"{plan.kl_limit:g}", ""))
-    parts: list[Html] = [tiles(known), _bar(rows) if plan.timed else Html("")]
+    parts: list[Html] = [tiles(known), _bar(rows, plan.eight_bits) if plan.timed else Html("")]
     parts.append(paragraph(plan.summary()))
     if plan.limits:
         parts.append(_limits(plan))
     if low:
-        parts.append(_layers(low, plan.timed))
+        parts.append(_layers(low, plan))
     if high:
         parts.append(_kept(high))
     if plan.notes:
@@ -106,8 +106,8 @@ def _time_tiles(plan: Plan) -> Iterable[tuple[str, str, str]]:
     ]
 
 
-def _bar(rows: Sequence[LayerRow]) -> Html:
-    """One bar: where the time of the linear layers goes, largest first; FP8 layers in colour."""
+def _bar(rows: Sequence[LayerRow], eight_bits: str) -> Html:
+    """One bar: where the time of the linear layers goes, largest first; layers with FP8 or INT8 in colour."""
     total = sum(row.hp_us or 0.0 for row in rows)
     if not total:
         return Html("")
@@ -130,16 +130,17 @@ def _bar(rows: Sequence[LayerRow]) -> Html:
         at += wide
     share = sum(row.hp_us or 0.0 for row in rows if row.fp8) / total
     drawing = tag("svg", *marks, viewBox=f"0 0 {WIDTH:g} 16", role="img", aria_label="time by layer")
-    caption = f"{100 * share:.0f} % of the linear layers' time lies in layers with FP8 (blue)"
+    caption = f"{100 * share:.0f} % of the linear layers' time lies in layers with {eight_bits} (blue)"
     return tag("figure", drawing, tag("figcaption", caption))
 
 
-def _layers(rows: Sequence[LayerRow], timed: bool) -> Html:
+def _layers(rows: Sequence[LayerRow], plan: Plan) -> Html:
     header = ("layer", "saves us", "hp us", *(gemm.value for gemm in Gemm), "sqnr dB", "KL/H", "why")
+    order = ", by time saved" if plan.timed else ""
     return table(
         header,
         [_layer(row) for row in rows],
-        caption="Layers with FP8" + (", by time saved" if timed else "") + "; sqnr is the lowest of its GEMMs",
+        caption=f"Layers with {plan.eight_bits}{order}; sqnr is the lowest of its GEMMs",
     )
 
 

@@ -6,7 +6,7 @@ from loka.core.exceptions import LokaError
 from loka.core.records.plan import Plan
 from loka.core.records.report import HP, Measurement, Report, SiteReport
 from loka.planner.frontier import Frontier, frontier
-from loka.report.pages.html import Cell, Html, code, figure, join, missing, number, paragraph, section, table
+from loka.report.pages.html import Cell, Html, code, figure, fold, join, missing, number, paragraph, section, table, tag
 from loka.report.pages.svg import Frame, fit
 
 SITES, FRONTIER = "Error and time of every site", "KL/H against speed"
@@ -67,6 +67,9 @@ def sites_section(report: Report, plan: Plan | None) -> Html:
     if report.skipped:
         skipped = [(code(path), Cell(reason, reason, "wrap")) for path, reason in report.skipped.items()]
         notes.append(table(("not measured", "why"), skipped, caption="Not measured", first=8))
+    said = [*report.unknown_effects(), *filter(None, [report.not_clicks]), *report.notes]
+    if said:
+        notes.append(fold(f"notes of the measurement: {len(said)}", tag("ul", *(tag("li", note) for note in said))))
     return section("sites", SITES, *notes)
 
 
@@ -97,7 +100,7 @@ def _scatter(found: list[Best]) -> Html:
         y_format="{:g}x".format,
     )
     decided = sum(best.decided for best, _, _ in points)
-    return figure(drawing, f"Each dot is a GEMM: {decided} run in FP8 by plan (filled), the others do not.")
+    return figure(drawing, f"Each dot is a GEMM: {decided} run in eight bits by plan (filled), the others do not.")
 
 
 def _table(found: list[Best], *, timed: bool) -> Html:
@@ -142,6 +145,7 @@ def frontier_section(report: Report, plan: Plan | None) -> Html:
             "What each budget of KL/H buys. A step is a plan; its bar is the 95 % interval of the predicted "
             "KL/H. The knee is the last plan up to which KL/H buys more than average."
         ),
+        paragraph(report.not_clicks) if report.not_clicks else None,
         figure(_frontier(found, plan), _caption(found)),
         _points_table(found),
     )
