@@ -265,6 +265,18 @@ def test_demo_records_are_shown_too():
     assert "undecided" in text
 
 
+def test_zeros_are_not_past_the_normal_numbers(records):
+    stats = records["stats"]
+    layer = stats.layers["rest.1"]
+    given = layer.operands["input"]
+    x = torch.tensor([1.0, 2.0**-25, 0.0, 0.0]).repeat(8, 1)
+    held = {**given.tensors, "depth_tensor": depth_histogram(x, Granularity.TENSOR).table}
+    layer = replace(layer, operands={**layer.operands, "input": replace(given, tensors=held)})
+    text = page(stats=replace(stats, layers={"rest.1": layer}))
+    (row,) = [row for row in re.findall(r"<tr>(.*?)</tr>", text) if ">input<" in row and "%" in row]
+    assert re.findall(r"[0-9.]+ %", row)[:2] == ["25.00 %", "25.00 %"], "past normal numbers, and flushed"
+
+
 def test_octaves_are_shares_by_depth():
     torch.manual_seed(0)
     x = torch.exp(3 * torch.randn(64, 512))

@@ -82,7 +82,7 @@ class Operand:
 
     @property
     def lost(self) -> float:
-        """The share of the elements that e4m3 with one scale holds as subnormals or as zero."""
+        """The share of the nonzero elements that e4m3 with one scale holds as subnormals or as zero."""
         shares = octaves(self.tensor)
         edge = Ranges.of(Format.E4M3).normal
         whole = int(edge)
@@ -214,7 +214,7 @@ def _table(stats: Stats, found: list[Operand]) -> Html:
             (
                 code(operand.path),
                 Cell(operand.name, operand.name),
-                _percent(operand.lost),
+                _percent(operand.lost * (1 - e4m3.zeros)),
                 _percent(e4m3.underflow),
                 _percent(math.sqrt(e4m3.element)),
                 _percent(math.sqrt(by_row.element) if by_row else None),
