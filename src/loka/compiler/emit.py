@@ -10,11 +10,8 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx import Graph, Node
 
-from loka.compiler.edges.nodes import in_backward, value_of
-
 SIZE = torch.ops.aten.sym_size.int
 VIEW = torch.ops.aten.view.default
-PERMUTE = torch.ops.aten.permute.default
 COPY = torch.ops.aten.clone.default
 
 # What marks a node as to be recomputed, and as forward or backward.
@@ -52,7 +49,7 @@ class Emitter:
         """`new` stands in the place of `old` from now on."""
         self.redirect(old, new)
         self._replaced[old] = new
-        if _strides(value_of(new)) != _strides(value_of(old)):
+        if _strides(new.meta["val"]) != _strides(old.meta["val"]):
             self.lying.add(new)
 
     def redirect(self, old: Node, new: Node, besides: Node | None = None) -> None:
@@ -137,18 +134,6 @@ def settle(emitter: Emitter, changed: set[Node]) -> None:
         node.meta["val"] = now
         if _strides(now) != _strides(before):
             changed.add(node)
-
-
-def lay_out(emitter: Emitter, output: Node, node: Node, strides: tuple[Any, ...]) -> None:
-    """Gives a result of forward the strides that eager code has: who calls the model may view it by them."""
-    value = value_of(node)
-    if in_backward(node) or value.stride() == strides or not all(type(each) is int and each for each in strides):
-        return
-    order = sorted(range(value.dim()), key=lambda side: strides[side], reverse=True)
-    with emitter.like(output):
-        across = emitter.call(PERMUTE, node, order)
-        copy = emitter.call(COPY, across, memory_format=torch.contiguous_format)
-        output.replace_input_with(node, emitter.call(PERMUTE, copy, [order.index(side) for side in range(value.dim())]))
 
 
 def _strides(value: Any) -> list[tuple[Any, ...]]:

@@ -18,9 +18,9 @@ from torch.fx import Graph, Node
 from loka.compiler.backward import lower_backward
 from loka.compiler.edges.cones import cone_of
 from loka.compiler.edges.matrix import Low, Matrix
-from loka.compiler.edges.nodes import args_of, is_tensor, mark_backward, value_of
+from loka.compiler.edges.nodes import args_of, in_backward, is_tensor, mark_backward, value_of
 from loka.compiler.edges.writer import Writer
-from loka.compiler.emit import Emitter, lay_out, ordered, settle
+from loka.compiler.emit import COPY, Emitter, ordered, settle
 from loka.compiler.gemms import Gemms, Weight
 from loka.compiler.joint_sites import JointSite, sites_in
 from loka.compiler.marks import connected, mark_runs
@@ -79,10 +79,23 @@ def join_sites(graph: Graph) -> dict[str, str]:
     ordered(graph)
     settle(emitter, lying | emitter.lying)
     for node, before in strides.items():
-        lay_out(emitter, results, emitter.now(node), before)
+        _lay_out(emitter, results, emitter.now(node), before)
     call_scaled_mm(emitter)
     graph.eliminate_dead_code()
     return apart
+
+
+def _lay_out(emitter: Emitter, output: Node, node: Node, strides: tuple[int, ...]) -> None:
+    """Gives a result of forward the strides that eager code has: who calls the model may view it by them."""
+    value = value_of(node)
+    if in_backward(node) or value.stride() == strides or not all(type(each) is int and each for each in strides):
+        return
+    order = sorted(range(value.dim()), key=lambda side: strides[side], reverse=True)
+    with emitter.like(output):
+        across = emitter.call(aten.permute.default, node, order)
+        copy = emitter.call(COPY, across, memory_format=torch.contiguous_format)
+        back = [order.index(side) for side in range(value.dim())]
+        output.replace_input_with(node, emitter.call(aten.permute.default, copy, back))
 
 
 def _quantize_input(

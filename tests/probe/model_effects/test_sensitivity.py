@@ -244,7 +244,7 @@ def test_heads_that_the_logits_do_not_show_are_not_free():
     layers = probed(Ended(lambda a, b: {"a": a, "b": b}), sample(), logits=lambda out: out["a"]).layers
     assert layers["click"].effects
     assert not layers["buy"].effects
-    assert layers["buy"].no_effect == "its output does not reach these logits"
+    assert layers["buy"].no_effect == "no gradient of these logits reaches its output"
 
 
 def test_a_row_that_is_not_finite_costs_itself_alone():

@@ -41,7 +41,7 @@ from loka.probe.trace import unseen
 from loka.statistics.effect_casts import CASTS
 from loka.statistics.effect_depths import Tables, faded_tables, merge_tables, tables_of
 
-_UNREACHED = "its output does not reach these logits"
+_UNREACHED = "no gradient of these logits reaches its output"
 
 
 class Sensitivity:
