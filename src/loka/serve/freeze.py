@@ -37,6 +37,7 @@ from loka.serve.run import Runner, written_attributes
 from loka.serve.server import Server
 from loka.serve.sites import FrozenSite, FrozenWeight, answering, input_cast, scale_source
 from loka.serve.watch.monitor import range_of
+from loka.serve.watch.shadow import check_share
 
 BUCKETS = (1, 16, 64, 128, 512, 2048, 4096)
 LEAST_ROWS = 32
@@ -88,6 +89,7 @@ def freeze(
             writes to its inputs, is sharded, or that a kept weight cannot serve; buckets or graphs that cannot be.
     """
     _check_buckets(buckets)
+    check_share(shadow)
     if isinstance(calibration, torch.Tensor):
         raise ServeRefused("calibration is one tensor", way_out="give a list of requests, such as [rows]")
     batches = list(calibration)

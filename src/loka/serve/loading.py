@@ -34,6 +34,7 @@ from loka.serve.graphs import wants_graphs
 from loka.serve.saving import CARD, PLAN, PRECISE, WEIGHTS, check_outputs
 from loka.serve.server import Server
 from loka.serve.sites import FrozenWeight, even_weight
+from loka.serve.watch.shadow import check_share
 
 _AGAIN = "freeze the model and save it again"
 
@@ -55,6 +56,7 @@ def load(folder: Path | str, model: nn.Module, *, shadow: float = 0.0, graphs: b
         NoKernelFits: a kernel of the plan is missing here. WrongResults: one computes wrongly here.
         ServeRefused: the model has other weights or computes something else; a share without its weights.
     """
+    check_share(shadow)
     folder = Path(folder)
     record = Folder.load(folder / CARD)
     card = record.card

@@ -80,8 +80,6 @@ class Server:
         self._changing = threading.Lock()
         self._serial = threading.Lock() if card.scratch else nullcontext()
         self._requests = itertools.count()
-        if not 0 <= shadow <= 1:
-            raise ServeRefused(f"shadow={shadow} is no share of requests", way_out="such as 0.01, or 0 for none")
         self._shadow = shadow
         self._run = Runner(form=card.form, autocast=None if card.autocast is None else getattr(torch, card.autocast))
         self.device = next(tensor.device for tensor in [*module.parameters(), *module.buffers()] if not tensor.is_meta)

@@ -132,6 +132,10 @@ class TrainConfig:
         if self.grad_clip is not None and not 0 < self.grad_clip < math.inf:
             raise ValueError(f"grad_clip is {self.grad_clip}; use None to leave gradients as they are")
 
+    def part_rows(self, rows: int) -> int:
+        """Of each part but the last that a batch of so many goes through in."""
+        return -(-rows // self.accumulate)
+
     def identity(self, *, ranks: int = 1) -> dict[str, Any]:
         """The fields that decide the final weights; of the device only its type, and rows of all ranks."""
         kept = {name: value for name, value in asdict(self).items() if name not in _WITHOUT_EFFECT}

@@ -60,7 +60,7 @@ def last_parts(source: Source, config: TrainConfig, length: Length) -> list[int]
     found = []
     for rows in (min(source.rows, length.rows), length.rows % source.rows or source.rows):
         left = rows % config.batch_size or config.batch_size
-        found.append(math.ceil(left / math.ceil(left / config.accumulate)))
+        found.append(-(-left // config.part_rows(left)))
     return found
 
 

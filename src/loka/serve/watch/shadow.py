@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 import torch
 
+from loka.core.exceptions import ServeRefused
+
 
 @dataclass(frozen=True, kw_only=True)
 class Shadow:
@@ -27,6 +29,11 @@ class Shadow:
             f"{self.requests} requests, {self.rows} rows shadowed: answers differ by {self.mean_abs:.2e} on "
             f"average and {self.max_abs:.2e} at most; {self.nonfinite} are finite in one of the two only"
         )
+
+
+def check_share(share: float) -> None:
+    if not 0 <= share <= 1:
+        raise ServeRefused(f"shadow={share} is no share of requests", way_out="such as 0.01, or 0 for none")
 
 
 class Tally:

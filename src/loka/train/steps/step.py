@@ -182,7 +182,7 @@ class Step:
         model = unwrap(self._model)
         if is_sharded(self._model) or sharded_modules(self._model):
             return None
-        part = rows_of(batch, 0, -(-len(batch) // self._config.accumulate))
+        part = rows_of(batch, 0, self._config.part_rows(len(batch)))
 
         def forward() -> torch.Tensor:
             before.put_back()  # buffers that count forwards; and copies, for models that write to their inputs
@@ -273,7 +273,7 @@ def _backward(
     """Gradients of the sum of the rows' losses over `config.batch_size`: their mean, or less in a short
     batch, so that each row counts alike. Losses of a row's tasks add up. The batch goes through the model in
     `accumulate` parts."""
-    rows, size = len(label), -(-len(label) // config.accumulate)
+    rows, size = len(label), config.part_rows(len(label))
     losses, logits = [], []
     for first in range(0, rows, size):
         part = slice(first, first + size)
