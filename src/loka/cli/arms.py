@@ -171,8 +171,6 @@ def _write(folder: Path, result: ArmResult) -> None:
 
 
 def _read(folder: Path) -> ArmResult | None:
-    """A finished arm, or None when it is to be run (again)."""
-
     def parse(content: dict[str, Any]) -> ArmResult:
         found = decode(_Finished, content)
         held_out = read_tensors(

@@ -174,7 +174,6 @@ def is_of_zoo(name: str) -> bool:
 
 
 def _of_zoo(name: str, size: str, domain: int | None, source: Source) -> nn.Module:
-    """With a table for the source's histories, where it has some and the model reads them."""
     columns = len(source.vocab_sizes)
     if domain is not None and domain >= columns:
         raise LokaError(
@@ -249,7 +248,6 @@ def effects_by(base_rate: float | None, source: Source, batch_size: int) -> dict
 
 
 def _share_in_rows(source: Source, batch_size: int) -> Shares | None:
-    """The share of positive labels, of the labels themselves; None, and a message, where all are equal."""
     labels = count_labels(source, batch_size=batch_size)
     rates = shares(labels)
     if rates is None:

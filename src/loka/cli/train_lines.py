@@ -49,7 +49,6 @@ def train_ne(result: TrainResult) -> str:
 
 
 def _of(task: str, by_task: Mapping[str, object]) -> str:
-    """Begins what is of one of several tasks."""
     return f"{task}: " if len(by_task) > 1 else ""
 
 

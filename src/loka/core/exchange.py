@@ -112,7 +112,6 @@ def _bytes(data: bytes, device: torch.device) -> torch.Tensor:
 
 
 def _device(group: dist.ProcessGroup | None) -> torch.device:
-    """nccl moves what lies on the rank's GPU, gloo what lies on the CPU."""
     backends = dist.get_backend_config(group)
     if "cpu:" in backends or not torch.cuda.is_available():
         return torch.device("cpu")

@@ -173,7 +173,6 @@ def _judge(
     rivals: Mapping[str, Collection[str]] | None,
     tie: float,
 ) -> tuple[set[str], set[str]]:
-    """Who is clearly slower than its leader, and who is neither that nor settled."""
     standings = _standings(samples, running)
     slower, undecided = set(), set()
     for name in running:
@@ -278,7 +277,6 @@ def time_interleaved(
 def _capture_all(
     functions: Mapping[str, Callable[[], object]], baseline: str
 ) -> tuple[dict[str, torch.cuda.CUDAGraph], dict[str, str], int]:
-    """The graphs, why a function has none, and how many calls each graph holds."""
     # All graphs share one memory pool, so that 25 of them need the memory of one: each writes
     # its intermediates and outputs over the others'. That is sound because graphs are replayed
     # one after another, each writes before it reads, and nobody reads an output afterwards.

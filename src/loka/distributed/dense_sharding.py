@@ -101,7 +101,6 @@ def _rows_of(table: nn.Parameter, gradient: torch.Tensor | None) -> tuple[torch.
 
 
 def _gathered(mine: torch.Tensor, sizes: list[int]) -> torch.Tensor:
-    """The first `sizes[r]` entries of every rank r, one behind the other."""
     padded = mine.new_zeros(max(sizes), *mine.shape[1:])
     padded[: len(mine)] = mine
     parts = [torch.empty_like(padded) for _ in sizes]

@@ -149,7 +149,6 @@ def fp8_all_gather(
 
 
 def _unplanned(one: Sharded, forwards: dict[int, SiteForward], plan: Plan) -> str | None:
-    """Why no site takes it in FP8 as it is gathered, or None."""
     if len(one.size) != 2 or 0 in one.size:
         return "it is no matrix"
     if len(one.owners) > 1:

@@ -71,7 +71,6 @@ def _choice(model: nn.Module, plan: Plan, exchange: Exchange | None, timer: Time
 
 
 def _gathers(model: nn.Module, path: str, plan: Plan, exchange: Exchange, which: list[int], how: str) -> None:
-    """Of one step, with what is done to the weights of the unit besides."""
     units, low = units_of(model), how != HP
     unit = units[path]
     exchange.hook(which, on=low)

@@ -118,7 +118,6 @@ def _add(
 def _shares(
     sums: dict[tuple[str, Segments], torch.Tensor], codecs: Sequence[str]
 ) -> dict[str, tuple[float, str, float]]:
-    """Of each codec the largest share, the matrix that has it, and the relative L2 error. A collective."""
     mine: list[tuple[str, list[float]]] = []
     for (_, row), found in sums.items():
         for name, begin, end in row:
@@ -148,7 +147,6 @@ def _shares(
 
 
 def _choice(found: dict[str, tuple[float, str, float]], timed: dict[str, Timing]) -> Choice:
-    """The fastest of the codecs that are faster than torch's own way by more than noise, if any is."""
     faster = {name: t.microseconds.value for name, t in timed.items() if name != HP and is_faster(t)}
     best = min(faster, key=lambda name: (faster[name], name), default=None)
     rows = []

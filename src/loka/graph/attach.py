@@ -91,7 +91,6 @@ def _mistaken(
 
 
 def _weight_of(modules: Mapping[str, nn.Module], use: WeightUse) -> tuple[int, str, str]:
-    """What tied weights, each by its own name, have in common: the tensor, the view of it, the form."""
     owner, attribute, name = _owner(modules, use.key)
     return id(getattr(owner, attribute)), use.key.removeprefix(name), use.form
 

@@ -67,7 +67,6 @@ def _index(index: Any) -> str | None:
 
 
 def _plain(value: Any) -> str:
-    """A constant as text; "?" for what is none."""
     if isinstance(value, (list, tuple)):
         return "[" + ", ".join(_plain(one) for one in value) + "]"
     return str(value) if value is None or isinstance(value, (int, float, str)) else "?"

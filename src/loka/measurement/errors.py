@@ -34,8 +34,6 @@ from loka.statistics.depths import operand_errors
 
 @dataclass
 class _Drawn:
-    """What the draws showed of one candidate at one GEMM: a number of each by measure, and its turns."""
-
     samples: dict[str, list[float]] = field(default_factory=dict)
     turns: list[Turn] = field(default_factory=list)
 
@@ -139,7 +137,6 @@ def _truth(gemm: Gemm, product: torch.Tensor, folds: dict[Gemm, Fold]) -> Truth:
 
 
 def _narrow(drawn: _All, settings: Settings) -> bool:
-    """An infinite or NaN value will not get narrower by drawing more."""
     low = [kept for (_, name), kept in drawn.items() if name != HP]
     decibels = (estimate_mean(kept.samples["sqnr_db"]) for kept in low)
     if any(e.high - e.low > 2 * settings.interval_db for e in decibels):

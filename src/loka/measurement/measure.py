@@ -146,8 +146,6 @@ def _candidates(names: Sequence[str] | None, device: torch.device) -> tuple[str,
 
 @dataclass(kw_only=True)
 class _Work:
-    """A measurement under way: the report so far, and where it is saved."""
-
     stats: Stats
     timer: Timer
     time_limit: float | None
@@ -174,7 +172,6 @@ class _Work:
         return timeable(self.timer.device) and not self.report.settings.get(ERRORS_ONLY)
 
     def _noted(self) -> Report:
-        """The report with `notes` and `complete` as they are at this moment, in the model's order."""
         report = self.report
         missing: dict[str, list[str]] = {}
         ordered: dict[str, SiteReport] = {}
@@ -204,7 +201,6 @@ class _Work:
 
 
 def _compile_ahead(work: _Work, track: Track) -> None:
-    """For what is left to measure: at the rows of the layer, and at those that errors are drawn with."""
     problems: dict[Problem, None] = {}
     for path, layer in work.stats.layers.items():
         for gemm in gemms_of(path, layer)[0]:
@@ -217,7 +213,6 @@ def _compile_ahead(work: _Work, track: Track) -> None:
 
 
 def _compile_regions_ahead(work: _Work, paths: list[str], track: Track) -> None:
-    """Those not timed yet. Errors, which are not timed either, are drawn meanwhile."""
     timer, cells = work.timer, dict[bytes, Cell]()
     for path in paths:
         layer, shape, arms = work.stats.layers[path], work.report.model.layers[path], _arms(work, path)
@@ -342,7 +337,6 @@ def _time(work: _Work, path: str) -> None:
 
 
 def _time_region(work: _Work, path: str) -> None:
-    """Layers of one shape share their times; the cache on disk knows those of earlier measurements."""
     report, timer = work.report, work.timer
     if path in report.region_times or not any(site.path == path for site in report.sites.values()):
         return

@@ -76,7 +76,6 @@ def _effect(layer: LinearStats, recipe: Recipe) -> Effect | None:
 
 
 def _tried(effects: Mapping[str, Effect], recipe: Recipe) -> Effect | None:
-    """By the recipe's name, or that of another one with the same casts."""
     names = [recipe.name, *(name for name, casts in CASTS.items() if casts == recipe.output)]
     return next((effects[name] for name in names if name in effects), None)
 

@@ -161,7 +161,6 @@ def _race(arms: Mapping[str, str], calls: Mapping[str, Call], device: torch.devi
 
 
 def _ratio(found: Race, name: str, arms: Mapping[str, str]) -> Estimate | None:
-    """Time of `name` over the choice's: the median of paired ratios, with its interval."""
     choice = arms[CHOICE]
     if name == choice and name in found.samples:
         return Estimate(1.0, 1.0, 1.0)

@@ -123,7 +123,6 @@ class AttentionForward(SiteForward):
         return shared if shared in planned or not planned else "apart"
 
     def _site_of_part(self, part: int, keys: dict[str, tuple[str, ...]]) -> Site | None:
-        """The site of query, key or value: its own, else the planned one of which it is a part."""
         names = keys["apart"][part], keys["kv"][min(part, 1)], keys["self"][0]
         return next((self.by_key[name] for name in names if name in self.by_key), None)
 

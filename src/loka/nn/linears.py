@@ -68,7 +68,6 @@ def signature(model: nn.Module, *, like: ModelSignature | None = None) -> ModelS
 
 
 def _is_of(key: str, parameter: str) -> bool:
-    """Whether the key is of a view of the parameter."""
     return key == parameter or (key.startswith(parameter) and key[len(parameter)] in ".[~")
 
 

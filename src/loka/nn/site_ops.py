@@ -40,8 +40,6 @@ GEMMS = (Gemm.OUTPUT, Gemm.GRAD_INPUT, Gemm.GRAD_WEIGHT)
 
 @dataclass(frozen=True, kw_only=True)
 class _Layer:
-    """The sides of a linear layer for one call, and where."""
-
     rows: int
     features: int
     outputs: int
@@ -75,7 +73,6 @@ class _Layer:
 
 
 def _place(gemm: Gemm, slot: int) -> int:
-    """In the flat health [3, 3]."""
     return 3 * GEMMS.index(gemm) + slot
 
 
@@ -86,8 +83,6 @@ def _first_side(run: ScaledGemm) -> Side:
 
 @dataclass(frozen=True, kw_only=True)
 class _Forward:
-    """What a call of `forward_parts` makes: worked out once for a problem, as a step calls it each time."""
-
     run: ScaledGemm
     x: tuple[Side, Side | None]
     weight: tuple[Side, Side | None]
@@ -241,7 +236,6 @@ def backward_parts(
 
 
 def _or_empty(found: torch.Tensor | None, dtype: torch.dtype, like: torch.Tensor) -> torch.Tensor:
-    """An op returns tensors: empty ones for what is not wanted."""
     return like.new_empty(0, dtype=dtype) if found is None else found
 
 
@@ -304,7 +298,6 @@ def _layer(x: torch.Tensor, weight: torch.Tensor) -> _Layer:
 
 
 def _parts(quantized: Quantized | None, like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """An op returns tensors: data and scale, both empty for what is not kept."""
     if quantized is None:
         return like.new_empty(0), like.new_empty(0)
     return quantized.data, quantized.scale

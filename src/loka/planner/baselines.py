@@ -55,7 +55,6 @@ def fastest_of_library(report: Report, library: str, budget: Budget, *, everywhe
 
 
 def _without_times(report: Report) -> Report:
-    """What `plan` decides on errors alone."""
     return _with_measurements(
         report, lambda measured: {n: replace(m, microseconds=None, speedup=None) for n, m in measured.items()}
     )

@@ -50,14 +50,12 @@ def agree(plan: Plan, *, group: dist.ProcessGroup | None = None) -> Plan:
 
 
 def _claim(plan: Plan) -> dict[str, Any]:
-    """What this rank plans for, and what it is."""
     on_gpu = plan.machine.target != "cpu" and torch.cuda.is_available()
     here = fingerprint(torch.device("cuda", torch.cuda.current_device()) if on_gpu else "cpu")
     return {"model": encode(plan.model), "planned": encode(plan.machine), "here": encode(here)}
 
 
 def _differences(claim: dict[str, Any], first: dict[str, Any]) -> list[str]:
-    """One line for each way in which a rank does not fit the plan of the first."""
     model, planned = decode(ModelSignature, first["model"]), decode(Fingerprint, first["planned"])
     lines = [f"model: {line}" for line in decode(ModelSignature, claim["model"]).differences(model)]
     elsewhere = decode(Fingerprint, claim["planned"]).differences(planned, driver=False)

@@ -144,7 +144,6 @@ def _check_machine(model: nn.Module, plan: Plan) -> None:
 
 
 def _libraries(plan: Plan) -> set[str]:
-    """The distributions that bring what the plan names, and Triton, in which LoKA's own kernels are."""
     names = {d.candidate for d in plan.decisions.values()} - {HP}
     kernels = {candidate_named(name).kernel.library for name in names}
     return {LIBRARIES[name] for name in {*kernels, "triton"} if name in LIBRARIES}
@@ -173,5 +172,4 @@ def _check_results(model: nn.Module, plan: Plan) -> None:
 
 
 def _devices(model: nn.Module) -> list[torch.device]:
-    """Of the parameters: where sites will run."""
     return list(dict.fromkeys(parameter.device for parameter in model.parameters()))

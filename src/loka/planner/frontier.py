@@ -141,7 +141,6 @@ def frontier(
 
 
 def _most(found: Plan | Measurement, parts: Sequence[str]) -> Estimate | None:
-    """The KL/H of the part that spends most."""
     return max((kl for part in parts if (kl := found.kl_of(part)) is not None), key=upper_bound, default=None)
 
 

@@ -138,7 +138,6 @@ def _check_patterns(report: Report, patterns: Mapping[str, tuple[str, ...]]) -> 
 def _decisions(
     report: Report, layers: Mapping[str, Layer], budget: Budget, limits: Limits, granted: Mapping[str, Cost] | None
 ) -> dict[str, Decision]:
-    """Of all sites. `granted`: what the `output` GEMM of each layer may spend of the budget of KL/H."""
     decided = {
         decision.site: decision
         for path, layer in layers.items()
@@ -150,7 +149,6 @@ def _decisions(
 def _open_layer(
     sites: list[SiteReport], report: Report, budget: Budget, limits: Limits, force: Mapping[str, str]
 ) -> Layer:
-    """What is decided of a layer by rule, and what is left to compare."""
     fixed: dict[Gemm, Decision] = {}
     rejected: dict[Gemm, dict[str, str]] = {}
     options: dict[Gemm, dict[str, Option]] = {}
@@ -226,7 +224,6 @@ def _settle(layer: Layer, report: Report, budget: Budget, limits: Limits, grante
 
 
 def _fixed(site: SiteReport, report: Report, budget: Budget, force: Mapping[str, str]) -> Decision | None:
-    """What was decided before any comparison: forced, or kept in hp."""
     for pattern, wanted in force.items():
         if _matches(site, pattern):
             candidate = _measured_name(site, wanted)
@@ -259,7 +256,6 @@ def _check_forced(site: SiteReport, candidate: str) -> None:
 def _admit(
     site: SiteReport, budget: Budget, limits: Limits, *, timed: bool
 ) -> tuple[Decision | None, dict[str, Option], dict[str, str]]:
-    """A decision if there is nothing to compare in time; else the options and why others are out."""
     rejected, admitted = {}, {}
     for name, measured in site.measurements.items():
         if name == HP:
@@ -293,7 +289,6 @@ def _chosen(
     budget: Budget,
     rejected: dict[str, str],
 ) -> Decision:
-    """The decision at one site of a layer, with what each other candidate would have cost."""
     gemm = site.problem.gemm
     name = choice.options[gemm].name
     ties, others = [], {}
@@ -341,7 +336,6 @@ def _kept(site: SiteReport, model: ModelSignature, budget: Budget) -> str | None
 
 
 def _most_exact(admitted: Mapping[str, Measurement]) -> tuple[str, str, dict[str, str]]:
-    """The winner where nothing was timed, why it won, and why each other candidate lost."""
     errors = {name: m.errors["sqnr_db"] for name, m in admitted.items()}
     best = max(sorted(errors), key=lambda name: errors[name].value)
     equal = sorted(name for name, error in errors.items() if error.high >= errors[best].low)
@@ -389,8 +383,6 @@ def _no_candidate(site: SiteReport, budget: Budget, rejected: Mapping[str, str])
 
 
 def _closest(site: SiteReport, runnable: list[str]) -> str | None:
-    """The candidate a user would ask about: the fastest, or the most exact where none was timed."""
-
     def rank(name: str) -> float:
         measured = site.measurements[name]
         if measured.microseconds:

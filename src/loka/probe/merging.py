@@ -89,7 +89,6 @@ def gather_stats(stats: Stats, *, group: dist.ProcessGroup | None = None, rank: 
 
 
 def _claim(stats: Stats) -> dict[str, Any]:
-    """What has to be alike, as JSON."""
     layers = {}
     for path, layer in stats.layers.items():
         lines = {"computes in": layer.dtype, "keeps its weight in": layer.weight_dtype}
@@ -121,7 +120,6 @@ def _unknown(found: Distribution) -> set[str]:
 
 
 def _all_differences(claims: Sequence[dict[str, Any]], names: Sequence[str]) -> list[str]:
-    """One line for each way in which one differs from the first, or is beyond this LoKA."""
     lines = []
     for claim, name in zip(claims, names, strict=True):
         lines += [f"{name}: {line}" for line in _differences(claim, claims[0], names[0])]
@@ -184,7 +182,6 @@ def _merge(a: Stats, b: Stats, rank: int) -> Stats:
 
 
 def _parts(a: Stats, b: Stats, layers: Mapping[str, LinearStats]) -> dict[str, Part]:
-    """Of both; what only one of them has stays as it is."""
     found = {**b.parts, **a.parts}
     for name in a.parts.keys() & b.parts.keys():
         both = joined(a.parts[name], b.parts[name])
@@ -233,7 +230,6 @@ def _merge_operands(a: Distribution, b: Distribution, rank: int) -> Distribution
 
 
 def _sums(a: Distribution, b: Distribution) -> dict[str, torch.Tensor]:
-    """Histograms and sketches; what only one of them has stays."""
     sums = {name: tensor for name, tensor in a.tensors.items() if name.startswith(_SUMS)}
     for name, tensor in b.tensors.items():
         if name in sums:

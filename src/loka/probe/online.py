@@ -236,7 +236,6 @@ class Probe:
         )
 
     def _advance(self) -> bool:
-        """A step begins; whether it is sampled."""
         self._clock.mark(self._steps)
         self._clock.read(self._sampling.costs.took)
         if self._saver is not None:

@@ -181,7 +181,6 @@ class SiteTrace(ParameterMode):
         return super().__torch_function__(func, types, args, kwargs)
 
     def _sites(self, key: str, call: GemmCall) -> list[SiteCall]:
-        """The sites of a call: one, or one for each stacked weight; none where a rule leaves it out."""
         caller = self._stack[-1]
         place = self._paths[caller]
         experts = [None] if call.weight.dim() == 2 else list(range(call.weight.shape[0]))

@@ -35,7 +35,6 @@ def gemm_table(bench: GemmBench) -> str:
 
 
 def _rows(bench: GemmBench) -> str:
-    """One row a site, and one for the layer as a whole, quantization shared."""
     numbers = ("choice", "us", "speed-up", "sqnr_db", "closest rival")
     header = ("layer", "MxKxN", "gemm", "bf16 us", *bench.active, *numbers)
     rows = []
@@ -67,7 +66,6 @@ def _rows(bench: GemmBench) -> str:
 
 
 def _time(contest: Contest, arm: str, *, named: bool = True) -> str:
-    """Microseconds of an arm, and what it ran; a library that cannot run a site says so."""
     runs = contest.arms.get(arm)
     if runs is None or (named and runs == HP):
         return "-"
@@ -79,7 +77,6 @@ def _time(contest: Contest, arm: str, *, named: bool = True) -> str:
 
 
 def _short(runs: str) -> str:
-    """A layer's candidates without repeating one that serves several GEMMs."""
     parts = runs.split(" | ")
     return parts[0] if len(set(parts)) == 1 else runs
 
@@ -125,7 +122,6 @@ def _summary(bench: GemmBench, sites: Mapping[str, Contest], layers: Mapping[str
 
 
 def _standings(found: Mapping[str, Standing]) -> str:
-    """Geometric means over bf16, and how the choice did against each arm."""
     rows = []
     for arm, standing in found.items():
         counts = [str(standing.verdicts[name]) if arm != CHOICE else "" for name in (WIN, TIE, LOSS)]
@@ -143,7 +139,6 @@ def _standings(found: Mapping[str, Standing]) -> str:
 
 
 def _claims(found: Mapping[str, Standing]) -> list[str]:
-    """The three statements a dispatcher stands or falls by, answered."""
     losses = found[HP].verdicts[LOSS]
     lines = [f"Never slower than bf16 beyond noise: {_yes(losses == 0)} ({losses} losses)."]
     libraries = {arm: s for arm, s in found.items() if arm not in (HP, CHOICE)}
@@ -168,7 +163,6 @@ def _yes(holds: bool) -> str:
 
 
 def _exceptions(bench: GemmBench, contests: Mapping[str, Contest]) -> Iterable[str]:
-    """Every loss, and every contest that is not in the means, by name."""
     for place, contest in contests.items():
         for arm, ratio in contest.versus.items():
             if verdict(ratio, bench.tie) == LOSS:
@@ -182,7 +176,6 @@ def _exceptions(bench: GemmBench, contests: Mapping[str, Contest]) -> Iterable[s
 
 
 def _models(bench: GemmBench, models: Iterable[ModelTime]) -> str:
-    """The time of a model's linear layers, counts included."""
     libraries = [or_hp(library) for library in bench.active]
     rows = []
     for model in models:

@@ -102,7 +102,6 @@ def matplotlib_module(module: str) -> Any:
 
 
 def _styles(bench: GemmBench) -> dict[str, tuple[str, str]]:
-    """Colour and marker of each library, the same in every panel."""
     libraries = {name: _STYLES[index % len(_STYLES)] for index, name in enumerate(bench.active)}
     return {**libraries, _MIXED: _MIXED_STYLE, HP: _HP_STYLE}
 
@@ -151,14 +150,12 @@ def _panel(
 
 
 def _rival(bench: GemmBench, gemm: Gemm | None) -> str | None:
-    """The arm that does best alone: over all sites, and over all layers."""
     contests = bench.whole_layers() if gemm is None else bench.sites()
     best = best_library(standings(bench, contests.values()))
     return best.arm if best else None
 
 
 def _library(runs: str) -> str:
-    """The library behind a choice; of a layer's GEMMs, those in FP8 count."""
     names = {library_of(name) for name in parted(runs)} - {HP}
     if not names:
         return HP
@@ -166,7 +163,6 @@ def _library(runs: str) -> str:
 
 
 def _ticks(axis: Any, bench: GemmBench, arms: set[str | None]) -> None:
-    """Plain numbers on the logarithmic scale of speed-ups, as many as its range can take."""
     values = [
         timing.speedup.value
         for contest in bench.contests.values()

@@ -123,7 +123,6 @@ def _arm(arm: ArmVerdict, validation: Validation) -> str:
 
 
 def _spread(variance: PairVariance) -> str:
-    """What spread between pairs was to be expected, where it came from, and what the interval makes of it."""
     expected = variance.expected
     if expected is None:
         return "the interval goes by the spread of these pairs alone"

@@ -34,7 +34,6 @@ def fake_model(model: nn.Module, mode: FakeTensorMode) -> nn.Module:
 
 
 def _tensors(model: nn.Module) -> Iterator[torch.Tensor]:
-    """Parameters, buffers, and what modules hold in other attributes."""
     for module in model.modules():
         yield from (held for held in module._parameters.values() if held is not None)
         yield from (held for held in module._buffers.values() if held is not None)

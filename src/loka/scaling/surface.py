@@ -113,7 +113,6 @@ def _roofline(shapes: Sequence[Shape], constants: torch.Tensor, *, eight: bool) 
 
 
 def _work(shape: Shape, *, eight: bool) -> tuple[float, float, float, float]:
-    """FLOPs, bytes of the GEMM, bytes of quantizing, launches."""
     if shape.kind == TOGETHER:
         each = [
             _work(

@@ -103,7 +103,6 @@ def _does_not_run(model: nn.Module, error: Exception) -> LokaError:
 
 
 def _watched(model: nn.Module, batch: Any, rows: int) -> Traced:
-    """One forward pass of `model`, as it is, with gradients enabled."""
     linears, skipped = find_linears(model)
     names = SiteNames(linears, {})
     calls: list[SiteGemms] = []
@@ -189,7 +188,6 @@ def _carried_on(model: nn.Module, batch: Any, rows: int, failed: Exception) -> T
 
 
 def _sizes(traced: Traced) -> dict[Any, float]:
-    """Rows of each call, and FLOPs of what is no site."""
     found = {(place, call.path): float(call.rows) for place, call in enumerate(traced.calls)}
     return found | {(place, one.op): one.flops for place, one in enumerate(traced.coverage.uncovered)}
 

@@ -93,7 +93,6 @@ def load_precise(
 
 
 def _given(value: Any) -> str:
-    """The form of a tensor, or what stands in a state dict for one."""
     if type(value) not in (torch.Tensor, nn.Parameter):
         return f"a {type(value).__name__}"
     if value.layout is not torch.strided or value.is_meta:

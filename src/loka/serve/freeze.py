@@ -227,8 +227,6 @@ def _check_rows(batches: Sequence[Sequence[torch.Tensor]]) -> None:
 
 @dataclass
 class _Found:
-    """What calibration rows show, by site: max|x| of each input row, and energies of output and error."""
-
     peaks: dict[str, torch.Tensor] = field(default_factory=dict)
     signal: dict[str, float] = field(default_factory=dict)
     noise: dict[str, float] = field(default_factory=dict)
@@ -294,8 +292,6 @@ def _errors(
     weights: dict[str, FrozenWeight],
     scales: dict[str, torch.Tensor],
 ) -> None:
-    """Adds up energies of each site's output and of its error, with inputs in high precision."""
-
     def note(name: str, candidate: str, rows: torch.Tensor, weight: torch.Tensor) -> None:
         site = FrozenSite(name, candidate, weights[name], scales.get(name))
         exact = rows.double() @ weight.double().t()
@@ -314,7 +310,6 @@ def _frozen(
     in_hp: Mapping[str, Collection[int]],
     call: Callable[[nn.Module], Any],
 ) -> tuple[nn.Module, list[str], list[str]]:
-    """The tree, the keys of weights that it dropped, and why it kept others."""
     whole = frozen_tree(share(precise), plan, weights, scales, (), in_hp)
     keys, kept = droppable(whole, weights, in_hp)
     if not keys:

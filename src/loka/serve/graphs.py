@@ -138,8 +138,6 @@ class Replays:
 
 @dataclass(frozen=True)
 class _Waiting:
-    """What was shown on its way to the host, of a request that `filled` so many rows of its graph's."""
-
     sites: tuple[Seen, ...]
     values: torch.Tensor
     event: torch.cuda.Event | None
@@ -246,7 +244,6 @@ class Capturer:
     def _graph(
         self, rows: int, call: Callable[[list[torch.Tensor]], Any], stream: torch.cuda.Stream | None
     ) -> tuple[Graph, Any]:
-        """The recorded call, and what the call before it gave."""
         inputs = self._run.form.check_rows(self._device, rows)
         pool = None if stream is None else torch.cuda.graph_pool_handle()
         try:
@@ -277,7 +274,6 @@ class Capturer:
         return recording, output, Shown(values, tuple(sites))
 
     def _shown(self, call: Callable[[], Any], sites: list[Seen]) -> tuple[Any, torch.Tensor]:
-        """The call's output, and what `Shown.values` are; `sites` says whose."""
         found: list[torch.Tensor] = []
         sites.clear()
         names = {site.health.data_ptr(): name for name, site in frozen_sites(self._template).items()}
@@ -309,7 +305,6 @@ class Capturer:
 
 
 def _microseconds(recording: Recording, device: torch.device) -> float:
-    """Of a replay, the shortest of three; 0 off CUDA."""
     if device.type != "cuda":
         recording.replay()
         return 0.0
@@ -358,7 +353,6 @@ def _check(graph: Graph, expected: Any, least_db: float) -> None:
 
 
 def _like(tree: nn.Module) -> nn.Module:
-    """Another tree of the same modules and sites with the same tensors."""
     sites = [site for forward in site_forwards(tree).values() for site in forward.sites]
     shared: list[Any] = [*tree.parameters(), *tree.buffers()]
     for site in sites:
@@ -384,7 +378,6 @@ def _plan_for(template: nn.Module, bucket: int) -> None:
 
 
 def _bind(template: nn.Module, tree: nn.Module) -> None:
-    """Has `template` compute with the tensors of `tree`."""
     for (_, own), (_, other) in zip(named_modules(template), named_modules(tree), strict=True):
         own._parameters.update(other._parameters)
         own._buffers.update(other._buffers)

@@ -67,7 +67,6 @@ class Form:
         return [tensor if tensor.device == device else tensor.to(device, non_blocking=True) for tensor in tensors]
 
     def _ordered(self, request: Request) -> Sequence[torch.Tensor] | None:
-        """None where the request is of another kind, or names others than the columns."""
         if _kind(request) != self.kind:
             return None
         if self.kind == "tensor":

@@ -217,7 +217,6 @@ frozen_gemm = registered("loka::frozen_gemm", _frozen_gemm_shown, _frozen_gemm_f
 
 
 def _precise(rows: torch.Tensor, weight: torch.Tensor | None) -> torch.Tensor:
-    """The converted model's own high-precision GEMM."""
     assert weight is not None
     if torch.compiler.is_compiling():
         return rows @ weight.to(rows.dtype).t()
@@ -289,7 +288,6 @@ def observing() -> Observer | None:
 
 
 def _bucket() -> int | None:
-    """For how many rows this thread computes an answer; None where it computes none."""
     return getattr(_HERE, "bucket", None)
 
 

@@ -63,7 +63,6 @@ def _scales(amaxes: Mapping[Sides, torch.Tensor], format: Format) -> dict[Sides,
 def _regrouped(
     groups: Mapping[Sides, torch.Tensor], change: Callable[[torch.Tensor], torch.Tensor]
 ) -> dict[Sides, torch.Tensor]:
-    """`change` of all values, at once."""
     changed = change(torch.cat([values.flatten() for values in groups.values()]))
     parts = changed.split([values.numel() for values in groups.values()])
     return {sides: part.view_as(groups[sides]) for sides, part in zip(groups, parts, strict=True)}

@@ -123,7 +123,6 @@ def collect_all(requests: Sequence[Request], *, weighted_only: bool = False) -> 
 
 
 def _kind(layout: Layout, shape: Sequence[int]) -> tuple[Sides, bool]:
-    """What tells layouts apart for an operand of `shape`."""
     return sides_of(layout.granularity, shape, transposed=layout.transposed), layout.power_of_two
 
 

@@ -76,7 +76,6 @@ def samplers(
 
 
 def _paired(input: Distribution, grad_output: Distribution) -> dict[str, Sampler]:
-    """Samplers of both, or none where the statistics cannot say how one goes with the other."""
     cross = tails.cross_in(grad_output)
     if cross is None or {input.kind, grad_output.kind} != {gaussian.KIND}:
         return {}

@@ -149,7 +149,6 @@ def _name(cast: Cast) -> str:
 
 
 def _some(rows: int, columns: int, generator: torch.Generator) -> tuple[torch.Tensor | None, float]:
-    """Random rows, and how many each stands for; None for all of them."""
     kept = max(_ELEMENTS // max(columns, 1), 1)
     if rows <= kept:
         return None, 1.0

@@ -71,7 +71,6 @@ def _terminate(number: int, frame: Any) -> None:
 
 @contextmanager
 def _handled(handler: Callable[[int, Any], None], usual: Mapping[int, tuple[Any, ...]]) -> Iterator[None]:
-    """Inside, `handler` takes the place of the handlers that are usual for these signals."""
     replaced = {}
     if threading.current_thread() is threading.main_thread():
         before = {number: signal.getsignal(number) for number in usual}

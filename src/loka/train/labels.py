@@ -47,7 +47,6 @@ def count_labels(source: Source, *, batch_size: int, most: int = MOST_ROWS) -> d
 
 
 def _counted(source: Source, batch_size: int) -> Iterator[dict[str, Labels]]:
-    """By task, before the first batch and after each."""
     found = dict.fromkeys(tasks_of(source), Labels(positive=0, rows=0))
     yield found
     for batch in source.batches(batch_size):

@@ -294,7 +294,6 @@ def train(
 
 
 def _standing(checkpoints: Path | None, step: int | None) -> str:
-    """What an interrupted run would go on from."""
     if checkpoints is None:
         return "no checkpoint of this run was saved: it has no folder for them"
     if step is None:
@@ -347,8 +346,6 @@ def _open(folder: Path, identity: Mapping[str, Any], steps: int, *, resume: bool
 
 
 class _Log:
-    """Turns running sums into log lines; remembers what the last line covered."""
-
     def __init__(self, run: Run) -> None:
         self.run, self.step, self.rows = run, run.step, run.running.rows
         self.sums, self.time = run.running.losses_and_clicks(), time.perf_counter()

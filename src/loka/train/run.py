@@ -140,7 +140,6 @@ class Run:
         return self._step
 
     def _chosen(self, what: str, choose: Callable[[], Choice]) -> Choice:
-        """As before in a run that goes on with as many ranks."""
         choice = before = self._held.pop(what, None)
         if choice is None or choice.ranks != ranks_of():
             choice = choose()

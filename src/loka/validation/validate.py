@@ -180,9 +180,6 @@ def validate(
 
 @dataclass(frozen=True)
 class _Rules:
-    """What a verdict goes by: the control, the segments, the limits, which rows come together, and the spread
-    to expect by a bank, by task."""
-
     control: str
     segments: Sequence[Segmented]
     clusters: npt.NDArray[np.int64] | None
@@ -246,7 +243,6 @@ def _annealed(bench: Bench, control: str, seeds: Sequence[int], rate: float) -> 
 def _arm_verdict(
     bench: Bench, rules: _Rules, arm: str, task: str, runs: Sequence[Run], known: Mapping[int, PairedDifference]
 ) -> ArmVerdict:
-    """`known` are the pairs compared before."""
     mine = [run for run in runs if run.arm == arm and run.task == task]
     broken = [run for run in mine if run.broke]
     seeds = [run.seed for run in mine if not run.broke]

@@ -85,7 +85,6 @@ class RowsVerdict:
         return f"{without}; a fail: {self._needs(-margin)}"
 
     def _needs(self, margin: float) -> str:
-        """What makes the half-width at most `margin`."""
         variance = self.variance
         needed = variance.pairs_to(margin, self.tail)
         if needed is not None:

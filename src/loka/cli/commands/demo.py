@@ -261,7 +261,6 @@ def _decide(stats: Stats, config: DemoConfig, out: Path, say: Say, details: Deta
 
 
 def _proof(decided: Plan, arm: Arm) -> str:
-    """Which kernels ran, as they were counted; a planned site that never ran is named."""
     by_candidate: Counter[str] = Counter()
     idle = []
     for decision in decided.decisions.values():

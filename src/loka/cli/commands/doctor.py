@@ -68,7 +68,6 @@ def _libraries() -> list[tuple[str, str, str]]:
 
 
 def _kernel_libraries(missing: dict[str, str | None]) -> list[tuple[str, str, str]]:
-    """Every library, those without an adapter too. A plan records the versions shown."""
     versions = library_versions()
     rows: list[tuple[str, str, str]] = [("torch", str(torch.__version__), "works")]
     for name, library in ADAPTED.items():
@@ -84,7 +83,6 @@ def _candidates(candidates: Iterable[Candidate], target: str) -> list[tuple[str,
 
 
 def _answers(candidate: Candidate, target: str) -> list[str]:
-    """For each GEMM "yes", or why not, wherever the library is installed."""
     answers = []
     for gemm in Gemm:
         problem = linear_problem(gemm, rows=4096, in_features=1024, out_features=1024, dtype="bfloat16", target=target)
@@ -93,7 +91,6 @@ def _answers(candidate: Candidate, target: str) -> list[str]:
 
 
 def _would_run(kernels: Iterable[Kernel], target: str) -> list[str]:
-    """One line a kernel: the recipes it would run, then what it refuses, by reason."""
     lines = []
     for kernel in kernels:
         runs, refused = [], defaultdict(list)
@@ -114,5 +111,4 @@ def _would_run(kernels: Iterable[Kernel], target: str) -> list[str]:
 
 
 def _once(answers: list[str]) -> list[str]:
-    """A reason that holds for all three GEMMs is said once."""
     return [answers[0], "", ""] if answers[0] != "yes" and len(set(answers)) == 1 else answers

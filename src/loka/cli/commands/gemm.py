@@ -130,7 +130,6 @@ def run_gemm_bench(config: GemmConfig, *, track: Track | None = None) -> tuple[G
 
 
 def _arms(report: Report, budget: Budget, *, alone: Plan, together: Plan) -> tuple[Arms, Arms]:
-    """What each arm runs at a site by itself, and where a layer shares its quantization."""
     site_arms = {CHOICE: _candidates(alone)}
     layer_arms = {CHOICE: _candidates(together)}
     if not report.timed:
@@ -148,7 +147,6 @@ def _candidates(plan: Plan) -> dict[str, str]:
 
 
 def _libraries(report: Report) -> dict[str, str]:
-    """Every library that LoKA knows, with why it has no candidate here or "" if it has."""
     active = libraries_of(report)
     reasons: dict[str, Counter[str]] = {}
     for site in report.sites.values():

@@ -135,7 +135,6 @@ def probe(
 
 
 def _divided(text: str, source: Source, batch_size: int) -> Divided:
-    """The segments that `loka validate --segment` gives these rows."""
     (found,) = divide(source, [division_named(text, source)], batch_size=batch_size)
     return Divided(found.names, torch.from_numpy(found.group))
 

@@ -187,7 +187,6 @@ _Ask = Callable[[_Built], Scale | Across]
 
 
 def _without_numbers(build: Callable[[], _Built], ask: _Ask) -> Scale | Across:
-    """Built without memory where the model's code allows that, else as it is."""
     try:
         with fake_mode():
             built = build()
@@ -254,7 +253,6 @@ def _numbers(text: str) -> tuple[int, ...]:
 
 
 def _of_rows(model: str, data: Path | None, schema: Path | None) -> Callable[[], _Built]:
-    """A model called with the columns of click rows: the zoo's, or a factory as `loka train` takes it."""
     source: Source = open_data(data, rows=_FEW_ROWS * 2, seed=0, schema=schema).train
     few = next(iter(source.batches(_FEW_ROWS)))
     factory = model_builder(model)

@@ -178,7 +178,6 @@ def package(
 
 
 def _plans(given: list[str]) -> Plan | dict[int, Plan]:
-    """Of `--plan`: a file, or ROWS=FILE several times."""
     if len(given) == 1 and "=" not in given[0]:
         return Plan.load(Path(given[0]))
     plans: dict[int, Plan] = {}
@@ -220,7 +219,6 @@ def _server(
 
 
 def _requests(source: Source, batch_size: int, rows: int) -> Iterator[tuple[torch.Tensor, ...]]:
-    """The inputs of at most `rows` rows, in order."""
     for batch in source.batches(batch_size):
         if rows <= 0:
             return

@@ -133,7 +133,6 @@ def _fresh(config: StepConfig, source: Source) -> nn.Module:
 
 
 def _report(config: StepConfig, data: Data) -> Report:
-    """The report in the folder, finished if it was not; a new one from a short probed run else."""
     folder, bars = config.out / "stats", ProgressBars(config.model)
     if not (folder / "stats.json").exists():
         model = _fresh(config, data.train)
@@ -167,7 +166,6 @@ def _everywhere_name(candidate: str) -> str:
 
 
 def _torchao_arms(fresh: Callable[[], nn.Module], batch: Batch) -> dict[str, Arm]:
-    """Each recipe on every layer that it can run, and as its own filter would choose the layers."""
     arms = {}
     for recipe in TORCHAO:
         for filtered in (False, True) if recipe != "rowwise_with_gw_hp" else (False,):  # it has no filter
@@ -186,7 +184,6 @@ def _by_plan(fresh: Callable[[], nn.Module], decided: Plan) -> Callable[[], nn.M
 
 
 def _everywhere(report: Report, name: str) -> Plan:
-    """One candidate at every site that it can run, except at prediction layers."""
     candidate_named(name)
     force = {}
     for site in report.sites.values():

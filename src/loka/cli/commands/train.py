@@ -307,7 +307,6 @@ def _known_share(source: Source, batch_size: int) -> Shares:
 
 
 def _saved_plan(checkpoints: Path | None) -> Plan | None:
-    """The plan of the run that is to be continued, if it had one."""
     found = given_plan_in(checkpoints) if checkpoints else None
     saved = plan_in(found[0], "given_plan") if found else None
     if found and saved:

@@ -198,8 +198,6 @@ def _divisions(names: list[str] | None, source: Source) -> list[Division]:
 
 
 class _Tenths:
-    """Prints ten log lines of a run, which has a hundred."""
-
     def __init__(self) -> None:
         self._shown: dict[str, int] = {}
 

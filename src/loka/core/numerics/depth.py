@@ -264,7 +264,6 @@ def _moments(histogram: DepthHistogram, weighting: str) -> torch.Tensor:
 
 @functools.lru_cache(maxsize=256)
 def _rounded(format: Format, margin: float, device: torch.device) -> torch.Tensor:
-    """Where each bin's centre goes, in units of 2^e."""
     cpu = torch.device("cpu")
     factor = units(cpu) * (format.max / Format.E4M3.max * 2.0**-margin)
     return (_quantized(centres(cpu) * factor, format) / factor).to(device)

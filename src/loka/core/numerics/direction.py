@@ -50,7 +50,6 @@ class Fold:
 
 
 def _signs(side: int, generator: torch.Generator, device: torch.device) -> torch.Tensor | None:
-    """None for a side that is short enough as it is."""
     if side <= SIDE:
         return None
     return torch.randint(2, (side, 1), generator=generator).mul_(2).sub_(1).float().to(device)

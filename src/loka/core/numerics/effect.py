@@ -233,7 +233,6 @@ def _sums(rows: Iterable[Sequence[float]], finite: Sequence[bool]) -> tuple[floa
 
 
 def _added(mine: tuple[float, ...], theirs: tuple[float, ...]) -> tuple[float, ...]:
-    """Nothing where one of the two is not known."""
     if not mine or not theirs:
         return ()
     return tuple(a + b for a, b in zip(mine, theirs, strict=True))

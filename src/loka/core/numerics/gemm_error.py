@@ -77,7 +77,6 @@ def _moved(ratios: torch.Tensor) -> torch.Tensor:
 
 
 def _percentile(ratios: torch.Tensor) -> torch.Tensor:
-    """The least ratio that 99 in 100 rows do not exceed."""
     if not len(ratios):
         return ratios.new_full((), math.nan)
     return ratios.sort().values[math.ceil(0.99 * len(ratios)) - 1]

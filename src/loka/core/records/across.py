@@ -203,7 +203,6 @@ def _where_it_pays(rows: list[AcrossRow]) -> str:
 
 
 def _where_it_stops(rows: list[AcrossRow]) -> str:
-    """From how many GPUs no interval of the gain is above 1.00."""
     for row in sorted(rows, key=lambda row: row.gpus):
         if not any(_word(other.speedup) == "yes" for other in rows if other.gpus >= row.gpus):
             return f"from {row.gpus} GPUs on: the interval of their gain is not above 1.00"
@@ -221,7 +220,6 @@ def _swings(rows: tuple[AcrossRow, ...]) -> list[str]:
 
 
 def _word(gain: Estimate) -> str:
-    """As the two digits that are printed say it."""
     if round(gain.low, 2) > 1:
         return "yes"
     return "perhaps" if round(gain.high, 2) > 1 else "no"

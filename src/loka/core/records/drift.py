@@ -284,7 +284,6 @@ def _effect(stats: Stats, path: str, recipe: str) -> Estimate | None:
 
 
 def _low_operands(path: str, plan: Plan) -> list[str]:
-    """The operands of the layer that some GEMM takes in FP8."""
     candidates = plan.candidates(path)
     return [name for name in OPERANDS if any(candidates[gemm] != HP for gemm, _ in SHARED_OPERANDS[name])]
 

@@ -189,7 +189,6 @@ class Plan(
         return self.coverage.planned_lines(runs, self.eight_bits)
 
     def _spent(self) -> str:
-        """What the plan costs in KL/H, if anything of it is known or asked for."""
         if self.limits:
             spent = ((name, self.kl_of(name), limit) for name, limit in self.limits.items())
             parts = (

@@ -198,7 +198,6 @@ _ALWAYS = ("sqnr_db", "mere")
 
 
 def _rows(site: SiteReport, shown: Sequence[tuple[str, Callable[[float], str]]]) -> list[tuple[str, ...]]:
-    """hp first, then the fastest; those that cannot run in one row. `shown`: measures, how written."""
     problem = site.problem
     place = (site.name, f"{problem.m}x{problem.n}x{problem.k}")
 

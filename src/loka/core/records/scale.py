@@ -160,7 +160,6 @@ class Scale(RecordFile, kind="loka-scale", version=1, way_out="run `loka scale` 
         return " ".join(lines)
 
     def _origins(self) -> str:
-        """How many sites have times of each origin."""
         found = [site.origin for layer in self.layers for site in layer.gemms.values()]
         counts = {origin: found.count(origin) for origin in get_args(Origin)}
         return ", ".join(f"{count} {origin}" for origin, count in counts.items() if count)
@@ -213,7 +212,6 @@ def _grade(speedup: Estimate) -> str:
 
 
 def _rows(layers: Iterable[LayerTimes], total: float) -> list[tuple[str, ...]]:
-    """Layers of one shape share their rows; FLOPs are of all of them."""
     alike: dict[tuple[object, ...], list[LayerTimes]] = {}
     for layer in layers:
         key = (layer.rows, layer.in_features, layer.out_features, layer.weight_dtype, tuple(layer.gemms))
@@ -243,7 +241,6 @@ def _rows(layers: Iterable[LayerTimes], total: float) -> list[tuple[str, ...]]:
 
 
 def _shares(coverage: Coverage) -> list[str]:
-    """The sites' share of the FLOPs, and what is no site, op by op."""
     total = coverage.total or 1.0
     alike: dict[tuple[str, str], list[Uncovered]] = {}
     for rest in sorted(coverage.uncovered, key=lambda rest: -rest.flops):

@@ -69,7 +69,6 @@ def _alone(path: Path, doing: str, *, of: str | None) -> Iterator[None]:
 
 
 def _locked(path: Path, doing: str) -> int | None:
-    """A handle that holds the lock; None where there are no locks."""
     while True:
         handle = os.open(path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
         try:
@@ -109,7 +108,6 @@ def _is_named(path: Path, handle: int) -> bool:
 
 
 def _holder(handle: int) -> str:
-    """What the file says of who holds it; "" where it says nothing yet."""
     try:
         found = json.loads(os.pread(handle, 4096, 0))
         return f"process {int(found['pid'])} on {str(found['host'])[:80]} holds it"

@@ -194,7 +194,6 @@ def _hints(kind: type) -> dict[str, Any]:
 
 
 def _name(entry: Field[Any]) -> str:
-    """In JSON."""
     return entry.metadata.get(_NAME) or entry.name
 
 

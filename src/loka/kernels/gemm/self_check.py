@@ -103,8 +103,6 @@ def _evidence(candidate: Candidate, gemm: Gemm, device: torch.device) -> str | N
 
 
 def _problems(candidate: Candidate, gemm: Gemm, device: torch.device) -> list[Problem]:
-    """What the candidate supports of the usual problems; else the first it supports of the others."""
-
     def supported(sides: tuple[Sides, ...], dtypes: tuple[str, ...]) -> list[Problem]:
         several = [
             Problem(gemm=gemm, m=m, n=n, k=k, dtype=dtype, target=target_of(device))
@@ -188,7 +186,6 @@ def _quantizer_evidence(operand: str, hp: torch.Tensor, low: Quantized) -> str |
 
 
 def _residuals(hp: torch.Tensor, low: Quantized, columns: torch.Tensor, *, second: bool) -> int:
-    """Appends them; returns how many values are not the CPU's."""
     twin = Quantized(low.data.cpu().clone(), low.scale.cpu(), low.cast)
     append(twin, hp.cpu(), columns.cpu(), second=second)
     append_residuals(low, hp, columns, second=second)
@@ -257,7 +254,6 @@ def compare(out: torch.Tensor, expected: torch.Tensor, bound: torch.Tensor) -> s
 
 
 def _likeness(out: torch.Tensor, expected: torch.Tensor, wrong: torch.Tensor) -> str | None:
-    """What the error looks like, where that can be told from the ratio to the right result."""
     if not torch.isfinite(out).all():
         return f"{int((~torch.isfinite(out)).sum())} are not finite"
     if not out[wrong].any():
@@ -282,6 +278,5 @@ def _likeness(out: torch.Tensor, expected: torch.Tensor, wrong: torch.Tensor) ->
 
 
 def _deviation(octaves: torch.Tensor, dim: int) -> float:
-    """The median over lines of the mean distance from the line's median; NaN is left out."""
     middle = octaves.nanmedian(dim=dim, keepdim=True).values
     return float((octaves - middle).abs().nanmean(dim=dim).nanmedian())

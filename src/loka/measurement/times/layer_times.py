@@ -139,7 +139,6 @@ def _time_site(
 
 
 def _asked(name: str, timer: Timer) -> str:
-    """The candidate that was asked for, of a name that a search may have pinned."""
     return name if name == HP or name in timer.candidates else name.partition("@")[0]
 
 

@@ -98,13 +98,11 @@ def _worker(cells: Sequence[Cell], device: torch.device, told: Path) -> subproce
 
 
 def _bare(layer: LinearStats) -> LinearStats:
-    """Without what was learnt, of which a cell needs nothing."""
     operands = {name: replace(operand, tensors={}, numbers={}) for name, operand in layer.operands.items()}
     return replace(layer, operands=operands, effects={}, no_effect="", effects_by_part={})
 
 
 def _compiler() -> list[Any]:
-    """What Inductor's keys hold besides the code: settings of this process."""
     from torch._inductor import config
 
     return [
@@ -115,7 +113,6 @@ def _compiler() -> list[Any]:
 
 
 def _in_json(value: Any) -> bool:
-    """Whether it comes out of JSON as it went in: numbers, names, dicts (torch's packaging leaves one behind)."""
     try:
         return bool(json.loads(json.dumps(value)) == value)
     except (TypeError, ValueError):

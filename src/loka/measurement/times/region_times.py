@@ -215,7 +215,6 @@ def _race(
 
 
 def _of_one(time: Estimate) -> Estimate:
-    """Of one layer of a cell."""
     return Estimate(time.value / LAYERS, time.low / LAYERS, time.high / LAYERS)
 
 

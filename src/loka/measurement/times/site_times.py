@@ -181,7 +181,6 @@ def _rotate(items: Sequence[T]) -> Callable[[], T]:
 
 
 def _algorithms(name: str, problem: Problem) -> list[Candidate]:
-    """The pinned candidates to search; none where there is no choice or it was made already."""
     candidate = candidate_named(name)
     if candidate.algorithm is not None:
         return []

@@ -32,8 +32,6 @@ class Way:
 
 @dataclass(frozen=True)
 class _Step:
-    """From one vertex of an item's hull to the next."""
-
     slope: float
     item: str
     way: Way

@@ -91,7 +91,6 @@ def _effects(
     signed: torch.Tensor,
     rates: TaskRates | None,
 ) -> dict[str, dict[str, Effect]]:
-    """Of the rows `here`, by layer and recipe; without layers of which no row tells."""
     column = slice(task, task + 1)
     predicted = z[here][:, column].sigmoid()
     if rates is not None:

@@ -328,7 +328,6 @@ def _renewed(stats: Stats, rows: _Rows, base_rate: BaseRate | None, horizon: Hor
 
 
 def _of(values: Sequence[T], rows: _Rows) -> list[T]:
-    """Of the batches' samples of all rows."""
     return [value for value, uniform in zip(values, rows.uniform, strict=True) if uniform]
 
 
@@ -360,7 +359,6 @@ def _tables(found: Sequence[Found], path: str) -> Tables:
 
 
 def _without(layer: LinearStats, reason: str) -> LinearStats:
-    """No effects, and no histograms of them."""
     operands = {
         name: replace(d, tensors={n: t for n, t in d.tensors.items() if not n.startswith(PREFIX)})
         for name, d in layer.operands.items()
@@ -369,7 +367,6 @@ def _without(layer: LinearStats, reason: str) -> LinearStats:
 
 
 def _kept(layer: LinearStats, reason: str) -> LinearStats:
-    """The effects of before, marked as old; `reason` is why they were not renewed."""
     reason = reason or layer.no_effect.removeprefix(OLD) or "the fresh rows do not tell"
     return replace(layer, no_effect=OLD + reason if layer.effects else reason, effects_by_part={})
 

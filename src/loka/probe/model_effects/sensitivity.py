@@ -339,8 +339,6 @@ class Sensitivity:
 
 @dataclass(frozen=True)
 class _Known:
-    """Of one site, over the same samples."""
-
     effects: dict[str, Effect]
     tables: Tables
 

@@ -134,7 +134,6 @@ def depths_section(stats: Stats) -> Html:
 
 
 def _strips(found: list[Operand]) -> Html:
-    """A line for each operand: from the 1 % shallowest to the 1 % deepest elements, with the median."""
     shown = found[:_STRIPS]
     marks: list[Html] = []
     left, top, pitch = 186.0, 34.0, 13.0

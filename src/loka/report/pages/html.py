@@ -98,7 +98,6 @@ def _numeric(cell: object) -> bool:
 
 
 def _dash(cell: object) -> bool:
-    """A number that is not there."""
     return isinstance(cell, Cell) and cell.shown == "-"
 
 

@@ -87,7 +87,6 @@ def _header(name: str, stats: Stats | None, report: Report | None, plan: Plan | 
 
 
 def _none(identity: str, title: str, what: str, command: str) -> Html:
-    """A section whose record was not given."""
     return missing(identity, title, f"No {what} given: ", code(command), " writes one.")
 
 
@@ -105,7 +104,6 @@ def _curves(validation: Validation | Comparison | None) -> Html:
 def _name(
     stats: Stats | None, report: Report | None, plan: Plan | None, validation: Validation | Comparison | None
 ) -> str:
-    """The model's, as the most exact record has it."""
     signed = plan or report or stats
     return signed.model.name if signed else validation.model if validation else "a run by itself"
 

@@ -75,7 +75,6 @@ def plan_section(plan: Plan) -> Html:
 
 
 def _limits(plan: Plan) -> Html:
-    """What each task and segment may spend of KL/H, and does."""
     rows = []
     for name, limit in plan.limits.items():
         kl = plan.kl_of(name)
@@ -107,7 +106,6 @@ def _time_tiles(plan: Plan) -> Iterable[tuple[str, str, str]]:
 
 
 def _bar(rows: Sequence[LayerRow], eight_bits: str) -> Html:
-    """One bar: where the time of the linear layers goes, largest first; layers with FP8 or INT8 in colour."""
     total = sum(row.hp_us or 0.0 for row in rows)
     if not total:
         return Html("")
@@ -170,7 +168,6 @@ def _runs(decision: Decision | None) -> Cell:
 
 
 def _reasons(decisions: dict[Gemm, Decision]) -> Html:
-    """In short, and in full behind a fold: a reason that serves several GEMMs stands once."""
     grouped: dict[str, list[str]] = {}
     for gemm, decision in decisions.items():
         grouped.setdefault(decision.reason, []).append(gemm.value)

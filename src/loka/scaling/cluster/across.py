@@ -200,8 +200,6 @@ def _steps(
 
 @dataclass
 class _Steps:
-    """Step times of one engine on a number of GPUs; each is worked out once."""
-
     engine: str
     ranks: int
     rate: float
@@ -257,7 +255,6 @@ def _row(steps: _Steps, formats: Formats, inputs: Mapping[str, Any]) -> AcrossRo
 
 
 def _inputs(network: Network) -> dict[str, Quantity | None]:
-    """Everything that has two ends, by name; None where the ends are GEMM times' own."""
     return {
         TIMES: None,
         GAINS: None,
@@ -286,7 +283,6 @@ _TRIED: tuple[End, ...] = ("low", "high")
 
 
 def _all_at(fast: bool, inputs: Iterable[str]) -> dict[str, End]:
-    """Every input at the end at which a step is fast, or slow."""
     return {name: "high" if (name in _FASTER) is fast else "low" for name in inputs}
 
 

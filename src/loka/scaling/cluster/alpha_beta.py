@@ -75,7 +75,6 @@ def fitted_network(template: Network, samples: Sequence[Sample]) -> Network:
 
 
 def _fitted(network: Network, samples: Sequence[Sample], *, known: bool) -> Network:
-    """The link that these go over last. `known`: the launch is, with the link inside a node."""
     lines = _lines(samples)
     outer = lines[0].nodes > 1
     size = max(line.inner for line in lines)
@@ -130,7 +129,6 @@ def _lines(samples: Sequence[Sample]) -> list[_Line]:
 
 
 def _widened(network: Network, samples: Sequence[Sample], link: Link, split: Estimate | None) -> Network:
-    """With the ends that those of `samples` ask for."""
     low = min(one.us.low / one.told(network) for one in samples)
     high = max(one.us.high / one.told(network) for one in samples)
     wide = _wide(link, low, high)
@@ -173,6 +171,5 @@ def _exactly(value: float, comment: str) -> Quantity:
 
 
 def _scaled(quantity: Quantity, low: float, high: float) -> Quantity:
-    """With ends at least so far from the value."""
     value = quantity.value
     return replace(quantity, low=min(quantity.low, value * low), high=max(quantity.high, value * high))

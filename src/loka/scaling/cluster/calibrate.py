@@ -77,12 +77,10 @@ def calibrate(
 
 
 def _every(value: Any) -> list[Any]:
-    """Each rank's."""
     return [json.loads(text) for text in gather(json.dumps(value).encode(), None)]
 
 
 def _backend() -> str:
-    """With NCCL's version and variables."""
     name = str(dist.get_backend())
     if name != "nccl":
         return name
@@ -91,7 +89,6 @@ def _backend() -> str:
 
 
 def _agreed(device: torch.device, base: Network | None, most_bytes: int) -> tuple[int, int]:
-    """Ranks of a node and bytes of the largest message."""
     ranks = ranks_of()
     local = int(os.environ.get("LOCAL_WORLD_SIZE", ranks))
     said: dict[str, Any] = {**encode(fingerprint(device)), "ranks of its node": local}
@@ -122,7 +119,6 @@ def _agreed(device: torch.device, base: Network | None, most_bytes: int) -> tupl
 def _measured(
     buffers: Buffers, sizes: Sequence[int], *, inner: int, ranks: int, seconds: float
 ) -> tuple[list[Sample], list[str]]:
-    """Rank 0's, on all ranks."""
     samples: list[Sample] = []
     slow: dict[int, float] = {}
     counts = [1 << step for step in range(1, 16) if 1 << step < inner]
@@ -148,7 +144,6 @@ def _measured(
 
 
 def _template(base: Network | None, *, inner: int, nodes: int, memory: Estimate) -> Network:
-    """What is not of links."""
     idle = told(Estimate(1.0, 1.0, 1.0), "one rank a node: nothing goes over it", "assumed")
     share = "1 is eager code; what torch.compile leaves depends on the model: a guess"
     return Network(

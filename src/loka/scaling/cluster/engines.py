@@ -197,8 +197,6 @@ class _Log:
 
 
 class _Watch(TorchDispatchMode):
-    """Notes what kernels do; collectives are noted by those who ask for them."""
-
     def __init__(self, log: _Log) -> None:
         super().__init__()
         self.log, self._flops = log, flop_formulas()
@@ -339,7 +337,6 @@ def _fsdp2(model: nn.Module, run: _Run, log: _Log, mode: FakeTensorMode, units: 
 
 
 def _counted(log: _Log, params: tuple[Param, ...]) -> tuple[Any, Any]:
-    """FSDP2's own collectives of a unit, noted."""
     from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
 
     class Gather(DefaultAllGather):
@@ -361,7 +358,6 @@ def _reduced(params: tuple[Param, ...], buffer: torch.Tensor) -> Reduced:
 
 
 def _fits(path: str, pattern: str) -> bool:
-    """Name by name: `layers.*` are the layers, and not what lies in them."""
     names, wanted = path.split("."), pattern.split(".")
     return len(names) == len(wanted) and all(map(fnmatch.fnmatchcase, names, wanted))
 

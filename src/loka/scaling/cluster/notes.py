@@ -58,7 +58,6 @@ def _measured_notes(network: Network, device: str) -> list[str]:
 
 
 def _of_units(steps: Sequence[EngineStep]) -> list[str]:
-    """What the engines shard, each step's apart from DDP's alike."""
     units = next((step.units for step in steps if step.engine != "ddp"), None)
     if units is None:
         return []

@@ -104,7 +104,6 @@ def by_torchrec(
 
 
 def _load(shards: Iterable[tuple[int, int, int, float]], how: str) -> Load:
-    """Of shards on a GPU: its number, rows, width, and the share of the table's rows."""
     gpus: dict[int, list[float]] = defaultdict(lambda: [0.0] * 6)
     for gpu, rows, width, part in shards:
         out = (width, 0) if part == 1 else (0, width)

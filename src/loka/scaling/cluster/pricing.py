@@ -54,8 +54,6 @@ class _Sent:
 
 
 class _Work:
-    """A segment with the sums of its sites' times."""
-
     def __init__(self, segment: Segment) -> None:
         self.segment = segment
         self._sums: dict[tuple[bool, str, str], float] = {}

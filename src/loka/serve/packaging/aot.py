@@ -221,7 +221,6 @@ save_file(found, sys.argv[3])
 
 
 def _checked(made: Path, path: Path, card: Card, version: Version, run: Runner, batch: tuple[int, int]) -> Packaged:
-    """Runs the file without loka at the least, the most and a middle number of rows."""
     sizes = tuple(sorted({batch[0], min(batch[0] + 36, batch[1]), min(batch[1], 4096)}))
     device = torch.device("cpu")
     inputs = {size: _rows(card.form, size, device) for size in sizes}
@@ -265,7 +264,6 @@ def _checked(made: Path, path: Path, card: Card, version: Version, run: Runner, 
 
 
 def _rows(form: Form, count: int, device: torch.device) -> list[torch.Tensor]:
-    """Rows of the form: normal numbers, ids of 0."""
     generator = torch.Generator().manual_seed(count)
     made = []
     for column, check in zip(form.columns, form.check_rows(device), strict=True):

@@ -223,7 +223,6 @@ class Auto(Callback):
         self.timeline = Timeline(events, seconds=state["seconds"], file=self._timeline_file(self._folder))
 
     def _enough(self, run: Run) -> bool:
-        """Whether the probe's phase ends here; rank 0 says."""
         least = self.config.least_steps or max(int(run.steps * run.config.warmup), 100)
         if run.step >= self._most(run):
             return True
@@ -290,7 +289,6 @@ class Auto(Callback):
         return renewed
 
     def _turn_to_fp8(self, run: Run) -> None:
-        """Measures, plans and converts between two steps; where no plan can run here, bf16 goes on."""
         assert self._stats is not None
         run.close()  # compiled code and graphs of bf16 make room
         gc.collect()
@@ -313,7 +311,6 @@ class Auto(Callback):
         self._begin(self.phase, run, note=note)
 
     def _decide(self, run: Run, alive: Callable[[], object]) -> str:
-        """The plan, or why there is none, as JSON. On rank 0 alone."""
         try:
             return json.dumps({"plan": self._planned(run, alive).to_json()}, allow_nan=False)
         except _CANNOT_RUN as error:
@@ -345,7 +342,6 @@ class Auto(Callback):
         return decided
 
     def _adopted(self, run: Run) -> str | None:
-        """Converts the model, on every rank or on none; why not, if so."""
         plan = self.plan
         assert plan is not None
 

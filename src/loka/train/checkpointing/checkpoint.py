@@ -178,7 +178,6 @@ def _found(
 
 
 def _attempt(path: Path, identity: Mapping[str, Any] | None, steps: int) -> tuple[dict[str, Any], str]:
-    """The state, or why it is damaged."""
     try:
         return _read(path, identity, steps), ""
     except FileRefused as error:

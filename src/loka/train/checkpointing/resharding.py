@@ -158,14 +158,12 @@ def _means(inner: nn.Module, average: AveragedModel) -> dict[str, torch.Tensor]:
 
 
 def _empty(found: Any, weight: torch.Tensor | None) -> torch.Tensor:
-    """To read a tensor into: sharded like the weight that it belongs to, if it has its shape."""
     if weight is not None and weight.shape == found.size:
         return torch.zeros_like(weight, dtype=found.properties.dtype, requires_grad=False)
     return torch.zeros(found.size, dtype=found.properties.dtype)
 
 
 def _added_up(states: Sequence[Mapping[str, Any]], like: Mapping[str, Any]) -> dict[str, Any]:
-    """Sums of metrics over the rows of several ranks, of each task; of none, zeros."""
     if "sums" not in like:
         return {task: _added_up([one[task] for one in states], its) for task, its in like.items()}
     sums = {name: sum((one[name] for one in states), torch.zeros_like(like[name])) for name in SUMS}

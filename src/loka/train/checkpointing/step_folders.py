@@ -105,7 +105,6 @@ def _reason(error: Exception) -> str:
 
 
 def _standing(folder: Path) -> str:
-    """What a run that ends now would resume from."""
     left = checkpoints_in(folder)
     return f"{left[0].name} is the newest checkpoint, as it was" if left else "there is no earlier checkpoint"
 
@@ -123,8 +122,6 @@ def write_state(file: Path, state: Mapping[str, Any]) -> None:
 
 
 class _Written(io.FileIO):
-    """A file that remembers the error it raised."""
-
     failed: OSError | None = None
 
     def write(self, data: Any) -> int:
@@ -172,7 +169,6 @@ def require_run(path: Path, saved: dict[str, Any], identity: Mapping[str, Any], 
 
 
 def _from_run(saved: dict[str, Any], identity: Mapping[str, Any]) -> list[str]:
-    """How a checkpoint's run differs from the one of `identity`."""
     wanted = json.loads(canonical(identity))
     saved = _as_today(saved, wanted)
     if "config" in saved and "config" in wanted:
@@ -203,7 +199,6 @@ def _dropped(saved: Any, wanted: Any) -> Any:
 
 
 def _differences(saved: Any, current: Any, name: str = "") -> list[str]:
-    """One line per leaf that differs between two JSON values."""
     if not (isinstance(saved, dict) and isinstance(current, dict)):
         return [] if saved == current else [f"{name}: {saved!r} in the checkpoint, {current!r} now"]
     lines = []

@@ -218,7 +218,6 @@ class GraphedStep:
         return self._stream
 
     def _capture(self, batch: tuple[torch.Tensor, ...]) -> None:
-        """Sets `_captured`, or `_refused` with everything as it was before."""
         inputs = tuple(torch.empty(s, dtype=d, device=self._device) for s, d in self._shapes)
         for buffer, tensor in zip(inputs, batch, strict=True):
             buffer.copy_(tensor)  # real values: a capture does not read them, but host code may
@@ -262,7 +261,6 @@ class GraphedStep:
         return tuple(tensor.clone() for tensor in captured.result)
 
     def _watch(self) -> None:
-        """Drops the graph when a value that it has frozen is another one now."""
         now = self._frozen()
         if self._seen is not None and now != self._seen:
             name, what = _difference(self._seen, now)
@@ -289,7 +287,6 @@ class GraphedStep:
         return found
 
     def _unfit(self) -> str | None:
-        """What rules a graph out, as far as can be told without running a step."""
         if not _has_graphs(self._device):
             return f"CUDA graphs need a CUDA device; the parameters are on {self._device}"
         if elsewhere := {p.device for p in self._parameters} - {self._device}:
@@ -374,7 +371,6 @@ def _usable(device: torch.device) -> bool:
 
 
 def _difference(old: Mapping[str, Any], new: Mapping[str, Any]) -> tuple[str, str]:
-    """The first value that differs: its name, and a sentence."""
     for name in {**old, **new}:
         if old.get(name) != new.get(name):
             if isinstance(new.get(name), bool | int | float | str):

@@ -144,7 +144,6 @@ class Step:
             self._pipeline = None
 
     def _inside(self, batch: Batch) -> Predicted:
-        """By graphs, where there may be some."""
         if self._extent.by_block:
             torch.compiler.cudagraph_mark_step_begin()
         if self._coming is not None and (self._tried or not self._compiled):
@@ -203,7 +202,6 @@ class Step:
         return Predicted(losses, logits)
 
     def _captured(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """What the graph records: all but the tables, whose rows come in and whose gradients go out."""
         *given, label = tensors
         inputs = tuple(given)
         if self._whole:
@@ -287,7 +285,6 @@ def _backward(
 def _forward(
     model: nn.Module, inputs: tuple[Any, ...], label: torch.Tensor, config: TrainConfig
 ) -> tuple[torch.Tensor, Predicted]:
-    """The loss of a batch, or of a part of it, to go backward from; and what to report."""
     tasks = 1 if label.ndim == 1 else label.shape[1]
     logits = predict(model, inputs, config.precision, tasks=tasks)
     losses = functional.binary_cross_entropy_with_logits(logits, label, reduction="none")
@@ -312,8 +309,6 @@ def _compiler_errors() -> tuple[type[Exception], ...]:
 
 
 class _Before:
-    """What forward and backward of a step change besides gradients, as it was."""
-
     def __init__(self, model: nn.Module) -> None:
         self._model = model
         self._buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]

@@ -208,7 +208,6 @@ def _cast(
     WEIGHTS: tl.constexpr, WEIGHT: tl.constexpr, ALIGN: tl.constexpr, OUT: tl.constexpr, CVT: tl.constexpr,
     PARTIALS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One tile of one weight."""
     program = tl.program_id(0)
     weight, scale = weights[0].to(tl.int64), scales[0].to(tl.int64)
     row, column = all_row[0].to(tl.int64), all_column[0].to(tl.int64)
@@ -300,8 +299,6 @@ def _lying(job: _Job) -> _Lying:
 
 
 class _Share(NamedTuple):
-    """How programs of the first launch share a weight."""
-
     programs: int
     turns: int
     rows: int
@@ -331,8 +328,6 @@ def starts(counts: Sequence[int]) -> list[int]:
 
 
 class _Sizes(NamedTuple):
-    """Programs of each launch, and the integers that it takes besides."""
-
     sharing: int
     shares: list[tuple[int, ...]]
     casting: int
