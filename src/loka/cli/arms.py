@@ -4,8 +4,6 @@ A finished arm is read back from its files when a demo is started again; an unfi
 goes on from its newest checkpoint.
 """
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext

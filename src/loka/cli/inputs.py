@@ -1,7 +1,5 @@
 """What --model, --data and --device mean, for every command alike."""
 
-from __future__ import annotations
-
 import functools
 import importlib
 import sys

@@ -1,7 +1,5 @@
 """What a training run prints: log lines, its result, and its quality on held-out rows."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 from torch import nn

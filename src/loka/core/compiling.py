@@ -10,8 +10,6 @@ that it would compile it. So each module gets a frame of its own, or shares one 
 same: blocks that repeat compile once.
 """
 
-from __future__ import annotations
-
 import functools
 import gc
 import itertools

@@ -1,7 +1,5 @@
 """Plain-text tables: the one way a record prints itself."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable, Sequence
 

@@ -11,8 +11,6 @@ clearly slower than the leader, and ends when nothing is left open. `race` is th
 knows no GPU; `time_interleaved` captures the graphs and samples them.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import math

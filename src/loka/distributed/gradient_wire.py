@@ -159,11 +159,6 @@ def done_with(buffer: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
     return done
 
 
-# DDP compares them with the types themselves, and not with their names, which annotations are here.
-HOOK_TYPES = {"bucket": dist.GradBucket, "return": torch.futures.Future[torch.Tensor]}
-_reduce_bucket.__annotations__ = HOOK_TYPES
-
-
 def _rows(parts: Sequence[torch.Tensor], ranks: int, columns: int, like: torch.Tensor) -> torch.Tensor:
     """float32 [ranks, columns] of all elements, with zeros behind them."""
     found = like.new_zeros(ranks * columns, dtype=torch.float32)

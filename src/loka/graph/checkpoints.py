@@ -12,8 +12,6 @@ step it runs as one without reentrance: it computes the same and keeps as little
 several such checkpoints share gets its gradient in one sum and not in several.
 """
 
-from __future__ import annotations
-
 import contextlib
 import threading
 from collections.abc import Callable, Iterator

@@ -9,8 +9,6 @@ what runs. Everything here is views and constants, which torch.compile traces wi
 the graph. Calls that it cannot bring to the form return None; accounting names them (graph/flops.py).
 """
 
-from __future__ import annotations
-
 import operator
 from collections.abc import Callable
 from functools import partial

@@ -6,8 +6,6 @@ kernel is timed again. The distribution of the operands is not in it: layers of 
 their times. One JSON record a key; a damaged one is measured again, and the report says so.
 """
 
-from __future__ import annotations
-
 import functools
 import hashlib
 import os

@@ -6,8 +6,6 @@ each site as `measure` times it, and over the three GEMMs of a layer, with the q
 they share, as a site runs them in training.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 import time

@@ -10,8 +10,6 @@ A budget of KL/H, of the model or by task and segment, is spent first (planner/c
 layer what its `output` GEMM may cost, and the rest is decided as ever among the candidates that cost no more.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import replace
 from fnmatch import fnmatchcase

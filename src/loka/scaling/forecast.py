@@ -1,7 +1,5 @@
 """Times of the sites of a model, from stored measurements: as measured, interpolated, or not at all."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Mapping, Sequence
 

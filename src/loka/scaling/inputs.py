@@ -4,8 +4,6 @@ Everything is made of fake tensors, which know shape, dtype and device. A model 
 never had numbers; one that exists is copied with fake parameters and left as it is.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Iterator, Mapping
 from typing import Any

@@ -5,8 +5,6 @@ before training is what Probe finds in it. Where a model's own code looks at val
 not, two passes over a few real rows are carried on to the whole batch.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any

@@ -7,8 +7,6 @@
 A new checkpoint makes a new tree. Requests that run hold the old one until they end, so none sees two.
 """
 
-from __future__ import annotations
-
 import copy
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence

@@ -1,7 +1,5 @@
 """The card of a frozen model: what it is, what it was calibrated with, and what eight bits cost it."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass

@@ -6,8 +6,6 @@ the errors on the card. Recipes with a scale for a row or a part of a row keep t
 serve/sites.py.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field

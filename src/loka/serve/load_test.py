@@ -6,8 +6,6 @@ A closed loop waits for an answer before it asks again, so that a slow server is
 The test is bounded: arrivals end with `seconds`, and what is not answered `grace` later is counted as such.
 """
 
-from __future__ import annotations
-
 import math
 import queue
 import random

@@ -5,8 +5,6 @@ tensor is [B, ...] with the same B. Padding repeats the last row, so that what i
 of a kind that the model knows; an empty request is padded with the form's own rows.
 """
 
-from __future__ import annotations
-
 import copy
 import functools
 import hashlib

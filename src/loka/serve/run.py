@@ -1,7 +1,5 @@
 """How rows run through a module tree: with autocast as frozen, without gradients."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any

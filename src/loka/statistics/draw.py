@@ -5,8 +5,6 @@ where they hold how the rows of grad_output go with those of input, `samplers` d
 by sample where samples have several rows (statistics/sample_draws.py).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 
 import torch

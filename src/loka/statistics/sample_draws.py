@@ -15,8 +15,6 @@ as observed; `rest` keeps g's covariance. Energies then go to rows by scores tha
 samples and between x and g, what log energies have.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 

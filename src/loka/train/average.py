@@ -13,8 +13,6 @@ anew from training rows (`update_bn`) and put back afterwards; layers without ru
 BlockNorm, LayerNorm and RMSNorm, need nothing.
 """
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import itertools

@@ -5,8 +5,6 @@ pass gives an honest number without a held-out set. Nothing waits for the device
 log lines. A run that is killed and resumed ends with the same bits as one that was not.
 """
 
-from __future__ import annotations
-
 import math
 import time
 import warnings

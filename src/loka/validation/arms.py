@@ -5,8 +5,6 @@ a plan is compared with. On a GPU each GEMM runs the first exact kernel that sup
 emulated one, so that the precision is what the name says.
 """
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """A paired comparison as a record: bf16 and a plan, same seed, same rows, same order."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any

@@ -7,8 +7,6 @@ variance, or with replacement from trained pairs (validation/pair_bank.py). Draw
 one answer.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass, replace
 

@@ -1,7 +1,5 @@
 """The record of a validation: every arm's pairs, verdicts and curves, as a frozen value and as JSON."""
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Mapping

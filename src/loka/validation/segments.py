@@ -5,8 +5,6 @@ A segment chosen by what a model predicts would select that model's own noise, a
 look better or worse there for no reason. Features are the same for both.
 """
 
-from __future__ import annotations
-
 import functools
 import itertools
 from collections.abc import Callable, Sequence

@@ -9,8 +9,6 @@ chance, of 2.5 % at most, to pass with an effect that sits on the limit. `sequen
 at levels that hold over all looks together (validation/sequential.py), and stops where every arm is decided.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial

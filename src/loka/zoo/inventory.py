@@ -7,8 +7,6 @@ are those of the dense part: tables are as large as the data's vocabularies. FLO
 matrix products in a forward pass, 2 M N K each; training takes about three times as many.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from dataclasses import dataclass
 

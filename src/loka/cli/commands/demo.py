@@ -7,8 +7,6 @@ evaluated on held-out rows. An interrupted demo goes on where it was when starte
 It prints its progress, and at the end one screen; long tables go to details.txt beside the records.
 """
 
-from __future__ import annotations
-
 import functools
 import json
 from collections import Counter

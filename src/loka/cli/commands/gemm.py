@@ -1,7 +1,5 @@
 """`loka bench gemm`: suite -> measure -> plan -> confirm -> record; each stage as users run it."""
 
-from __future__ import annotations
-
 import hashlib
 import time
 from collections import Counter

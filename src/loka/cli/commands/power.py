@@ -1,7 +1,5 @@
 """What `loka validate` says of power: before it starts by earlier pairs, afterwards by resampling them."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """`loka scale`: will eight bits help this model? Before any training, and without a GPU."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, replace

@@ -1,7 +1,5 @@
 """`loka serve`: freeze a checkpoint by a plan, test its load, package it, check a folder."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated

@@ -4,8 +4,6 @@ The arms of the paper's table: torchao as a user applies it, one library's recip
 that it can run, and the plan over all of them.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """`loka train`: one run, in high precision, by a plan, or from a cold start to FP8."""
 
-from __future__ import annotations
-
 import contextlib
 from pathlib import Path
 from typing import Annotated

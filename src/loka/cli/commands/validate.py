@@ -1,7 +1,5 @@
 """`loka validate`: paired runs with a verdict. Exit status 0: pass; 1: fail; 4: undecided."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Annotated
 

@@ -4,8 +4,6 @@ Ends of intervals are those of all inputs at once, each at its own end: GEMM tim
 assumptions are what the network file says.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 

@@ -6,8 +6,6 @@ Its *arms* are "hp", "choice" (the plan), each library alone ("torch": its best 
 one can run), and each library with a dispatcher of its own ("torch or hp": where it is faster).
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any

@@ -4,8 +4,6 @@ Every time is labelled with where it is from: "measured" at that very shape, "in
 shapes, or "unknown", and then there is no number. Intervals are of 95 %.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Literal, get_args

@@ -1,7 +1,5 @@
 """Records with a file of their own."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar, Self

@@ -1,7 +1,5 @@
 """Libraries that compile for each shape do it ahead, on all cores, not one shape after the other."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Sequence
 from typing import TypeVar
 

@@ -9,8 +9,6 @@ for each pair of casts. The passes are timed apart and with a cold cache, becaus
 step they are a forward or a GEMM apart.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass

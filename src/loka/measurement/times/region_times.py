@@ -12,8 +12,6 @@ which is a guess: most models have more, and seldom one alone.
 Both arms are compiled, and run under CUDA graphs, on random normal data of the probed shapes and dtypes.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 

@@ -5,8 +5,6 @@ operands of the learnt distribution, in a race of all candidates (core/timing.py
 was quantized before.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence

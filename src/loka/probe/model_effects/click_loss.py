@@ -7,8 +7,6 @@ regressed on has its shape. It is no proof: rows that weigh unequally and soft l
 otherwise, so a plan says what was seen and goes on (planner/plan.py).
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable
 

@@ -11,8 +11,6 @@ the defaults) and quantizing `samples` rows once for each recipe, whatever the l
 In eval mode a BatchNorm uses its running statistics, so rows do not mix, and such models have effects too.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar

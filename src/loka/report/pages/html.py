@@ -5,8 +5,6 @@ way to make one from outside than to write it as a literal here. The page needs 
 to be read; a few lines of script sort tables.
 """
 
-from __future__ import annotations
-
 import html
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass

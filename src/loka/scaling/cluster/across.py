@@ -5,8 +5,6 @@ price   GEMM times (compute.py), alpha and bandwidth (collectives.py), then stre
 ends    of a ratio: each input alone shows which of its ends lowers it; then all lie there at once
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any

@@ -14,8 +14,6 @@ A collective in a group counts the group's ranks and nodes, g of them in a node.
 once, so a group has its own GPUs' cards and no others'.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

@@ -7,8 +7,6 @@ issued it: GEMMs by shape, bytes of the ops between them, and every collective w
 Tables (nn.Embedding, nn.EmbeddingBag) are left to neither engine, as TorchRec shards them.
 """
 
-from __future__ import annotations
-
 import contextlib
 import fnmatch
 from collections.abc import Callable, Iterator, Sequence
@@ -23,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from loka.core.exceptions import LokaError
-from loka.distributed.gradient_wire import HOOK_TYPES, done_with
+from loka.distributed.gradient_wire import done_with
 from loka.distributed.tables.lookups import TABLES
 from loka.graph.flops import flop_formulas
 from loka.nn.fsdp_units import sharded_parameters
@@ -300,7 +298,6 @@ def _ddp(model: nn.Module, run: _Run, log: _Log, mode: FakeTensorMode, units: tu
         log.events.append(_reduced(params, buffer))
         return done_with(buffer)
 
-    hook.__annotations__ = HOOK_TYPES
     wrapped.register_comm_hook(None, hook)
     run(wrapped, log)
     for parameter in model.parameters():

@@ -9,8 +9,6 @@
 A step waits for the GPU that holds the most, which looks up for the rows of all GPUs (placement.py).
 """
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass
 from typing import Any, Literal

@@ -5,8 +5,6 @@ from fresh rows (probe/model_effects/renewal.py). Both call the model as trainin
 in eval mode.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace

@@ -11,8 +11,6 @@ file. Among several ranks rank 0 ends the probe and plans, on the statistics of 
 model, its weights stay gathered throughout a sampled step, which goes backward twice.
 """
 
-from __future__ import annotations
-
 import gc
 import itertools
 import json

@@ -8,8 +8,6 @@ r + R, ... of before: it adds up their sums of metrics, so that no row is lost f
 rank r mod W of W. Weights and optimizer state are the same numbers for any number of ranks.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any

@@ -10,8 +10,6 @@ it, and renamed by rank 0 once everyone is done: a rank that is killed leaves a 
 DCP's metadata is a pickle; it is read without running what it names (`_Metadata`).
 """
 
-from __future__ import annotations
-
 import enum
 import json
 import pickle

@@ -1,7 +1,5 @@
 """How much of a step CUDA graphs hold: all of it, all but its tables, its blocks one by one, or nothing."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass

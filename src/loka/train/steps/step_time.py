@@ -6,8 +6,6 @@ are looked up but get no gradient, and there is no optimizer and no communicatio
 is what FP8 can change ("compute-only" in the paper).
 """
 
-from __future__ import annotations
-
 import gc
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
