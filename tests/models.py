@@ -41,7 +41,6 @@ def batches(model, count, rows=40):
 
 
 def train_steps(model, count, *, call=None, device="cpu", lr=1e-3):
-    """`count` steps of Adam under bf16 autocast; the losses."""
     optimizer = torch.optim.Adam(model.parameters(), lr)
     losses = []
     for x, label in batches(model, count):
@@ -56,7 +55,6 @@ def train_steps(model, count, *, call=None, device="cpu", lr=1e-3):
 
 
 def stats_of(model, x, loss=lambda y: y.square().mean(), **options):
-    """What a probe sees of one step."""
     with loka.Probe(model, every=1, **options) as probe:
         loss(model(x)).backward()
     return probe.stats()
@@ -90,8 +88,6 @@ def as_gathered(model, names):
 
 
 class Checkpointed(nn.Module):
-    """`inner`, computed again in backward."""
-
     def __init__(self, inner, *, reentrant=False):
         super().__init__()
         self.inner, self.reentrant = inner, reentrant

@@ -13,14 +13,12 @@ from loka.kernels.gemm import registry
 
 
 def forget():
-    """What was found out of the kernels there were."""
     for cached in (registry.all_candidates, registry.candidate_named, registry.require_supported):
         cached.cache_clear()
 
 
 @contextmanager
 def registered(*kernels, alone=False):
-    """`kernels` are in the registry for a while, beside what is there or alone."""
     try:
         with mock.patch.dict(registry.KERNELS, {kernel.name: kernel for kernel in kernels}, clear=alone):
             forget()

@@ -1,5 +1,3 @@
-"""Converting layers of a model by candidates, without a plan."""
-
 from collections.abc import Mapping
 
 from torch import nn
@@ -9,7 +7,6 @@ from loka.nn import signature
 
 
 def convert_layer(linear, candidates):
-    """Makes a linear layer run as the site "it", and returns it."""
     holder = nn.ModuleDict({"it": linear})
     attach(holder, signature(holder).layers, {"it": candidates})
     return linear

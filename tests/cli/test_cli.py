@@ -17,7 +17,6 @@ from loka.core.storage.files import write_record
 
 @pytest.fixture(scope="module")
 def folder(measured, tmp_path_factory):
-    """A folder in which probe, measure and plan ran."""
     folder = shutil.copytree(measured, tmp_path_factory.mktemp("cli") / "folder")
     loka("plan", "report.json", "--out", "plan.json", cwd=folder)
     return folder
@@ -150,7 +149,6 @@ def test_control_characters_are_shown_and_not_sent(text, shown):
 
 
 def test_names_in_records_cannot_speak_to_the_terminal(measured, tmp_path):
-    """In tables, in refusals and in what a plan lists."""
     content = json.loads((measured / "report.json").read_text())["content"]
     evil = "\x1b[2Jtop"
     text = json.dumps(content).replace('"top.', json.dumps(evil)[:-1] + ".")

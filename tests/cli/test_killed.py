@@ -31,8 +31,6 @@ def kill_at_step(step, checkpoints, process):
 
 
 def content_of(path):
-    """Of a record, without what was measured by the clock."""
-
     def timeless(found):
         if isinstance(found, dict):
             return {key: timeless(entry) for key, entry in found.items() if key != "rows_per_second"}
@@ -102,7 +100,6 @@ def test_a_killed_measurement_ends_with_the_same_report(measured, tmp_path, monk
 
 @pytest.mark.slow
 def test_a_killed_validation_ends_with_the_same_verdict(tmp_path):
-    """SIGKILL twice, while the first run trains and while the second one does."""
     command = ("validate", "--arm", "naive", "--model", "dlrm", *SMALL, "--pairs", 1, "--segment", "none")
     for at in (4, 18):  # ten steps a run, three batches to judge it by, and once more by the mean
         killed("commands.validate", at, *command, "--out", "killed", cwd=tmp_path)

@@ -30,7 +30,6 @@ def folder(tmp_path):
 
 
 def commands_with(option):
-    """By name, those of the groups too."""
     found = set()
 
     def walk(group, before):

@@ -16,7 +16,6 @@ FEW = ("--model", "dlrm", "--rows", "3000")
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """A checkpoint, a plan and a server."""
     folder = tmp_path_factory.mktemp("served")
     kept = ("--checkpoints", "run", "--average", "tail")
     loka("train", *FEW, "--batch-size", "512", "--no-mods", *kept, cwd=folder)

@@ -26,7 +26,6 @@ def _table(rows):
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """Half of the rows are clicked, more in every third shop, and some of these bought."""
     path = tmp_path_factory.mktemp("two")
     (path / "rows.csv").write_text(_table(1000))
     (path / "schema.json").write_text(json.dumps(COLUMNS))

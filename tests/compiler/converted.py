@@ -24,7 +24,6 @@ def converted(model, plan):
 
 
 def run(model, *inputs, autocast=True, seed=3):
-    """y and the gradients of the inputs and of what the model's parameters are, for a random dy."""
     inputs = tuple(x.detach().clone().requires_grad_(x.is_floating_point()) for x in inputs)
     with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
         y = model(*inputs)

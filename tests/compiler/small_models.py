@@ -24,8 +24,6 @@ def block_norm_hard_swish():
 
 
 class Residual(nn.Module):
-    """Pre-norm residual blocks with GELU."""
-
     def __init__(self):
         super().__init__()
         self.norms = nn.ModuleList(nn.LayerNorm(64) for _ in range(2))
@@ -39,8 +37,6 @@ class Residual(nn.Module):
 
 
 class Gated(nn.Module):
-    """SwiGLU behind RMSNorm: two layers read one tensor."""
-
     def __init__(self):
         super().__init__()
         self.norm = nn.RMSNorm(64)
@@ -95,8 +91,6 @@ class GatedCross(nn.Module):
 
 
 class Tokens(nn.Module):
-    """Three dimensions, attention between layers."""
-
     def __init__(self):
         super().__init__()
         self.qkv, self.out, self.norm = nn.Linear(64, 192), nn.Linear(64, 64), nn.LayerNorm(64)

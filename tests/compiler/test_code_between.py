@@ -20,8 +20,6 @@ aten = torch.ops.aten
 
 
 class Between(nn.Module):
-    """Two layers of 64 features, and `code` between them."""
-
     def __init__(self):
         super().__init__()
         self.first, self.second = nn.Linear(64, 64), nn.Linear(64, 32)
@@ -39,8 +37,6 @@ class CastToBool(Between):
 
 
 class CastToEightBits(Between):
-    """A quantizer of the user's own: near 100 two e4m3 numbers are 8 apart."""
-
     def code(self, h):
         coarse = (h.detach().float() * 8 + 100).to(torch.float8_e4m3fn).float()
         return (coarse - 100) / 8 + h

@@ -152,7 +152,6 @@ print(int(hits > 0), y.double().sum().item())
 
 @pytest.mark.slow  # the same process finds a graph in the cache in every run of the tests
 def test_a_second_process(tmp_path):
-    """It finds the graph in the cache on disk, computes the same, and knows the regions."""
     here, shared = Path(__file__).parent, tmp_path / "shared"
     shared.mkdir()
     Path(codecache._HEADER_DIR).mkdir(parents=True, exist_ok=True)

@@ -68,8 +68,6 @@ def test_backward_reads_no_integers():
 
 
 class _Shared(nn.Module):
-    """Two layers that read one input."""
-
     def __init__(self):
         super().__init__()
         self.first, self.second = nn.Linear(64, 48), nn.Linear(64, 48)

@@ -144,8 +144,6 @@ def test_zero_rows_huge_and_tiny_values():
 
 
 class Masked(nn.Module):
-    """Dropout's mask, and one of integers, between two layers."""
-
     def __init__(self):
         super().__init__()
         self.first, self.second = nn.Linear(64, 64), nn.Linear(64, 32)

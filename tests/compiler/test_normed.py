@@ -35,7 +35,6 @@ def tower(activation=Activation.HARD_SWISH, block=64):
 
 
 def compiled(model, x=X):
-    """The model by sites, and joined."""
     plan = plan_for(model, x)
     by_site, joined = (converted(model, plan) for _ in range(2))
     return by_site, joined, JointBackend()
@@ -99,8 +98,6 @@ def test_two_sites_may_read_it():
 
 
 class Kept(TwoReaders):
-    """`how` something else reads what lies between."""
-
     def __init__(self, how):
         super().__init__()
         self.how = how

@@ -49,8 +49,6 @@ class _Pairs(_Base):
 
 
 class _Twice(_Base):
-    """A layer over tokens of a layer over tokens."""
-
     def forward(self, x):
         again = nn.functional.pad(self.over(x, self.first), (0, 0, 0, TOKENS - OUT))
         return self.mlp(self.over(self.over(again, self.second)[:, :1] + x, self.second).flatten(1))

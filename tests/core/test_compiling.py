@@ -14,7 +14,6 @@ def tower():
 
 @pytest.fixture
 def graphs(monkeypatch):
-    """What was compiled."""
     found = []
 
     def keep(graph, inputs):
@@ -29,7 +28,6 @@ def graphs(monkeypatch):
 
 
 def test_a_sequential_is_one_graph(graphs):
-    """Of all its operations, forward and backward; `module.compile()` makes one of the norm alone."""
     model, x = tower(), torch.randn(4, 32)
     plain = model(x)
     same = compile_in_place(model)

@@ -225,7 +225,6 @@ def test_nothing_goes_on_once_cuda_is_unusable(monkeypatch):
 
 @pytest.mark.gpu
 def test_on_a_gpu():
-    """Four times the work takes longer; one that cannot run does not stop the others."""
     device = torch.device("cuda")
     big, small = (torch.randn(n, 4096, device=device, dtype=torch.bfloat16) for n in (16384, 4096))
 

@@ -1,5 +1,3 @@
-"""Criteo-like rows, made up, as files; and all the rows of a source."""
-
 import numpy as np
 import torch
 

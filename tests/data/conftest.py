@@ -1,12 +1,9 @@
-"""What tests of conversions share."""
-
 import pytest
 from click_files import write_tsv
 
 
 @pytest.fixture
 def path(tmp_path):
-    """300 rows as a table."""
     from conversions import ROWS
 
     return write_tsv(tmp_path / "t.tsv", ROWS)
@@ -14,7 +11,6 @@ def path(tmp_path):
 
 @pytest.fixture
 def small_pieces(monkeypatch):
-    """Some 10 pieces of 300 rows, in groups of 16 rows."""
     monkeypatch.setattr("loka.data.conversion.LEAST_SHARD", 8_000)
     monkeypatch.setattr("loka.data.conversion.GROUP_ROWS", 16)
     monkeypatch.setattr("loka.data.categories.vocabulary.PIECE_BYTES", 10_000)

@@ -1,5 +1,3 @@
-"""Rows to convert, and what a conversion left."""
-
 from click_files import made_up
 from with_pyarrow import pa, parquet
 

@@ -28,7 +28,6 @@ def converted(tmp_path, path):
 
 
 def killed(path, folder):
-    """In the fourth shard."""
     conversion.LEAST_SHARD, conversion.GROUP_ROWS = 8_000, 16
     finished = [0]
     finish, flush = ShardWriter.finish, ShardWriter._flush

@@ -10,8 +10,6 @@ from loka.data import Batch, Dealt, Shuffle, SyntheticClicks, npy_triplets, open
 
 @dataclass(frozen=True)
 class Counted:
-    """Rows that are numbers, from `first` on."""
-
     first: int
     rows: int
     epoch: int = 0

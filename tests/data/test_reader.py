@@ -45,7 +45,6 @@ class Rows:
 
 
 def numbers(batches):
-    """The row numbers, after a look at whether every part of a row is of that row."""
     rows = torch.cat([batch.sparse[:, 0] for batch in batches])
     assert rows.dtype == torch.int64
     for batch in batches:

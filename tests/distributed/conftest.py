@@ -1,5 +1,3 @@
-"""Lets tests of this folder import small models of the compiler's."""
-
 import sys
 from pathlib import Path
 

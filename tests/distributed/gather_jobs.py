@@ -1,5 +1,3 @@
-"""Training under FSDP2 with FP8 gathers, as every rank of a test does it."""
-
 import torch
 import torch.distributed as dist
 from torch import nn

@@ -1,5 +1,3 @@
-"""What replicas do in the tests of row_sync: train tables on rows of their own, and tell what came of it."""
-
 import copy
 import importlib
 from dataclasses import dataclass, field
@@ -40,8 +38,6 @@ def batch(rank, step):
 
 @dataclass(frozen=True)
 class Trained:
-    """So many steps of SGD, or Adagrad, with the settings of `row_sync`."""
-
     steps: int
     settings: dict[str, Any] = field(default_factory=dict)
     dtype: torch.dtype = torch.float32
@@ -89,7 +85,6 @@ def told(state):
 
 
 def mean_of_whole_tables(rank, folder):
-    """Without LoKA: the mean of whole tables over replicas after each step."""
     torch.manual_seed(0)
     model = Tables()
     optimizer = torch.optim.SGD([model.one.weight, model.bag.weight], lr=0.01)
@@ -118,7 +113,6 @@ def not_a_number(rank, folder):
 
 
 def lookups_that_train_nothing(rank, folder):
-    """Under no_grad; twice in one step; of indices that are none."""
     torch.manual_seed(0)
     table = nn.Embedding(ROWS, WIDTH)
     sync = row_sync(table, every=1)

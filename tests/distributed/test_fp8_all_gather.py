@@ -31,8 +31,6 @@ ROUNDING = 2 * 8 * 2**-24
 
 
 class Counting(DefaultAllGather):
-    """FSDP2's own all-gather, with the bytes that a rank sends."""
-
     def __init__(self):
         self.sent = []
 
@@ -90,7 +88,6 @@ class Job:
         return found
 
     def kept(self, rank):
-        """Weights stay gathered from forward to backward."""
         model = self.made(reshard_after_forward=False)
         fp8_all_gather(model, self.plan)
         return trained(model, rank)
@@ -117,7 +114,6 @@ class Job:
         return sent
 
     def parts(self, rank):
-        """A part that is called by itself after an update, and evaluation without gradients."""
         model = self.gathering()
         trained(model, rank, 1)
         with torch.no_grad():

@@ -30,8 +30,6 @@ class Checkpointed(nn.Module):
 
 @dataclass(frozen=True)
 class Exact:
-    """Two ranks, where the order of a sum does not matter."""
-
     plan: loka.Plan
     joined: loka.Plan
 

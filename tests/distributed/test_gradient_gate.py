@@ -1,6 +1,3 @@
-"""The gate of eight-bit gradients on two ranks: what it finds against numbers worked out here, one decision
-for both, and what it refuses."""
-
 import re
 
 import pytest

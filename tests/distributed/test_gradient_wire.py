@@ -134,7 +134,6 @@ def on_rank(rank, folder):
 
 
 def accumulated(engine, rank):
-    """Two backwards, of which the second sends both."""
     model = wrapped(engine, wire := GradientWire(scatter="int8", gather="int8"))
     for step in range(2):
         last = step == 1
@@ -152,7 +151,6 @@ def accumulated(engine, rank):
 
 
 def clipped(engine, rank):
-    """Weights after three clipped steps."""
     model = wrapped(engine, GradientWire(scatter="e4m3", gather="e4m3"))
     optimizer = torch.optim.Adam(model.parameters(), LR)
     for step in range(3):
@@ -181,7 +179,6 @@ def scaled(engine, rank):
 
 
 def unused():
-    """A parameter of a unit that has no gradient."""
     model = tower(32, 32, 32)
     model.register_parameter("rests", nn.Parameter(torch.zeros(8, 8)))
     fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))

@@ -37,7 +37,6 @@ class Model(nn.Module):
 
 
 def rows(step, part):
-    """A part of a step's rows; lengths of bags differ, and some are empty."""
     from torchrec import KeyedJaggedTensor
 
     generator = torch.Generator().manual_seed(step)
@@ -56,7 +55,6 @@ def grid(size):
 
 
 def sharded(mesh, how, options):
-    """The model in DistributedModelParallel over its group of the mesh."""
     from torchrec.distributed import DistributedModelParallel
     from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
     from torchrec.distributed.sharding_plan import construct_module_sharding_plan, row_wise, table_wise

@@ -112,8 +112,6 @@ def in_bf16(state, bucket):
 
 @dataclass(frozen=True)
 class Job:
-    """Real steps of real ranks over gloo, by LoKA's and torch's own code."""
-
     plan: loka.Plan
 
     def __call__(self, rank, folder):

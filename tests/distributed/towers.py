@@ -51,7 +51,6 @@ def joinable():
 
 @functools.cache
 def plan_of(make, candidate=POW2):
-    """Every GEMM of every layer forced into FP8."""
     model = make()
     with loka.Probe(model, every=1, effect_samples=0) as probe:
         loss_of(model, *rows(0, 0, width(model))).backward()

@@ -54,7 +54,6 @@ CHECKS = {
 
 
 def why_not(foreign, flag):
-    """The error that clears the flag, or None."""
     torch._dynamo.reset()
     try:
         CHECKS[flag](foreign)

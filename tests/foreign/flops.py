@@ -116,7 +116,6 @@ class Memory:
             self._parameters.setdefault(_address(parameter), []).append((_bytes(parameter), (name,)))
 
     def copied(self, tensor, sources):
-        """`tensor` has just been written: from parameters if all sources are theirs."""
         if not isinstance(tensor, torch.Tensor) or _address(tensor) in self._parameters:
             return
         owners = [tuple(self.owners(x)) for x in _tensors(sources)]

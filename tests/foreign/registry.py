@@ -1,5 +1,3 @@
-"""All foreign models by name."""
-
 from .models import (
     autoint,
     checkpointed,

@@ -1,5 +1,3 @@
-"""What the tests of Triton kernels share."""
-
 import pytest
 import torch
 

@@ -1,5 +1,3 @@
-"""What a small model was found to be."""
-
 import pytest
 import torch
 from models import odd_mlp, train_steps

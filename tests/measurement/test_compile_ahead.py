@@ -32,8 +32,6 @@ class Compiler:
 
 
 class Bars:
-    """A `track` that keeps what each bar was asked and how far it came."""
-
     def __init__(self):
         self.asked = []
         self.steps = []
@@ -57,7 +55,6 @@ def compiling(name, compiler, missing=None, *recipes):
 
 
 def test_each_kernel_compiles_all_problems_once():
-    """One that has two recipes is asked once; one that is missing, or compiles nothing, never."""
     first, second, absent, unasked = Compiler(), Compiler(), Compiler(), Compiler()
     kernels = (
         compiling("first", first, None, "rowwise_e4m3", "tensorwise_e4m3"),
@@ -120,7 +117,6 @@ def test_measuring_on_a_cpu_compiles_nothing(stats):
 
 
 def test_measuring_where_times_are_taken_compiles_what_is_left(stats, monkeypatch, tmp_path):
-    """At the 40 rows of the layers and at the 8 that errors are drawn with; nothing when all is measured."""
     install(monkeypatch, FakeTimer())
     compiler, out = Compiler(), tmp_path / "report.json"
     settings = Settings(rows=8)

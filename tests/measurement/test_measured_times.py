@@ -23,7 +23,6 @@ ROWWISE, TENSORWISE, MANY = "emulated:rowwise_e4m3", "emulated:tensorwise_e4m3",
 
 @pytest.fixture
 def twins():
-    """Two layers of one shape and a third of another."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 16))
     return stats_of(model, torch.randn(24, 32, requires_grad=True))
@@ -42,8 +41,6 @@ def noted(calls, function):
 
 
 class Copied:
-    """A result that notes its copies."""
-
     def __init__(self, name, copied):
         self.clone = lambda: copied.append(name)
 
@@ -142,8 +139,6 @@ def test_damaged_times_are_measured_again_and_said_so(twins, monkeypatch, tmp_pa
 
 
 class Stopwatch:
-    """A clock for deadlines that stands still until it is set."""
-
     def __init__(self, monkeypatch):
         self.now = 1000.0
         monkeypatch.setattr("time.monotonic", lambda: self.now)

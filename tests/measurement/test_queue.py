@@ -15,8 +15,6 @@ measuring = sys.modules["loka.measurement.measure"]
 
 
 class Branches(nn.Module):
-    """Small layers, large ones, and beside them a layer that is larger than all of these."""
-
     def __init__(self):
         super().__init__()
         self.small = nn.Sequential(nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 16))

@@ -51,13 +51,10 @@ def timed_cell(layer, sides=(32, 16), **options):
 
 
 def of_all(**runs):
-    """Of each layer in a cell."""
     return {f"layers.{i}/{gemm}": count for i in range(LAYERS) for gemm, count in runs.items()}
 
 
 class Spy(FakeTimer):
-    """Keeps the cells that it races."""
-
     def __init__(self, true):
         super().__init__(true)
         self.cells = {}
@@ -256,7 +253,6 @@ def test_layers_that_take_equally_long_share_a_key():
 
 @pytest.fixture
 def twins():
-    """Two layers of one shape, a third of another, and one that fits no region."""
     model = nn.Sequential(nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 16))
     model.append(nn.Linear(16, 13))
     return stats_of(model, torch.randn(24, 32, requires_grad=True), effect_samples=0)

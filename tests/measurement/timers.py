@@ -54,7 +54,6 @@ class FakeTimer:
 
 
 def no_region(*args, **options):
-    """Stands in for `time_region`, which compiles for seconds."""
     return {REGION: Measurement(unsupported="this test times no regions")}
 
 

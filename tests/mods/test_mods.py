@@ -100,7 +100,6 @@ def test_training_mode_is_kept_and_converted_models_are_refused():
 
 
 def test_attention_norm_is_frozen_and_by_head():
-    """Against the formula; places are filled where the filter says, and nn.MultiheadAttention is named."""
     pool = AttentionPool(8, heads=2, outputs=3)
     model = nn.ModuleDict({"a": SelfAttention(8, heads=2, rotary=True), "b": pool})
     count = sum(p.numel() for p in model.parameters())

@@ -93,7 +93,6 @@ def test_a_column_counts_by_mean_over_deviation():
 
 
 def test_what_the_probe_predicts_is_what_it_does(case):
-    """KL/H of the first layer: by a pass, by histograms of x - m, and in truth."""
     model, stats, _ = case
     layer = stats.layers["0"]
     weight, bias = model[0].weight.detach(), model[0].bias.detach()

@@ -14,7 +14,6 @@ SHAPES = [(48, 32), (33, 20), (1, 130)]
 
 
 def made(rows, columns, dtype=torch.float32):
-    """And the numbers that it stands for. Rows differ by 2^12, so that small ones are subnormal."""
     weight = torch.randn(rows, columns) * 2.0 ** -torch.linspace(0, 12, rows)[:, None]
     copies = quantize_weight(weight, transposed=False)
     row = copies.row[:rows, :columns].contiguous()

@@ -64,7 +64,6 @@ def test_the_probe_finds_them(case):
 
 @pytest.mark.parametrize("path", ["0", "2"])
 def test_what_the_probe_predicts_is_what_it_does(case, path):
-    """KL/H by a pass, by histograms, and in truth, within the bounds of nn/test_centring.py."""
     model, stats, report = case
     torch.manual_seed(5)
     x, actual = rows(4096), []

@@ -148,7 +148,6 @@ def test_a_second_derivative_is_right_or_refused(gradients, direct, monkeypatch)
 @pytest.mark.parametrize("names", [(ROW, BLOCK, ROW), (ROW, "hp", BLOCK), ("hp", ROW, ROW)])
 @pytest.mark.parametrize("rows", [5, 0])
 def test_custom_ops_keep_their_contract(names, rows):
-    """Shapes, dtypes and strides that the compiler is told are those that come back."""
     health = torch.zeros(3, 3, dtype=torch.int64)
     x, weight, dy = torch.randn(rows, 7), torch.randn(3, 7), torch.randn(rows, 3)
     # Not test_schema: the ops write their counters unseen, on purpose (nn/site_ops.py).

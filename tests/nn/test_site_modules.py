@@ -73,7 +73,6 @@ def test_transformer_inference_does_not_pass_the_sites_by(apart):
 
 
 def test_padded_sequences_in_transformer_inference():
-    """nn.TransformerEncoder packs them into nested tensors when it is given a padding mask."""
     torch.manual_seed(0)
     model = nn.TransformerEncoder(nn.TransformerEncoderLayer(32, 4, 64, batch_first=True), 2).eval()
     x, mask = torch.randn(3, 6, 32), torch.zeros(3, 6, dtype=torch.bool)

@@ -1,5 +1,3 @@
-"""Hand-made reports with effects on KL/H. hp takes 100 us at each site."""
-
 import dataclasses
 
 from reports import H200, measured

@@ -1,5 +1,3 @@
-"""Hand-made reports, so that planning is tested without measuring."""
-
 from loka.core.device import Fingerprint
 from loka.core.error import Estimate
 from loka.core.problem import linear_problem
@@ -44,6 +42,5 @@ def layer_report(sites, *, savings=None, notes=(), hp_us=100.0, out_features=102
 
 
 def report(candidates, *, out_features=1024, timed=True, machine=H200):
-    """One layer called "fc" with the given measurements at its `output` site."""
     hp_us = 100.0 if timed else None
     return layer_report({Gemm.OUTPUT: candidates}, hp_us=hp_us, out_features=out_features, machine=machine)

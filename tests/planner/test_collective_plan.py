@@ -94,7 +94,6 @@ def refusal(plan):
 
 
 def in_a_subgroup(rank, folder):
-    """Group rank 0 is global rank 1."""
     alone = dist.new_group([1])
     own = loka.plan(with_noise(shared_report(), seed=rank))
     if rank == 0:

@@ -47,7 +47,6 @@ def candidates(us=90.0, *, sqnr=28.5):
 
 
 def layer(times, *, us=90.0, gemms=tuple(Gemm)):
-    """A layer of which each GEMM takes `us` by torch_fast, and what it takes in a region."""
     made = layer_report({gemm: candidates(us) for gemm in gemms})
     return dataclasses.replace(made, region_times={"fc": times})
 
@@ -155,7 +154,6 @@ def test_a_region_that_was_not_timed_is_not_planned(times):
 
 
 def test_measured_under_its_own_name_it_does_not_reject_itself():
-    """A report of a GPU holds the power-of-two recipes too."""
     sites = {gemm: {**candidates(), BY_GEMM[gemm]: measured(27.0, 92.0)} for gemm in Gemm}
     report = dataclasses.replace(layer_report(sites), region_times={"fc": cell(165.0)})
     plan = loka.plan(report)

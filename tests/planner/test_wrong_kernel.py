@@ -1,5 +1,3 @@
-"""A kernel that multiplies by wrong scales is in no plan, and converts nothing."""
-
 from dataclasses import replace
 
 import pytest

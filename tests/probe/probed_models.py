@@ -1,5 +1,3 @@
-"""A model that was trained under a probe."""
-
 from models import train_steps
 
 import loka

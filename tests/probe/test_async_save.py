@@ -35,8 +35,6 @@ def saver(tmp_path):
 
 
 class Event:
-    """Of a device that gets there when a test says so."""
-
     passed = False
     waited = False
 
@@ -48,8 +46,6 @@ class Event:
 
 
 class Slow:
-    """Makes a record when it is let go."""
-
     def __init__(self, stats):
         self.stats, self.begun, self.go = stats, threading.Event(), threading.Event()
 

@@ -70,7 +70,6 @@ def misfit(rank, folder):
 
 
 def in_a_group_of_three(rank, folder):
-    """Global ranks 1, 2 and 3: an odd number, and none of them is rank 0."""
     group = dist.new_group([1, 2, 3])
     stats = learnt(rank)
     if rank == 0:

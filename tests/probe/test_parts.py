@@ -32,7 +32,6 @@ class Two(nn.Module):
 
 
 def batches(rows, seed=1, size=128):
-    """With labels [B, 2]."""
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(rows, 24, generator=generator)
     labels = (torch.rand(rows, 2, generator=generator) < torch.tensor([0.4, 0.1])).float()

@@ -38,7 +38,6 @@ def resumed_on_rank_0(rank):
 
 
 def by_the_clock(rank):
-    """A real probe, on ranks of different speed."""
     net, taken = nn.Linear(8, 1), []
     with loka.Probe(net, every="auto", overhead=0.3) as probe:
         for step in range(300):

@@ -120,7 +120,6 @@ VALUES = (
 
 
 def another_value(draw, content):
-    """Of another type or size, in a random place."""
     holder, key = draw.choice(list(_places(content)))
     values = [value for value in VALUES if not _same(value, holder[key])]
     holder[key] = copy.deepcopy(draw.choice(values))
@@ -145,7 +144,6 @@ def added(draw, content):
 
 
 def exchanged(draw, content):
-    """Two values in each other's place."""
     (one, first), (other, second) = (draw.choice(list(_places(content))) for _ in range(2))
     values = copy.deepcopy(one[first]), copy.deepcopy(other[second])
     one[first] = values[1]

@@ -77,7 +77,6 @@ def _text(name, lines, *, ending="\n", head="y,d,c", rows=None, **how):
 
 
 def _among(*bad, separator=","):
-    """Good lines, and the bad ones between them."""
     lines = list(GOOD)
     for place, line in enumerate(bad):
         lines.insert(7 + 5 * place, line)

@@ -85,7 +85,6 @@ def disagreement(found, content, at="it"):
 
 
 def _learnt(folder):
-    """Statistics, report, plan, times, and a benchmark."""
     from made_bench import bench
 
     model = SmallModel()
@@ -137,7 +136,6 @@ def _learnt(folder):
 
 
 def _validated(folder):
-    """A validation, its runs, a bank of pairs, and the demo's comparison and arm."""
     same = ArmSpec(name="same", apply=lambda model: model, identity={"what": "nothing"})
     config = TrainConfig(batch_size=64, average="tail")
     out = folder / "validation"
@@ -193,7 +191,6 @@ def _without_derived(content):
 
 
 def _trained(folder):
-    """A checkpoint with one before it, a timeline, and the card of a frozen model."""
     from served import BOTH, frozen, tower
 
     for step in (10, 20):
@@ -227,7 +224,6 @@ def _trained(folder):
 
 
 def _prepared(folder):
-    """The manifest and the vocabulary of prepared rows."""
     from click_files import made_up, write_tsv
 
     from loka.data import Frequency, convert, open_shards, read_manifest, read_vocabulary

@@ -52,8 +52,6 @@ def _of(file):
 
 
 def commands():
-    """By name, such as "data convert"; groups too."""
-
     def below(group, before):
         for name, command in getattr(group, "commands", {}).items():
             yield f"{before}{name}", command

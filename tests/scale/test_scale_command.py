@@ -148,7 +148,6 @@ def test_the_command_on_a_model_of_ones_own(folder):
 
 
 def test_a_batch_that_has_other_rows_than_it_was_made_with_is_told(folder):
-    """It was said to be a step of 8192 rows, with times of 2048; tables were looked up for 2048."""
     told = "made with batch_size=8192, and its first tensor has 2048 rows"
     assert told in run("scale", "my_scaled_models:stuck", cwd=folder)
     tables = ("--network", EXAMPLE, "--table", "4x1000x64")

@@ -27,7 +27,6 @@ def probed(name):
     "name", ["relu_tower", "experts_einsum", "lstm_tower", "lora_merged", "checkpoint_modules", "shared_attention"]
 )
 def test_sites_and_flops_are_those_of_probe(name):
-    """Tokens, stacked experts, what is no site and why, tied calls; no numbers were needed."""
     foreign, expected = FOREIGN[name], probed(name)
     found = trace(foreign.build(), foreign.inputs(ROWS), batch_size=None)
     assert found.coverage.sites == expected.sites
@@ -104,7 +103,6 @@ def test_the_model_is_left_as_it_is():
 
 
 def test_a_model_larger_than_memory():
-    """A trillion parameters: built and traced in no memory."""
     with fake_mode():
         model = nn.Sequential(*(nn.Linear(1 << 18, 1 << 18, bias=False) for _ in range(16)))
         x = torch.empty(4, 1 << 18)

@@ -1,5 +1,3 @@
-"""Small models with plans by hand, their rows, and what they convert to."""
-
 import copy
 
 import torch
@@ -52,7 +50,6 @@ class Cross(nn.Module):
 
 
 def plan_for(model, candidates):
-    """A plan that runs the `output` GEMMs of layers so, or all three GEMMs."""
     return plan_of(signature(model), candidates, device=next(model.parameters()).device)
 
 
@@ -92,7 +89,6 @@ def calibration(batches=4, count=40):
 
 
 def frozen(model, candidates, **options):
-    """By a plan of `candidates`, and calibrated by `calibration()` unless `options` have rows."""
     return freeze(model, plan_for(model, candidates), **{"calibration": calibration(), **options})
 
 
@@ -101,7 +97,6 @@ def converted(model, plan):
 
 
 def cross_plan(model, candidate):
-    """Sites as Probe finds them."""
     with loka.Probe(model, every=1, effect_samples=0) as probe:
         model(torch.randn(64, 24))["sum"].sum().backward()
     layers = probe.stats().model

@@ -17,7 +17,6 @@ def frozen():
 
 
 def by_plan(candidates, count, seed=0):
-    """Of the converted model, for the rows of a request padded to `count`."""
     model = converted(tower(seed), plan_for(tower(seed), candidates))
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
         return model(*rows(count))

@@ -101,12 +101,10 @@ def _edited(folder):
 
 
 def _of_another(folder):
-    """A plan of another folder, sound by itself."""
     plan_for(tower(), {"first": ROW}).save(folder / "plan.json")
 
 
 def _points_out(folder):
-    """A card that names a file beyond the folder."""
     shutil.copy(folder / "plan.json", folder.parent / "outside.json")
     record = Folder.load(folder / "card.json")
     files = {**record.files, "../outside.json": sha256_of_file(folder.parent / "outside.json")}
@@ -140,8 +138,6 @@ def test_damaged_and_foreign_folders(damage, told, tmp_path):
 
 
 class Silu(Tower):
-    """The same layers, and another function between them."""
-
     def forward(self, dense, ids):
         x = torch.cat([dense, self.table(ids)], dim=1)
         x = torch.tanh(self.norm(self.first(x)))

@@ -314,8 +314,6 @@ def test_plans_that_do_not_fit():
 
 
 class TwoPaths(Tower):
-    """A tower that rows of large values take."""
-
     def forward(self, dense, ids):
         if float(dense.abs().max()) > 50:
             return self.logit(self.second(self.first(torch.cat([dense, self.table(ids)], dim=1)))).squeeze(1)

@@ -287,8 +287,6 @@ def test_programs_of_plans_by_rows(backend):
 
 
 class Raw(nn.Module):
-    """x [B, 16] -> [B]: parameters that are multiplied by as they are, one of them through a view."""
-
     def __init__(self):
         super().__init__()
         self.w, self.pair = (nn.Parameter(torch.randn(16, 64) * 0.2), nn.Parameter(torch.randn(2, 64, 32) * 0.2))

@@ -1,5 +1,3 @@
-"""Models that are probed, measured and planned, with every site forced into FP8."""
-
 import functools
 from dataclasses import dataclass
 
@@ -28,7 +26,6 @@ class Planned:
 
     @property
     def fp8(self):
-        """What should run, as "path/gemm"."""
         return {name for name, decision in self.plan.decisions.items() if decision.candidate != HP}
 
 
@@ -62,6 +59,5 @@ def runs(model):
 
 
 def ran(model, gemms=("output", "grad_input", "grad_weight")):
-    """The sites that ran at least once, as "path/gemm"."""
     wanted = tuple(gemms)
     return {name for name, count in runs(model).items() if count and name.rpartition("/")[2] in wanted}

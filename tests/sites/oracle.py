@@ -64,7 +64,6 @@ class Linear8(nn.Linear):
 
 
 def by_hand(model, names=(ROW, ROW, ROW)):
-    """Changes the class of each nn.Linear of `model`, which is not to be converted, in place."""
     for module in model.modules():
         if type(module) is nn.Linear:
             module.__class__ = Linear8
@@ -163,7 +162,6 @@ def gradients(model):
 
 
 def off(found, expected):
-    """The distance in the norm, relative to `expected`."""
     found, expected = found.detach().double(), expected.detach().double()
     size = expected.norm()
     return float((found - expected).norm() / size if size > 0 else (found - expected).norm())

@@ -1,5 +1,3 @@
-"""A model with sites of every kind, a plan that forces FP8 on it, and training steps with counted sites."""
-
 import functools
 
 import torch
@@ -18,8 +16,6 @@ STEPS, LR = 3, 0.05
 
 
 class LowRankCross(nn.Module):
-    """x <- x0 * (V (W x) + b) + x, with members of two ParameterLists, as TorchRec's LowRankCrossNet."""
-
     def __init__(self, layers=1):
         super().__init__()
         self.down = nn.ParameterList(_normal(RANK, WIDTH) for _ in range(layers))
@@ -34,8 +30,6 @@ class LowRankCross(nn.Module):
 
 
 class Gated(nn.Module):
-    """Two slices of one parameter."""
-
     def __init__(self):
         super().__init__()
         self.w = _normal(2 * WIDTH, WIDTH)
@@ -45,8 +39,6 @@ class Gated(nn.Module):
 
 
 class Experts(nn.Module):
-    """Stacked weights in one bmm."""
-
     def __init__(self):
         super().__init__()
         self.w = _normal(EXPERTS, WIDTH, WIDTH)
@@ -97,7 +89,6 @@ def rows(step, batch=BATCH):
 
 
 def half(step, rank):
-    """The rows of `step` that rank 0 or 1 has."""
     x, y = rows(step)
     return x.chunk(2)[rank], y.chunk(2)[rank]
 
@@ -107,7 +98,6 @@ def loss_of(model, x, y):
 
 
 def probed(model, feed=None, steps=2, **options):
-    """Statistics over `steps` sampled steps; `feed(step)` makes the loss."""
     with loka.Probe(model, every=1, depth_rows=8, **options) as probe:
         for step in range(steps):
             (loss_of(model, *rows(step)) if feed is None else feed(step)).backward()
@@ -116,7 +106,6 @@ def probed(model, feed=None, steps=2, **options):
 
 
 def forced(stats, candidate=ROWWISE):
-    """Every GEMM of every site in FP8, whatever it costs."""
     settings = Settings(rows=32, max_draws=4)
     report = loka.measure(stats, device="cpu", candidates=[candidate], errors_only=True, settings=settings)
     return loka.plan(report, force={"*": candidate})
@@ -166,14 +155,12 @@ def on_rank(model, parameters, rank, make):
 
 
 def by_halves(plan, make, *, apart=False):
-    """Losses [STEPS][2] of a converted model in one process."""
     model = mixed()
     model.apart = apart
     return alone(loka.convert(model, plan), make)
 
 
 def planned(plan):
-    """Names of the FP8 GEMMs of a plan."""
     return {decision.site for decision in plan.decisions.values() if decision.candidate != HP}
 
 

@@ -1,5 +1,3 @@
-"""Small towers for the tests of findings, plain, converted and by hand, all from the same weights."""
-
 import pytest
 import torch
 from forced import plan_of
@@ -16,7 +14,6 @@ EAGER_FIRST = pytest.mark.parametrize("compiled", sweep((False, True), [False]),
 
 
 def tower(norm=False, dropout=None):
-    """64 -> 64 -> 64 -> 64 -> 1."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         layers = []
@@ -33,7 +30,6 @@ def batch(rows=ROWS, seed=1):
 
 
 def pair(**options):
-    """The converted tower, and one of the same weights by hand."""
     plain = tower(**options)
     found = loka.convert(tower(**options), plan_of(plain, batch().requires_grad_()))
     return found, by_hand(tower(**options))

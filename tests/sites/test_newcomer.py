@@ -15,8 +15,6 @@ CANDIDATES = ["emulated:rowwise_e4m3", "emulated:tensorwise_e4m3"]
 
 
 class Attention(nn.Module):
-    """Three raw projections [heads, in, out] by einsum, and one back."""
-
     def __init__(self):
         super().__init__()
         self.q, self.k, self.v = (nn.Parameter(torch.randn(HEADS, WIDTH, 16) / 7) for _ in range(3))
@@ -29,8 +27,6 @@ class Attention(nn.Module):
 
 
 class GatedExperts(nn.Module):
-    """Three experts, a matrix each, in one bmm; a gate of softmax over raw columns."""
-
     def __init__(self):
         super().__init__()
         self.experts = nn.Parameter(torch.randn(3, WIDTH, WIDTH) / 7)

@@ -122,7 +122,6 @@ class Encoder(nn.Module):
 
 
 def probed(seed, lengths, **options):
-    """Of `layer.linear1`: what the probe learnt, and the sketch of all its rows."""
     torch.manual_seed(0)
     model, seen, whole = Encoder(), [], []
     generator = torch.Generator().manual_seed(seed)

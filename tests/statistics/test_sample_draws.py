@@ -26,14 +26,12 @@ def positions(generator):
 
 
 def alike(generator):
-    """What a sample broadcasts to all its rows, and a pooled output's gradient: rows nearly the same."""
     x = torch.randn(SAMPLES, 1, 20, generator=generator) + 0.5 * torch.randn(SAMPLES, ROWS, 20, generator=generator)
     g = torch.randn(SAMPLES, 1, 10, generator=generator) + 0.5 * torch.randn(SAMPLES, ROWS, 10, generator=generator)
     return x, g
 
 
 def apart(generator):
-    """Rows that have nothing to do with each other."""
     x = 1 + torch.randn(SAMPLES, ROWS, 20, generator=generator)
     return x, torch.randn(SAMPLES, ROWS, 10, generator=generator)
 

@@ -15,7 +15,6 @@ CPU = torch.device("cpu")
 
 
 def gradient_like(rows, columns, seed):
-    """Correlated, with columns and rows of unequal scale, and half of it zero."""
     fixed = torch.Generator().manual_seed(0)
     mixing = torch.randn(columns, columns, generator=fixed) / columns**0.5 + torch.eye(columns)
     scales = torch.randn(columns, generator=fixed).exp()

@@ -57,7 +57,6 @@ def tower(seed=0):
 
 
 def make_plan(**budget):
-    """Of a short probe, by errors alone, as nothing is timed on a CPU."""
     model = tower()
     with loka.Probe(model, every=1) as probe:
         train(model, RandomRows(64), config=CONFIG)
@@ -66,7 +65,6 @@ def make_plan(**budget):
 
 
 def digest(value):
-    """Of nested containers of tensors, numbers and text, bit for bit."""
     hashed = hashlib.sha256()
 
     def add(item):

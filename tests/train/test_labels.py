@@ -14,8 +14,6 @@ from loka.validation.validate import validate
 
 @dataclass(frozen=True)
 class Labelled(RandomRows):
-    """Rows whose first `positive` labels are 1 and all others 0."""
-
     positive: int = 0
 
     def batches(self, batch_size, *, start=0):

@@ -13,8 +13,6 @@ CONFIG = TrainConfig(batch_size=64, precision="fp32", log_every=4)
 
 
 class Probe(nn.Module):
-    """One weight per dense feature; remembers what it was given and what it predicted."""
-
     def __init__(self):
         super().__init__()
         self.fc = nn.Linear(4, 1)

@@ -12,7 +12,6 @@ PATIENCE = 0.3
 
 @pytest.fixture
 def store(monkeypatch):
-    """This process is rank 1 of two, which met at it."""
     made = dist.HashStore()
     made.set_timeout(timedelta(seconds=PATIENCE))
     monkeypatch.setattr(ranks, "ranks_of", lambda: 2)

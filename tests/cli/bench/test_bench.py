@@ -198,7 +198,6 @@ def test_a_damaged_result_is_not_overwritten(config, monkeypatch):
 
 
 def bench(*arguments, cwd, fails=False):
-    """What it prints in a process of its own: kernels here are fakes."""
     output = cwd / "printed"
     process = start_loka("bench", *arguments, cwd=cwd, output=output)
     process.join()

@@ -101,7 +101,6 @@ def data():
 
 @pytest.fixture(scope="module")
 def measured(tmp_path_factory, data):
-    """A report over emulated kernels at all sites of a small DLRM."""
     config = config_in(tmp_path_factory.mktemp("measured"))
     return step._report(config, data)
 
@@ -125,7 +124,6 @@ def test_a_cpu_is_refused(data, tmp_path):
 
 
 def test_what_is_written(steps, tmp_path, monkeypatch):
-    """The command from end to end; a failing arm stands in the table with its reason."""
     broken = f"{EVERYWHERE[1]} everywhere"
     steps.failures = {broken: "RuntimeError: no kernel image"}
     command = ["bench", "step", "--model", "dlrm", "--batch-size", "32", "--device", "cpu", "--eager"]
@@ -220,7 +218,6 @@ def test_one_candidate_everywhere(measured, data, tmp_path):
 
 
 def test_every_planned_arm_is_of_its_own_candidate(measured, data, tmp_path):
-    """The arms are closures made in a loop: none may run another's plan."""
     fresh = functools.partial(step._fresh, config_in(tmp_path), data.train)
     decided = plan(measured)
     with pytest.MonkeyPatch.context() as patch:
@@ -232,7 +229,6 @@ def test_every_planned_arm_is_of_its_own_candidate(measured, data, tmp_path):
 
 
 def test_without_torchao_its_arms_say_how_to_get_it(data, tmp_path, monkeypatch):
-    """In the exception, and in the table of the real `time_steps`; bf16 is timed all the same."""
     monkeypatch.setitem(sys.modules, "torchao.float8", None)
     config = config_in(tmp_path, arms=tuple(TORCHAO))
     fresh = functools.partial(step._fresh, config, data.train)

@@ -123,7 +123,6 @@ def test_other_commands_are_of_one_process(tmp_path, monkeypatch):
 
 
 def torchrun(folder, *arguments, ranks=2):
-    """A process each, which meet by what torchrun says in the environment."""
     command = [
         sys.executable,
         "-m",

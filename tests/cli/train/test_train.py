@@ -35,7 +35,6 @@ def refused(*arguments):
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory):
-    """A run from a cold start."""
     folder = tmp_path_factory.mktemp("auto")
     return folder, loka(*AUTO, "--out", folder, "--no-cache")
 

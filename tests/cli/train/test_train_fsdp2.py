@@ -246,7 +246,6 @@ AUTO = ("--auto", "--probe-every", 2, "--probe-steps", 3, "--candidate", POW2, "
 
 
 def automatic(rank, folder):
-    """From bf16 to FP8 under both engines; and sharded with FP8 gathers, killed as it converted."""
     found = {}
     for dense in ("ddp", "fsdp2"):
         options = ("--batch-size", BATCH, "--dense", dense, *AUTO, "--out", dense)

@@ -1,9 +1,3 @@
-"""`loka train --engine torchrec` on two ranks over gloo and on one: by plan, pipelined, resumed, refused.
-
-What is trained is compared with what the other engine trains on the same rows, and what is restored with what
-the checkpoint's files hold, bit for bit.
-"""
-
 import re
 import shutil
 import sys
@@ -76,7 +70,6 @@ def on_two(rank, folder):
 
 
 def looks_up_alike(sharded):
-    """Whether logits are those of the model before its tables were sharded, bit for bit."""
     model, batch = built("dcnv2"), next(open_data(None, rows=ROWS, seed=0).test.batches(BATCH))
     with torch.no_grad():
         expected = model(batch.dense, batch.sparse)
@@ -100,7 +93,6 @@ def by_rows(model):
 
 
 def saved_again(folder, rank, ranks):
-    """A model of other weights takes over the checkpoint in folder/dcn, and saves what it holds then."""
     rows = open_data(None, rows=ROWS, seed=0, part=(rank, ranks), parts=2).train
     model = built("dcnv2")
     for weight in model.parameters():
@@ -131,7 +123,6 @@ def on_one(rank, folder):
 
 
 def as_the_other(name):
-    """Losses of the other engine over the rows of two ranks, and how far losses and weights are from it."""
     rows = open_data(None, rows=ROWS, seed=0, parts=2).train
     config = replace(CONFIG, batch_size=2 * BATCH)
     ours, theirs = built(name), built(name)
@@ -203,7 +194,6 @@ def test_a_plan_from_within_fits_the_bare_model(two, folder):
 
 
 def test_state_comes_back_bit_for_bit_on_two_ranks_and_on_one(two, one, folder):
-    """Of row-wise shards: on two ranks as whole tables, which lie on either, and on one rank."""
     there = read_all(folder / "dcn")
     momenta = [name for name in there if name.endswith("/momentum1")]
     assert len(momenta) == len([name for name in there if re.match("model/.*bags", name)]) == 26

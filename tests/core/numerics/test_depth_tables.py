@@ -44,7 +44,6 @@ def one_by_one(values, scale, weight=None):
 
 
 def spread_out(rows, columns, seed):
-    """From far below the deepest bin to the amax, with zeros and numbers of few bits."""
     generator = torch.Generator().manual_seed(seed)
     z = torch.randn(rows, columns, generator=generator) * torch.exp2(
         40 * torch.rand(rows, columns, generator=generator) - 36

@@ -7,7 +7,6 @@ from loka.core.numerics.direction import SIDE, Fold, Turn, angle_of, shrink_bias
 
 
 def turns(errors, gradients, *, mean_row=False):
-    """Of draws [T, R, C]."""
     fold = Fold(*errors.shape[1:], mean_row=mean_row, device=errors.device)
     return [
         Turn(

@@ -25,7 +25,6 @@ def generator(seed):
 
 
 def hard(kind, seed, rows=64, columns=96):
-    """[rows, columns] as recommendation features can be."""
     x = torch.randn(rows, columns, generator=generator(seed))
     if kind == "heavy":
         return x.mul(3).exp()

@@ -39,8 +39,6 @@ def effect(value, *, samples=400, spread=0.9):
 
 
 def window(amax=4.0, ne=1e-5, **others):
-    """Layer a as told, layer b at its usual."""
-
     def layer(order, amax, ne):
         weight = Distribution(kind="matrix_normal", tensors={"mean": torch.full((8, 8), 0.5)})
         return LinearStats(

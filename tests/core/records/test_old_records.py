@@ -66,7 +66,6 @@ def report(stats):
 
 
 def aged(file, **keys):
-    """Writes a saved record again as one that has `keys` too."""
     header = json.loads(file.read_bytes())
     kind, version = header["kind"], header["version"]
     content = read_record(file, kind=kind, version=version, way_out="", parse=lambda content: dict(content))

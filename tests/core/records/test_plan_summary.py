@@ -15,7 +15,6 @@ KNOWN, WILD = Estimate(1e-5, 0.0, 2e-5), Estimate(1e-5, 0.0, math.inf)
 
 
 def plan(*effects, candidate=LOW, ne=None):
-    """A layer for each effect, whose `output` runs by the candidate."""
     shape = LinearShape(in_features=8, out_features=8, bias=False)
     layers = {f"layer{place}": shape for place in range(len(effects))}
     problem = linear_problem(Gemm.OUTPUT, rows=8, in_features=8, out_features=8, dtype="bfloat16", target="cpu")

@@ -8,7 +8,6 @@ from loka.data import Shuffle, Triplet, npy_triplets, open_npy, open_rows
 
 
 def write_day(folder, day, rows, *, low=0, high=50, flat=False):
-    """As TorchRec's preprocessing names, types and shapes them."""
     rng = np.random.default_rng(day)
     np.save(folder / f"day_{day}_dense.npy", rng.random((rows, 13)).astype(np.float32) + day)
     np.save(folder / f"day_{day}_sparse.npy", rng.integers(low, high, (rows, 26)).astype(np.int32))

@@ -15,7 +15,6 @@ ROWS = 211
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory):
-    """The row number is its dense value; groups of 10 rows in parquet."""
     folder = tmp_path_factory.mktemp("pieces")
     table = pa.table({"y": [0] * ROWS, "d": list(range(ROWS)), "c": ["x"] * ROWS})
     parquet.write_table(table, folder / "t.parquet", row_group_size=10)

@@ -25,8 +25,6 @@ class Block(nn.Module):
 
 
 class Modules(nn.Module):
-    """Each block is checkpointed as a module; the stem makes the blocks' input need a gradient."""
-
     def __init__(self, reentrant):
         super().__init__()
         self.reentrant = reentrant

@@ -35,8 +35,6 @@ class Front(nn.Module):
 
 
 class DNN(nn.Module):
-    """Linear and ReLU, layers in a ModuleList."""
-
     def __init__(self, fan_in):
         super().__init__()
         widths = (fan_in, *HIDDEN)

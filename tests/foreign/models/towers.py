@@ -13,8 +13,6 @@ FLOPS = 32 * 64 + 64 * 64 + 64 * 32 + 32  # multiplications of one row
 
 
 class ReluTower(nn.Module):
-    """Linear and ReLU three times, then one logit; x [B, 32] -> [B, 1]."""
-
     def __init__(self):
         super().__init__()
         self.fc1 = nn.Linear(32, 64)
@@ -47,8 +45,6 @@ class BatchNormTower(nn.Module):
 
 
 class DictTower(ReluTower):
-    """It returns {'logits': [B, 1], 'features': [B, 32]}."""
-
     def forward(self, x):
         features = self.features(x)
         return {"features": features, "logits": self.out(features)}

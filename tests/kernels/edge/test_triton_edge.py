@@ -121,7 +121,6 @@ def test_programs_match_the_twin(name, rows, features, device):
 
 @pytest.mark.parametrize("name", sweep(CASES, list(CASES)[1::2]))
 def test_rows_that_are_not_ordinary_stay_apart(name, device):
-    """What is not finite makes its row NaN and no other; huge and tiny rows have scales of their own."""
     for rows, features in ((50, 600), (64, 64)):
         case = CASES[name](features)
         leaves, given = nasty(case, rows, device), case.given(rows, device)
@@ -255,7 +254,6 @@ def test_every_number_of_an_fp8_leaf_is_read(device):
 
 @pytest.mark.parametrize("block", sweep((4, 5, 8, 30, 120, 300, 600), (5, 30, 600)))
 def test_blocks_of_all_sizes(block, device):
-    """Powers of two and others, many and one to a chunk, all features; the last is a row."""
     case = block_norm(600, block)
     leaves, given = all_of(case, 33, device)
     check(case, leaves, 33, given, exact=False)

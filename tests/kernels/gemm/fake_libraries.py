@@ -13,7 +13,6 @@ E4M3 = torch.float8_e4m3fn
 
 
 def module(patch, name, **content):
-    """Puts a module in the place of the real one, its parents too."""
     made = ModuleType(name)
     made.__dict__.update(content)
     parent, _, child = name.rpartition(".")

@@ -27,7 +27,6 @@ LAYOUTS = ["plain", "gpu", "strange"]
 
 @pytest.fixture
 def fakes(monkeypatch):
-    """Every library replaced. `calls` of each kind say what reached it."""
     fbgemm_calls = []
     deep_calls = []
     fake_torchao(monkeypatch)

@@ -93,7 +93,6 @@ def check(found, a, w, of, *, fast, device):
 
 
 def check_data(data, found, of):
-    """`data` against the Z and 1 / rms of `found`."""
     inverse = _wide(found.inverse_rms, of)
     v = restored(found.z, of).double() * inverse
     moved = 1.5 * (_wide(found.z.steps, of) * (0.5 + 2**-9) * inverse + 2.0**-20 * v.abs())

@@ -65,7 +65,6 @@ def representable(rows, columns, dtype, *, exponent, seed):
 
 
 def moved(weight, device):
-    """With its strides and its alignment, on `device`."""
     if device == weight.device:
         return weight
     memory = torch.empty(0, dtype=weight.dtype).set_(weight.untyped_storage())
@@ -141,7 +140,6 @@ def test_what_is_not_finite_makes_all_of_its_weight_nan(bad, dtype, fused, devic
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_exact_weights_match_the_twin_bit_for_bit(dtype, fused, device):
-    """Sides that are no multiples of 16, single rows and columns, several tiles, every layout."""
     shapes = [(13, 1), (1, 13), (1, 1), (70, 150), (64, 128), (3, 200), (65, 16), (48, 80)]
     weights = [representable(*shape, dtype, exponent=i - 3, seed=i) for i, shape in enumerate(shapes)]
     for place, layout in enumerate(LAYOUTS.values()):

@@ -146,7 +146,6 @@ PAIRS = [
 
 @pytest.mark.parametrize(("row", "column", "transposed", "format"), list(dict.fromkeys(PAIRS)), ids=str)
 def test_a_pair_matches_two_twins(row, column, transposed, format, device):
-    """Every granularity with every other, and the two copies in different formats."""
     hp = nasty(*on_gpu_or_cpu((150, 300), (150, 70)), torch.bfloat16, transposed=transposed)
     padded = on_gpu_or_cpu((160, 384), (160, 128)) if format is Format.E5M2 else tuple(hp.shape)
     check_pair(hp, E4M3[row], Cast(format, column), padded, device)
@@ -163,7 +162,6 @@ def test_copies_may_be_padded_differently(device):
 
 @pytest.mark.parametrize("cast", [c for c in CASTS if c.granularity is Granularity.TENSOR], ids=str)
 def test_a_given_scale_saturates(cast, device):
-    """Half of the true scale, so that the largest elements lie beyond the format."""
     hp = torch.randn(70, 150, generator=torch.Generator().manual_seed(0))
     given = hp.abs().amax().view(1) / cast.format.max / 2
     check_pair(hp, cast, cast, (80, 256), device, given=given)

@@ -171,7 +171,6 @@ def test_what_is_forced_spends_first():
 
 
 def untimed(**sides):
-    """Errors of two sites alone, with other sides of the second one."""
     report = model_report({path: {Gemm.OUTPUT: {ROW: costing(None, effect(1e-5))}} for path in ("a", "b")}, timed=False)
     site = report.sites["b/output"]
     problem = dataclasses.replace(site.problem, **{k: of(getattr(site.problem, k)) for k, of in sides.items()})

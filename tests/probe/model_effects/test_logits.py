@@ -41,7 +41,6 @@ def test_several_columns_are_refused_unless_the_program_says_what_they_are(named
 
 
 def train_output(loss_fn):
-    """What TorchRec's DLRMTrain returns, and the logits with their graph."""
     z, labels = column()[:, 0], torch.tensor([0.0, 1, 0, 1, 1])
     loss = loss_fn(z, labels)
     return z, (loss, (loss.detach(), z.detach(), labels))

@@ -29,8 +29,6 @@ ROWS = 8 * (BATCH - 1)  # fewer than the default takes; a row of each batch is l
 
 
 class Foreign(nn.Module):
-    """BatchNorm, dropout, a raw parameter that is iterated over, and a layer that is called twice."""
-
     def __init__(self):
         super().__init__()
         self.first = nn.Sequential(nn.Linear(8, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Dropout(0.2))
@@ -52,7 +50,6 @@ def batches(count=8, seed=1):
 
 @pytest.fixture(scope="module")
 def once_trained():
-    """And the state of torch's random numbers behind it."""
     torch.manual_seed(0)
     model = Foreign()
     optimizer = torch.optim.Adam(model.parameters(), 1e-2)
@@ -67,7 +64,6 @@ def once_trained():
 
 @pytest.fixture
 def trained(once_trained):
-    """A copy."""
     found, random = copy.deepcopy(once_trained)
     torch.set_rng_state(random)
     return found
@@ -263,8 +259,6 @@ def test_h_is_that_of_the_labels_and_its_error_widens(trained):
 
 
 class Tasks(nn.Module):
-    """Logits [B, 2] of two tasks."""
-
     def __init__(self):
         super().__init__()
         self.inner, self.out = nn.Linear(8, 16), nn.Linear(16, 2)

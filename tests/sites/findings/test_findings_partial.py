@@ -85,8 +85,6 @@ def test_s1_early_exit(layers):
 
 
 class LayerDrop(nn.Module):
-    """Each block is left out with probability 1/2 in training."""
-
     def __init__(self, blocks):
         super().__init__()
         self.blocks = nn.ModuleList(blocks[place : place + 2] for place in range(0, 6, 2))
@@ -118,7 +116,6 @@ def test_s1_layer_drop():
 
 
 def changed(compiled, options, kind, attribute, value):
-    """What a change of modules moves, it moves as in the oracle."""
     found, expected = pair(**options)
     call = torch.compile(found, backend="aot_eager") if compiled else found
     before = call(batch())
@@ -148,8 +145,6 @@ def test_s7_dropout_whose_probability_changes(compiled):
 
 
 class Inner(nn.Module):
-    """Returns the logits beside the crossed features that they come from."""
-
     def __init__(self):
         super().__init__()
         self.first, self.second = nn.Linear(64, 64), nn.Linear(64, 64)

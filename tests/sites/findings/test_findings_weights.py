@@ -42,7 +42,6 @@ def _copied(model, folder):
 
 
 def _broadcast(model, folder):
-    """As `dist.broadcast(p.data, 0)` writes: no version counter moves."""
     for place, parameter in enumerate(model.parameters()):
         if parameter.dim() > 1:
             parameter.data.copy_(FACTOR * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(place)))

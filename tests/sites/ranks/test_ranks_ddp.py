@@ -31,8 +31,6 @@ class Skipping(Mixed):
 
 @dataclass(frozen=True)
 class Job:
-    """Runs every case on one rank."""
-
     plan: Plan
 
     def __call__(self, rank, folder):

@@ -64,8 +64,6 @@ def shard(model, units):
 
 @dataclass(frozen=True)
 class Job:
-    """Runs every case on one rank."""
-
     plan: Plan
 
     def __call__(self, rank, folder):

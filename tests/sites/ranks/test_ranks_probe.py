@@ -90,8 +90,6 @@ def one_rank(rank, folder):
 
 
 class Training:
-    """Trains a converted model within the wrappers that neither of the other files has."""
-
     def __init__(self, plan):
         self.plan = plan
 

@@ -34,8 +34,6 @@ def build(name="torchrec_dlrm_train"):
 
 
 class Bare(nn.Module):
-    """DLRM_DCN inside DMP, called with its features; the loss is outside."""
-
     def __init__(self, model):
         super().__init__()
         self.held = model
@@ -46,7 +44,6 @@ class Bare(nn.Module):
 
 
 def half(rank):
-    """The rows of a batch that one rank has."""
     from torchrec import KeyedJaggedTensor
     from torchrec.datasets.utils import Batch
 
@@ -107,8 +104,6 @@ def dense(model):
 
 @dataclass(frozen=True)
 class Job:
-    """Probes and trains on one rank."""
-
     plan: Plan
 
     def __call__(self, rank, folder):

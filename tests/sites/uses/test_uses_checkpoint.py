@@ -21,8 +21,6 @@ KINDS = pytest.mark.parametrize("reentrant", [False, True], ids=["non-reentrant"
 
 
 class Recomputed(nn.Module):
-    """Any model, all of it computed again in backward."""
-
     def __init__(self, inner, reentrant):
         super().__init__()
         self.inner, self.reentrant = inner, reentrant
@@ -134,8 +132,6 @@ def test_a_probe_plans_gradients_inside_checkpoints(reentrant):
 
 
 class Nested(nn.Module):
-    """A checkpoint inside of a checkpoint, each of either kind."""
-
     def __init__(self, outer, inner):
         super().__init__()
         torch.manual_seed(0)

@@ -32,7 +32,6 @@ EACH = pytest.mark.parametrize("name", NAMES)
 
 
 def _expected(known, state):
-    """A step of a model that was built with these weights, and converted as the last thing."""
     model = known.foreign.build()
     model.load_state_dict(state)
     loka.convert(model, known.plan)
@@ -48,7 +47,6 @@ def _check(known, model):
 
 
 def _moved(known):
-    """Another model's weights: 3 times these, which scales of before would not fit."""
     return {
         name: 3 * value if value.is_floating_point() and "running" not in name else value
         for name, value in known.foreign.build().state_dict().items()

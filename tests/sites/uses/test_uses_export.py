@@ -46,7 +46,6 @@ def _leaves(result):
 
 
 def _sites_in(program):
-    """Names of the sites that the graph, or a graph inside it, calls."""
     graphs = [m.graph for m in program.graph_module.modules() if isinstance(m, torch.fx.GraphModule)]
     nodes = [node for graph in graphs for node in graph.nodes if node.target is torch.ops.loka.site.default]
     return {node.args[3] for node in nodes}

@@ -83,7 +83,6 @@ def test_auto_promises_nothing_on_labels_that_are_all_equal(seen):
 
 
 def test_training_with_a_renewal_is_bitwise_training_without(monkeypatch):
-    """Up to the plan, which may differ: so FP8 is kept out here."""
     quiet = replace(AUTO, budget=Budget(keep=("*",)))
     with_it, without = tower(0), tower(0)
     train(with_it, ROWS, config=CONFIG, callback=Auto(quiet))

@@ -104,8 +104,6 @@ def whole():
     ],
 )
 def test_killed_in_any_phase_it_goes_on_there(tmp_path, whole, stop):
-    """The same weights, counts, metrics and plan as without."""
-
     straight, all_through, expected, _ = whole
     killed = stop_at(stop, KilledWhileMeasuring)  # nothing is saved: it goes on from the last checkpoint
     with pytest.raises(KilledWhileMeasuring):

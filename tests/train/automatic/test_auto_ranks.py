@@ -25,8 +25,6 @@ CONFIG = replace(fp8_run.CONFIG, checkpoint_every=6)
 
 @dataclass(frozen=True)
 class Shard(RandomRows):
-    """Rows of one rank."""
-
     rows: int = 16 * STEPS
 
 

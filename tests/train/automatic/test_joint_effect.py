@@ -31,7 +31,6 @@ def rows(count, seed=1):
 
 
 def plan_of(model, candidates, *, ne=None):
-    """With `ne` predicted at every site of `candidates`."""
     decisions = {}
     for path, shape in signature(model).layers.items():
         problem = linear_problem(

@@ -30,7 +30,6 @@ CONFIG = replace(fp8_run.CONFIG, checkpoint_every=EVERY, log_every=1, precision=
 
 
 def pow2_plan(make=tower):
-    """Every site in FP8, by the recipe whose weights can be gathered in FP8."""
     model = make()
     with loka.Probe(model, every=1, effect_samples=0) as probe:
         train(model, RandomRows(64), config=fp8_run.CONFIG)

@@ -53,8 +53,6 @@ def truncate_manifest(path):
 
 
 def forge(**fields):
-    """A manifest whose checksum is right."""
-
     def damage(path):
         file = path / "manifest.json"
         content = {**json.loads(file.read_text())["content"], **fields}

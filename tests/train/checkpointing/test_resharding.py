@@ -35,8 +35,6 @@ pytestmark = pytest.mark.filterwarnings("ignore:FSDP2-wrapped module:UserWarning
 
 @dataclass(frozen=True)
 class Straight:
-    """Never killed; and killed ones go on beside it, in the same group."""
-
     plan: Plan
     engine: str
     killed: tuple[Path, ...]
@@ -52,8 +50,6 @@ class Straight:
 
 @dataclass(frozen=True)
 class Killed:
-    """Rank 2 by SIGKILL, after a step or while it saves."""
-
     plan: Plan
     engine: str
     saving: bool = False
@@ -211,7 +207,6 @@ def test_members_of_enums_are_read_as_older_pythons_write_them(tmp_path, kind, r
 
 
 def with_a_full_disk(rank, folder):
-    """Of rank 1, at the first save."""
     real = sharded.write_state
 
     def write_state(file, state):

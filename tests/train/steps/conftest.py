@@ -1,5 +1,3 @@
-"""A stand-in for CUDA graphs, for tests of what is around them."""
-
 import pytest
 from graphed_cases import Fake, module
 

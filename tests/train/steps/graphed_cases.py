@@ -1,5 +1,3 @@
-"""Small models, batches and steps, and a stand-in for CUDA graphs."""
-
 import copy
 import importlib
 

@@ -37,7 +37,6 @@ class Foreign(nn.Module):
 
 
 def trained(step, model, device):
-    """Weights at the end, logits of all rows between the steps, why no whole step is a graph."""
     model, between = copy.deepcopy(model).to(device), []
     layers = {path: layer for path, layer in signature(model).layers.items() if path.startswith("blocks")}
     attach(model, layers, dict.fromkeys(layers, EMULATED if device == "cpu" else IN_REGIONS))

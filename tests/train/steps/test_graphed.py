@@ -116,7 +116,6 @@ def test_a_learning_rate_of_every_step_is_never_captured(fake):
 
 
 def scheduled(make_optimizer, factor, data, device=CPU):
-    """Models trained without and with a graph while a schedule lowers a rate; and the graphed step."""
     trained = []
     for make_step in (lambda model, optimizer, data: step_of(model, optimizer), graph_of):
         model = small(device)

@@ -26,8 +26,6 @@ def test_a_failed_capture_leaves_no_trace(fake):
 
 
 class Counting(torch.optim.SGD):
-    """Counts its steps in Python, as a warm-up inside an optimizer would."""
-
     def step(self, closure=None):
         super().step()
         for group in self.param_groups:
@@ -57,8 +55,6 @@ class Decaying(torch.optim.SGD):
 
 
 class Running(nn.Linear):
-    """Replaces its buffer in every step."""
-
     def __init__(self):
         super().__init__(6, 1)
         self.register_buffer("mean", torch.zeros(6))

@@ -25,7 +25,6 @@ ONE = Estimate(1.0, 1.0, 1.0)
 
 @pytest.fixture
 def losses(monkeypatch):
-    """Runs every function of a race once and says that all take a microsecond."""
     found = []
 
     def race(functions, **options):
@@ -234,7 +233,6 @@ def test_containers_of_torch_are_compiled_too(monkeypatch):
 
 @pytest.mark.slow
 def test_bench_step_from_the_command_line(losses, tmp_path, monkeypatch):
-    """On a CPU with the check lifted: probe, measure, plan, every arm; torchao is not installed here."""
     monkeypatch.setattr(step, "measure", measure_coarsely)
     command = ["bench", "step", "--model", "dlrm", "--batch-size", "32", "--device", "cpu", "--eager"]
     command += ["--candidate", "emulated:rowwise_e4m3", "--candidate", "torch:tensorwise_e4m3"]

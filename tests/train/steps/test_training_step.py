@@ -94,8 +94,6 @@ def test_a_compiled_step_trains_alike():
 
 
 def compile_one(name, backend, monkeypatch):
-    """A compiled step compiles the member `name` of its model alone."""
-
     def compiled(model, replayed):
         member = getattr(model, name)
         member._compiled_call_impl = torch.compile(lambda x: member._call_impl(x), backend=backend)
