@@ -34,8 +34,6 @@ _CHECKPOINT_EVERY = 200
 
 @dataclass(frozen=True, kw_only=True)
 class ArmRun:
-    """What all arms of a model share."""
-
     data: Data
     out: Path
     batch_size: int
@@ -67,7 +65,6 @@ class ArmResult:
 
 
 def run_arm(run: ArmRun, name: str, seed: int, build: Callable[[], nn.Module], *, probed: bool = False) -> ArmResult:
-    """Trains `build()` in bf16 (or by the plan it was converted with) and evaluates it."""
     folder = run.out / "arms" / f"{name.replace(' ', '-')}-{seed}"
     done = _read(folder)
     if done is not None:

@@ -167,7 +167,6 @@ def find_function(name: str, *, way_out: str) -> Callable[..., Any]:
 
 
 def is_of_zoo(name: str) -> bool:
-    """Whether a model's name begins with one of the zoo's, whatever its size."""
     return name.partition(":")[0] in {model for model, _ in presets()}
 
 

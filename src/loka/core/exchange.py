@@ -91,14 +91,12 @@ def follow(key: str, decide: Callable[[], str]) -> str:
 
 
 def send(data: bytes, to: int, group: dist.ProcessGroup | None) -> None:
-    """To rank `to` of the group, which calls `receive`."""
     device, target = _device(group), global_rank(group, to)
     dist.send(torch.tensor([len(data)], device=device), dst=target, group=group)
     dist.send(_bytes(data, device), dst=target, group=group)
 
 
 def receive(sender: int, group: dist.ProcessGroup | None) -> bytes:
-    """What rank `sender` of the group sends."""
     device, source = _device(group), global_rank(group, sender)
     length = torch.zeros(1, dtype=torch.int64, device=device)
     dist.recv(length, src=source, group=group)

@@ -262,7 +262,6 @@ class Exchange:
 
     @torch.no_grad()
     def quantize(self, which: Iterable[int]) -> None:
-        """This rank's rows of some of `chosen`, by the scales agreed on."""
         for index in which:
             shard, scale = self.chosen[index].padded, self._hooks[index].scale[0]
             self._bytes[index].copy_((shard.float() / scale).to(FP8).view(torch.uint8))

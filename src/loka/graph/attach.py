@@ -120,7 +120,6 @@ def _hot(path: str, output: str, layer: LinearShape, columns: Sequence[int]) -> 
 
 
 def use_of(path: str, shape: LinearShape) -> WeightUse:
-    """Where a site stands; a linear layer is called by itself."""
     if shape.use is not None:
         return shape.use
     return WeightUse(caller=path, key=f"{path}.weight" if path else "weight", form="linear")

@@ -82,7 +82,6 @@ class FlopAccount(TorchDispatchMode):
 
     @contextlib.contextmanager
     def site(self) -> Iterator[None]:
-        """What runs within it is a site's, which counts by its own shape."""
         self._inside += 1
         try:
             yield

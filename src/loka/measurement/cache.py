@@ -41,7 +41,6 @@ def default_folder() -> Path:
 
 @functools.cache
 def sources_digest() -> str:
-    """Of every kernel and of what times them."""
     kernels = Path(loka.kernels.__file__).parent
     compiler = (kernels.parent / "compiler").rglob("*.py")
     files = [*kernels.rglob("*.py"), *compiler, *(kernels.parent / name for name in _OTHER_SOURCES)]
@@ -64,7 +63,6 @@ class TimesCache:
         self._known: dict[str, Any] = {}
 
     def get(self, key: Mapping[str, Any], kind: Any) -> Any:
-        """What was stored under `key`, which is a `kind`, or None."""
         digest = hashlib.sha256(canonical(key)).hexdigest()
         if digest in self._known:
             return self._known[digest]

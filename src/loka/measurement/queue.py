@@ -14,8 +14,6 @@ from loka.measurement.sites import gemms_of
 
 
 class Job(NamedTuple):
-    """Of the layer at `path`."""
-
     kind: Literal["errors", "times", "region"]
     path: str
 

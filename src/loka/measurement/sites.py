@@ -51,7 +51,6 @@ def _beyond(layer: LinearStats, operand: str) -> bool:
 
 
 def problem_of(path: str, layer: LinearStats, report: Report, gemm: Gemm) -> Problem:
-    """Of `gemm` at the rows of `layer`, on the machine of `report`."""
     shape = report.model.layers[path]
     return linear_problem(
         gemm,

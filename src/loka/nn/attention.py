@@ -39,8 +39,6 @@ def projection_keys(module: nn.MultiheadAttention) -> set[str]:
 
 
 class AttentionForward(SiteForward):
-    """Takes and returns what nn.MultiheadAttention.forward does."""
-
     def __init__(self, module: nn.Module, sites: dict[str, Site]) -> None:
         """`sites`: by the key of the view of a weight, in this module."""
         super().__init__(module, list(sites.values()))

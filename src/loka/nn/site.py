@@ -143,7 +143,6 @@ class SiteForward(ABC):
         return MethodType(type(self.module).forward, self.module)
 
     def plain(self, *args: Any, **kwargs: Any) -> Any:
-        """The module's forward without sites."""
         if self.before is not None:
             return self.before(*args, **kwargs)
         return type(self.module).forward(self.module, *args, **kwargs)
@@ -158,7 +157,6 @@ def install(forward: SiteForward) -> None:
 
 
 def site_forwards(model: nn.Module) -> dict[str, SiteForward]:
-    """By the path of the module that calls them."""
     return {path: module.__dict__[_KEPT] for path, module in named_modules(model) if _KEPT in module.__dict__}
 
 
@@ -184,7 +182,6 @@ def _told(forward: object) -> str:
 
 
 def remove(forward: SiteForward) -> None:
-    """Leaves the module as it was found."""
     stand_aside(forward)
     del forward.module.__dict__[_KEPT]
 

@@ -14,7 +14,6 @@ from loka.planner.plan import plan
 
 
 def library_of(candidate: str) -> str:
-    """Whose kernel a candidate is; "hp" for high precision."""
     return HP if candidate == HP else candidate_named(candidate).kernel.library
 
 

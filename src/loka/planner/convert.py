@@ -71,7 +71,6 @@ def check(model: nn.Module, plan: Plan) -> None:
 
 
 def fp8_layers(plan: Plan) -> dict[str, Candidates]:
-    """By path, the candidates for output, grad_input and grad_weight of layers with an FP8 GEMM."""
     planned = dict.fromkeys(d.path for d in plan.decisions.values())
     chosen = {path: plan.candidates(path) for path in planned}
     return {

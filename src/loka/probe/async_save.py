@@ -114,7 +114,6 @@ class Saver:
         self._raise()
 
     def close(self) -> None:
-        """Flushes, and ends the thread."""
         try:
             self.flush()
         finally:

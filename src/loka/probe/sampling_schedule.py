@@ -74,7 +74,6 @@ class Costs:
         return median(self._base) if self._base else 0.0
 
     def sampled(self, step: int) -> None:
-        """Step number `step` is a sampled one."""
         if self._first is None:
             self._first = step
         self._pending[step] = None
@@ -226,11 +225,9 @@ class Clock(ABC):
         self._disturbed: set[int] = set()
 
     def mark(self, step: int) -> None:
-        """`step` begins, and the one before ends."""
         self._marks.append((step, self._now()))
 
     def disturb(self) -> None:
-        """Something other than a step happens before the next mark."""
         if self._marks:
             self._disturbed.add(self._marks[-1][0])
 

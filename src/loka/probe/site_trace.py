@@ -126,7 +126,6 @@ class SiteTrace(ParameterMode):
         _push_mode(self)
 
     def stop(self) -> list[Any]:
-        """Ends the watch; returns the hooks that are still to be removed."""
         if self in _get_current_function_mode_stack():
             aside = []
             while (mode := _pop_mode()) is not self:

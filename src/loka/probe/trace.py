@@ -26,7 +26,6 @@ def detach(handles: Iterable[Any], failing: nn.Module | None) -> list[Any]:
 
 
 def tensors_in(content: Any) -> Iterator[torch.Tensor]:
-    """The tensors in nested containers."""
     stack, seen = [content], set()
     while stack:
         item = stack.pop()

@@ -25,7 +25,6 @@ _ALL = "all three"
 
 
 def gemm_table(bench: GemmBench) -> str:
-    """The whole page."""
     sites, layers = bench.sites(), bench.whole_layers()
     parts = [f"GEMM suite on {bench.machine}", _coverage(bench)]
     if bench.contests:

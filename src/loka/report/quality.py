@@ -6,7 +6,6 @@ from loka.validation.paired import AcrossPairs, PairedDifference
 
 
 def quality_table(comparison: Comparison) -> str:
-    """NE, log loss, AUC and calibration of both arms of every pair, and their differences."""
     arms = [(pair.seed, arm) for pair in comparison.pairs for arm in (pair.bf16, pair.fp8)]
     if comparison.control is not None:
         arms.insert(1, (comparison.pairs[0].seed, comparison.control))

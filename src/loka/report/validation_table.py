@@ -14,7 +14,6 @@ _SHIFT = 0.01  # of logits: what e4m3 does to some models (benchmarks/formats)
 
 
 def validation_table(validation: Validation) -> str:
-    """The whole page."""
     first = (
         f"Validation of {validation.model}: {len(validation.seeds)} pairs against {validation.control}, "
         f"limit {validation.limit:g} % of NE"

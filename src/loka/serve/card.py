@@ -86,7 +86,6 @@ class Card:
 
     @property
     def ranges(self) -> dict[str, Range]:
-        """What the alarm compares with, by site."""
         return {name: site.range for name, site in self.sites.items()}
 
     @property

@@ -42,8 +42,6 @@ class Column:
 
 @dataclass(frozen=True, kw_only=True)
 class Form:
-    """What a request must look like."""
-
     kind: Kind
     columns: tuple[Column, ...]
 
@@ -173,7 +171,6 @@ def pad(tensors: Sequence[torch.Tensor], rows: int, form: Form) -> list[torch.Te
 
 
 def mapped(output: Any, function: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """`function` of each tensor in a model's output: a tensor, or tuples, lists and dicts of them."""
     if isinstance(output, torch.Tensor):
         return function(output)
     if isinstance(output, Mapping):
@@ -205,7 +202,6 @@ def leaves(output: Any) -> list[torch.Tensor]:
 
 
 def joined(parts: Sequence[Any]) -> Any:
-    """The outputs of consecutive rows as one."""
     if len(parts) == 1:
         return parts[0]
     columns = zip(*(leaves(part) for part in parts), strict=True)

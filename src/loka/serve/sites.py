@@ -253,8 +253,6 @@ Watch = Callable[[str, str, torch.Tensor, torch.Tensor], None]
 
 
 class RecordingSite:
-    """Computes in high precision and shows `watch` what it is called with."""
-
     def __init__(self, name: str, candidates: Candidates, watch: Watch) -> None:
         self.name, self.candidate, self.watch = name, candidates[0], watch
 
@@ -283,7 +281,6 @@ _HERE = threading.local()
 
 
 def observing() -> Observer | None:
-    """Who watches the sites that this thread runs."""
     return getattr(_HERE, "observer", None)
 
 

@@ -159,7 +159,6 @@ def depths_of(distribution: Distribution) -> Depths:
 
 
 def histogram_of(distribution: Distribution, cast: Cast, *, transposed: bool) -> DepthHistogram | None:
-    """The histogram that answers for `cast` of this operand or its transpose, if it was collected."""
     table = distribution.tensors.get(layout_of(cast, transposed=transposed).name)
     return None if table is None or cast.centred else DepthHistogram(table)
 

@@ -106,7 +106,6 @@ def with_tails(distribution: Distribution, tails: Tails, cross: Cross | None = N
 
 
 def tails_in(distribution: Distribution) -> Tails | None:
-    """The sketches in `distribution`; None where it was learnt without."""
     if not {COLUMNS, ROWS} <= set(distribution.tensors):
         return None
     return Tails(columns=distribution.tensors[COLUMNS], rows=distribution.tensors[ROWS])

@@ -24,7 +24,6 @@ _NEEDED_BY = {
 
 
 def diagnose(target: str | None = None) -> str:
-    """The doctor's page, for this machine or for a named target such as "sm_90"."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     here = fingerprint(device)
     asked = target or here.target

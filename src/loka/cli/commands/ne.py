@@ -64,7 +64,6 @@ def limited_by_name(budget: Budget, given: Sequence[str], report: Report) -> Bud
 
 
 def show_frontier(report: Report, budget: Budget, out: Path | None) -> None:
-    """Prints it, and writes it into `out`: a picture, or JSON."""
     as_json = out is not None and out.suffix == ".json"
     if out is not None and not as_json:
         checked_path(out)

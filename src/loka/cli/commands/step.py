@@ -65,7 +65,6 @@ class StepConfig:
 
 
 def run_step_bench(config: StepConfig, data: Data) -> dict[str, StepTime]:
-    """Probes, measures and plans what is missing in `config.out`, then times every arm."""
     if not step_time.has_graphs(torch.device(config.device)):
         raise LokaError(
             f"steps are timed under CUDA graphs, and {config.device} has none",

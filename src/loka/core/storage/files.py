@@ -178,7 +178,6 @@ def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
 
 
 def tensors_to_bytes(tensors: Mapping[str, torch.Tensor]) -> bytes:
-    """As safetensors."""
     flat = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
     return bytes(_safetensors().save(flat))
 

@@ -91,7 +91,6 @@ def run_program(
 
 
 def value_shape(program: Program, kind: Kind, rows: int) -> tuple[int, ...]:
-    """Of a value that leaves."""
     if kind is Kind.FULL:
         return rows, program.features
     return (rows, 1) if kind is Kind.COLUMN else (rows, program.features // program.block, 1)

@@ -55,7 +55,6 @@ def not_e4m3(problem: Problem, recipe: Recipe) -> str | None:
 
 
 def misaligned(problem: Problem, *, m: int = 1, n: int = 1, k: int = 1) -> str | None:
-    """The first side that is not a multiple of what is asked."""
     for side, size, of in (("K", problem.k, k), ("N", problem.n, n), ("M", problem.m, m)):
         if size % of:
             return f"{side}={size} is not a multiple of {of}"

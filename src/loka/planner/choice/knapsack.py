@@ -23,8 +23,6 @@ _ROUNDING = 1e-12  # a sum in another order must not be over the limit
 
 @dataclass(frozen=True, kw_only=True)
 class Way:
-    """One way to run an item: its time and what it spends."""
-
     name: str
     time: float
     effect: float

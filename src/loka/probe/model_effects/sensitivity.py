@@ -97,7 +97,6 @@ class Sensitivity:
         self.size = 0  # rows of logits
 
     def begin(self, arguments: Any, *, step: int) -> None:
-        """Sampled step number `step` begins; `arguments` are those of the model."""
         self._flush()
         self._generator.manual_seed(step_seed(self._seed, step))
         self._calls, self.size = [], 0

@@ -73,8 +73,6 @@ def quantile(shares: list[float], at: float) -> float:
 
 @dataclass(frozen=True)
 class Operand:
-    """One operand of a layer: its histogram under one scale for the tensor, and one for each row."""
-
     path: str
     name: str
     tensor: torch.Tensor

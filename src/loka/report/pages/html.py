@@ -34,7 +34,6 @@ def tag(name: str, /, *children: object, **attributes: object) -> Html:
 
 
 def join(children: Iterable[object]) -> Html:
-    """One after the other, text escaped."""
     return Html(
         "".join(
             child if isinstance(child, Html) else html.escape(str(child), quote=False)
@@ -54,7 +53,6 @@ class Cell:
 
 
 def number(value: float | None, pattern: str = "{:.1f}", *, kind: str = "") -> Cell:
-    """A number for a table, or a dash, which sorts last."""
     if value is None or value != value:
         return Cell("-", "", kind)
     return Cell(pattern.format(value), value, kind)
@@ -131,7 +129,6 @@ def missing(identity: str, title: str, *text: object) -> Html:
 
 
 def tiles(pairs: Sequence[tuple[str, object, str]]) -> Html:
-    """Label, value and class of a few numbers that matter."""
     return tag(
         "dl",
         *(

@@ -19,8 +19,6 @@ _KIND: dict[Verdict, str] = {"pass": "good", "fail": "bad", "undecided": "open"}
 
 @dataclass(frozen=True)
 class Bar:
-    """A row of a forest plot."""
-
     name: str
     estimate: Estimate
     colour: str = "soft"

@@ -131,7 +131,6 @@ class Frame:
         self.marks.append(tag("polygon", points=_points([*edge, *back]), fill=f"var(--{colour})"))
 
     def box(self, x: tuple[float, float], y: tuple[float, float], colour: str, title: str | None = None) -> None:
-        """A filled rectangle, in data units."""
         left, right = sorted((self.x(x[0]), self.x(x[1])))
         low, high = sorted((self.y(y[0]), self.y(y[1])))
         shape = tag(
@@ -177,7 +176,6 @@ class Frame:
     def rule(
         self, *, x: float | None = None, y: float | None = None, colour: str = "soft", dash: str | None = "4 3"
     ) -> None:
-        """A line across the frame at a value."""
         x1, x2 = (self.x.start, self.x.end) if x is None else (self.x(x), self.x(x))
         y1, y2 = (self.y.start, self.y.end) if y is None else (self.y(y), self.y(y))
         self.marks.append(
@@ -195,7 +193,6 @@ class Frame:
         dy: float = 0.0,
         dx: float = 0.0,
     ) -> None:
-        """At data coordinates, moved by pixels."""
         self.marks.append(
             tag(
                 "text",
@@ -218,7 +215,6 @@ class Frame:
         y_axis: bool = True,
         x_ticks: Sequence[float] | None = None,
     ) -> Html:
-        """The drawing; `label` tells it to those who do not see it."""
         back: list[Html] = []
         for value in self.x.ticks() if x_ticks is None else x_ticks:
             at = _n(self.x(value))

@@ -87,7 +87,6 @@ class Priced:
         return sum(one.wire.size / one.every for one in self._entries if isinstance(one, _Sent))
 
     def gemm_us(self, *, planned: bool) -> float:
-        """Of all sites, at the values of their times."""
         return sum(e.gemms(planned, "value", "value") for e in self._entries if isinstance(e, _Work))
 
     def items(

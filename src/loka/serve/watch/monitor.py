@@ -173,7 +173,6 @@ class Monitor:
                 self.note(name, each)
 
     def note(self, name: str, look: Look) -> None:
-        """Takes a look; raises an alarm at most once of a kind and site."""
         with self._lock:
             window, known = self._windows[name], self.ranges[name]
             window.looks += 1
@@ -208,6 +207,5 @@ class Monitor:
             _LOG.warning("loka.serve alarm: %s", alarm)
 
     def alarms(self) -> tuple[Alarm, ...]:
-        """All that were raised, in order."""
         with self._lock:
             return tuple(self._raised.values())

@@ -54,7 +54,6 @@ def plan_in(state: Mapping[str, Any], which: str = "plan") -> Plan | None:
 
 
 def plan_text(plan: Plan | None) -> str | None:
-    """What `plan_in` reads."""
     return json.dumps(plan.to_json(), allow_nan=False) if plan else None
 
 

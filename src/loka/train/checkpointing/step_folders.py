@@ -28,7 +28,6 @@ class CheckpointNotSaved(LokaError):
 
 
 def named_step(path: Path) -> bool:
-    """Whether it has the name of a checkpoint."""
     return _NAME.fullmatch(path.name) is not None
 
 

@@ -88,7 +88,6 @@ class Undo:
         return None
 
     def everything(self) -> None:
-        """Takes it all back."""
         for weight, gradient, data in self.gradients:
             if address(weight) != address(data):
                 weight.data = data

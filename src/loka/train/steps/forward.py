@@ -17,7 +17,6 @@ def arguments(batch: Batch) -> tuple[torch.Tensor, ...]:
 
 
 def tasks_in(batch: Batch) -> int:
-    """How many labels its rows have."""
     return 1 if batch.label.ndim == 1 else batch.label.shape[1]
 
 

@@ -150,7 +150,6 @@ def compiled(model: nn.Module, *, replayed: bool = False) -> nn.Module:
 
 
 def uncompiled(model: nn.Module) -> nn.Module:
-    """Undoes `compiled`: the parts run as they are written."""
     for part in blocks_of(model):
         run_as_written(part)
     return model
