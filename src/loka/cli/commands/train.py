@@ -54,6 +54,7 @@ from loka.train.labels import by_name, count_labels, shares
 from loka.train.length import Length
 from loka.train.ranks import alone_together
 from loka.train.schedule import describe
+from loka.train.steps.extent import replays_blocks
 from loka.train.tensorboard import TensorBoard
 
 _OF_AUTO = (
@@ -280,11 +281,12 @@ def train(
 
 
 def without_graphs(dense: str, config: TrainConfig) -> str | None:
-    """What a plan for several ranks is told, whose steps replay nothing (train/steps/extent.py says which)."""
-    if dense != "fsdp2" and config.step == "graph" and config.accumulate == 1:
+    """What a plan for several ranks is told, whose steps replay nothing."""
+    sharded = dense == "fsdp2"
+    if replays_blocks(config, sharded=sharded):
         return None
     by = "with --step graph" if config.accumulate == 1 else "with --step graph and without --accumulate"
-    way_out = "" if dense == "fsdp2" else f"; {by} they replay a graph for each block"
+    way_out = "" if sharded else f"; {by} they replay a graph for each block"
     return (
         "note: these steps run without CUDA graphs, by which plans are timed; on two H200s the host made them slower "
         f"than bf16's (docs/distributed.md){way_out}"

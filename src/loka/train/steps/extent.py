@@ -45,13 +45,17 @@ def extent_of(model: nn.Module, optimizers: Collection[str], config: TrainConfig
             return Extent(part, beside=True)
         except ValueError as error:
             why = f"its tables have sparse gradients, whose sizes are known on the device only, and {error}"
-    return Extent(model, why_no_graph=why, by_block=why is not None and _fits_by_block(model, config))
+    by_block = has_graphs(device_of(model)) and replays_blocks(config, sharded=is_sharded(model))
+    return Extent(model, why_no_graph=why, by_block=why is not None and by_block)
 
 
-def _fits_by_block(model: nn.Module, config: TrainConfig) -> bool:
-    """FSDP2 gathers weights at other addresses each time: two H100s recorded anew in every step. What a graph
-    returned, gradients too, lasts to the next forward, which of parts of a batch comes too soon."""
-    return has_graphs(device_of(model)) and not is_sharded(model) and config.accumulate == 1
+def replays_blocks(config: TrainConfig, *, sharded: bool) -> bool:
+    """Whether each block of a step that is no graph may be graphs of its own; `sharded`: by FSDP2.
+
+    FSDP2 gathers weights at other addresses each time: two H100s recorded anew in every step. What a graph
+    returned, gradients too, lasts to the next forward, which of parts of a batch comes too soon.
+    """
+    return config.step == "graph" and config.accumulate == 1 and not sharded
 
 
 def _why_no_graph(model: nn.Module, optimizers: Collection[str], config: TrainConfig) -> str | None:
