@@ -52,8 +52,7 @@ def run_script(code, *, name, cwd, output):
 
 
 def start_loka(*arguments, cwd, output, **replaced):
-    """The `loka` command at work in `cwd`. `replaced`: names of loka.cli.arms, or "loka.cli.app.NAME" and so
-    on, replaced in that process."""
+    """The `loka` command at work in `cwd`; `replaced`: "loka.cli.app.NAME" and so on, in that process."""
     return _start(_loka, [str(argument) for argument in arguments], replaced, cwd=cwd, output=output)
 
 
@@ -84,7 +83,7 @@ def _loka(arguments, replaced):
 
     for path, value in replaced.items():
         module, _, name = path.rpartition(".")
-        place = importlib.import_module(module or "loka.cli.arms")
+        place = importlib.import_module(module)
         assert hasattr(place, name), path
         setattr(place, name, value)
     sys.argv = ["loka", *arguments]

@@ -13,7 +13,7 @@ import pytest
 from command_line import SMALL, loka, measure_coarsely
 from forked import start_loka
 
-from loka.cli import app, arms
+from loka.cli import app
 from loka.cli.commands import demo
 from loka.core.exceptions import LokaError
 from loka.core.records.report import Report
@@ -176,15 +176,16 @@ def test_sigterm_counts_where_a_library_speaks_of_ctrl_c(tmp_path, monkeypatch):
 def test_a_killed_demo_watches_every_step_again(net, tmp_path, monkeypatch):
     """SIGKILL during the probed run, after a checkpoint; the rerun's statistics cover all of its steps."""
     command = ("demo", "--model", net, "--rows", 18_000, "--batch-size", 64, "--pairs", 1, "--out", "out")
-    process = start_loka(*command, cwd=tmp_path, output=tmp_path / "printed", _CHECKPOINT_EVERY=20)
-    arm = tmp_path / "out" / "mine-Net" / "arms" / "bf16-0"
+    often = {"loka.cli.commands.demo._CHECKPOINT_EVERY": 20}
+    process = start_loka(*command, cwd=tmp_path, output=tmp_path / "printed", **often)
+    arm = tmp_path / "out" / "mine-Net" / "runs" / "bf16-0"
     kill_at_step(20, arm / "checkpoints", process)
-    assert not (arm / "arm.json").exists(), "the probed run had ended"
+    assert not (arm / "run.json").exists(), "the probed run had ended"
 
     def enough(*args, **options):
         raise LokaError("what comes after it, other tests run")
 
-    monkeypatch.setattr(arms, "_CHECKPOINT_EVERY", 20)
+    monkeypatch.setattr(demo, "_CHECKPOINT_EVERY", 20)
     monkeypatch.setattr(demo, "measure", enough)
     text = loka(*command, cwd=tmp_path, fails=True)
     assert "of 225 steps sampled" in text

@@ -11,7 +11,6 @@ import torch
 from small_run import RandomRows, SmallModel
 
 import loka
-from loka.cli import arms
 from loka.core.budget import Budget
 from loka.core.records.gemm_bench import GemmBench
 from loka.core.records.plan import Plan
@@ -148,13 +147,6 @@ def _validated(folder):
     difference = paired_difference(logits.numpy(), 2 * logits.numpy(), labels.numpy())
     pairs = tuple(Pair(seed=seed, bf16=made, fp8=made, difference=difference) for seed in range(2))
     Comparison(model="m", pairs=pairs, control=made, noise=difference).save(folder / "train" / "train.json")
-    arm = arms.ArmResult(arm=made, logits=logits.numpy(), labels=labels.float().numpy())
-    (folder / "arm").mkdir()
-    arms._write(folder / "arm", arm)
-
-    def read_arm(path):
-        return arms._read(path.parent) or REFUSED
-
     return {
         "validation": Kind(file=out / "validation.json", read=Validation.load, again=_encoded, named=True),
         "run": Kind(
@@ -164,11 +156,6 @@ def _validated(folder):
         ),
         "bank": Kind(file=folder / "bank" / "bank.json", read=pair_bank.Bank.load, again=encode, named=True),
         "comparison": Kind(file=folder / "train" / "train.json", read=Comparison.load, again=_encoded, named=True),
-        "arm": Kind(
-            file=folder / "arm" / "arm.json",
-            read=read_arm,
-            again=lambda found: {**encode(found.arm), "runs": dict(found.arm.runs)},
-        ),
     }
 
 

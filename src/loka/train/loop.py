@@ -145,7 +145,7 @@ def train(
         source: rows in training order.
         config: what to do; its `seed` drives dropout.
         plan: converts the model, which is not converted yet; checkpoints hold it.
-        companion: what goes on beside the steps, such as `Auto`.
+        callback: what goes on beside the steps, such as `Auto`.
         segments: metrics by segment too.
         identity_extra: JSON values that a checkpoint has to share.
         checkpoints: folder to save to and resume from; None saves nothing. Several ranks save to one that all

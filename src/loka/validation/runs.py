@@ -15,7 +15,9 @@ import hashlib
 import math
 import re
 import shutil
+import warnings
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -43,6 +45,8 @@ _WAY_OUT = "the run is done again"
 _POINTS = 100  # of a training curve
 
 Progress = Callable[[str, TrainLog], None]
+# Stands around the training of a model whose checkpoints lie in the folder; what it gives is told each step.
+Watch = Callable[[nn.Module, TrainConfig, Path], AbstractContextManager[Callable[[int], None] | None]]
 
 
 @record(row=True)
@@ -138,7 +142,7 @@ class HeldOut:
         return {name: HeldOut(*each) for name, each in zip(tasks, zip(*parts, strict=True), strict=True)}
 
 
-def run(bench: Bench, arm: ArmSpec, seed: int) -> tuple[Run, ...]:
+def run(bench: Bench, arm: ArmSpec, seed: int, *, watch: Watch | None = None) -> tuple[Run, ...]:
     """Trains `arm` with `seed`, or reads back the run that did: one `Run` for each task.
 
     Raises:
@@ -153,7 +157,7 @@ def run(bench: Bench, arm: ArmSpec, seed: int) -> tuple[Run, ...]:
         _tidy(folder)
         return done
     try:
-        finished, held_out = _train(bench, arm, config, folder)
+        finished, held_out = _train(bench, arm, config, folder, watch)
     except NonFinite as error:
         broken = Run(arm=arm.name, seed=seed, broke=str(error))
         finished = tuple(replace(broken, task=task) for task in bench.tasks)
@@ -257,7 +261,9 @@ def _record(folder: Path) -> _Finished:
     return _Finished.load(folder / "run.json")
 
 
-def _train(bench: Bench, arm: ArmSpec, config: TrainConfig, folder: Path) -> tuple[tuple[Run, ...], HeldOut]:
+def _train(
+    bench: Bench, arm: ArmSpec, config: TrainConfig, folder: Path, watch: Watch | None
+) -> tuple[tuple[Run, ...], HeldOut]:
     if (folder / "curve.json").exists():
         # An earlier version kept a curve apart from the checkpoints: going on would lose its beginning.
         _tidy(folder)
@@ -271,17 +277,22 @@ def _train(bench: Bench, arm: ArmSpec, config: TrainConfig, folder: Path) -> tup
         if bench.on_log:
             bench.on_log(f"{arm.name} seed {config.seed}", line)
 
-    trained = train(
-        model,
-        bench.train,
-        config=config,
-        callback=curve,
-        identity_extra={"arm": {"name": arm.name, **arm.identity}, "model": dict(bench.identity)},
-        checkpoints=folder / "checkpoints",
-        track=bench.track,
-        on_log=log,
-        check=check_finite,
-    )
+    checkpoints = folder / "checkpoints"
+    with nullcontext() if watch is None else watch(model, config, checkpoints) as on_step:
+        trained = train(
+            model,
+            bench.train,
+            config=config,
+            callback=curve,
+            identity_extra={"arm": {"name": arm.name, **arm.identity}, "model": dict(bench.identity)},
+            checkpoints=checkpoints,
+            track=bench.track,
+            on_log=log,
+            on_step=on_step,
+            check=check_finite,
+        )
+    for message in trained.skipped_checkpoints:
+        warnings.warn(message, RuntimeWarning, stacklevel=2)
 
     def predict() -> tuple[npt.NDArray[np.float32], npt.NDArray[np.float32]]:
         return evaluate(

@@ -7,24 +7,25 @@ evaluated on held-out rows. An interrupted demo goes on where it was when starte
 It prints its progress, and at the end one screen; long tables go to details.txt beside the records.
 """
 
+import contextlib
 import functools
 import json
+import shutil
 from collections import Counter
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch
 from torch import nn
 
 from loka import mods
-from loka.cli.arms import ArmRun, run_arm
 from loka.cli.commands.ne import named_budget
 from loka.cli.demo_screen import DETAILS, PAGE, Shown, screen_of, write_pages
 from loka.cli.inputs import Data, choose_device, model_builder, one_task, open_data, size_of_world, train_config
 from loka.cli.terminal import printable, say
 from loka.core.budget import Budget
-from loka.core.exceptions import LokaError
+from loka.core.exceptions import FileRefused, LokaError
 from loka.core.records.plan import Plan
 from loka.core.records.report import HP
 from loka.core.records.stats import Stats
@@ -33,16 +34,22 @@ from loka.core.storage.files import write_atomic
 from loka.core.storage.untrusted import Limits, parse_json, read_bounded
 from loka.data.batch import Source
 from loka.measurement import measure
-from loka.planner import convert, plan
+from loka.planner import plan
+from loka.probe import Probe
 from loka.report.progress import ProgressBars
 from loka.report.quality import quality_table
+from loka.train import TrainConfig, newest_step
 from loka.train.labels import count_labels, require_both
 from loka.validation import paired_difference
+from loka.validation.arms import ArmSpec, by_plan, nudged
 from loka.validation.compare import Arm, Comparison, Pair
+from loka.validation.runs import Bench, HeldOut, Watch, held_out, run
 
 Say = Callable[[str], None]
 
 MODS = (mods.NoBias(), mods.BlockNorm(256), mods.HardSwish())
+_CHECKPOINT_EVERY = 200
+_BF16 = ArmSpec(name="bf16", apply=lambda model: None, identity={})
 
 
 def build_model(name: str, source: Source, *, seed: int, with_mods: bool = True) -> nn.Module:
@@ -183,54 +190,46 @@ def _run_model(
 ) -> tuple[Plan, Comparison]:
     builder = model_builder(name)
 
-    def fresh(seed: int) -> nn.Module:
-        torch.manual_seed(seed)
+    def build() -> nn.Module:
         model = builder(data.train)
         mods.apply(model, MODS)
-        return model.to(config.device)
-
-    def nudged(seed: int) -> nn.Module:
-        """The same weights times 1 + 1e-4 z: less than the 4e-3 that bf16 resolves."""
-        model = fresh(seed)
-        generator = torch.Generator().manual_seed(seed)
-        with torch.no_grad():
-            for weight in model.parameters():
-                noise = torch.randn(weight.shape, generator=generator).to(weight.device)
-                weight.mul_(1 + 1e-4 * noise)
         return model
-
-    def by_plan(seed: int, decided: Plan) -> nn.Module:
-        return convert(fresh(seed), decided)
 
     details(f"== {name}")
     details(f"mods: {mods.apply(builder(data.train), MODS).summary()}")
     bars = ProgressBars(name)
     (labels,) = count_labels(data.train, batch_size=config.batch_size).values()
-    run = ArmRun(
-        data=data,
+    bench = Bench(
+        build=build,
+        train=data.train,
+        test=data.test,
+        config=train_config(
+            batch_size=config.batch_size,
+            schedule=config.schedule,
+            device=config.device,
+            checkpoint_every=_CHECKPOINT_EVERY,
+            keep_checkpoints=1,
+        ),
         out=out,
-        batch_size=config.batch_size,
-        device=config.device,
-        probe_every=max(1, data.train.rows // config.batch_size // 20),
-        base_rate=labels.rate,
-        schedule=config.schedule,
+        identity={"name": name},
         track=bars,
     )
+    every = max(1, data.train.rows // config.batch_size // 20)
+    probed = functools.partial(_probed, out / "stats", every, labels.rate)
     pairs: list[Pair] = []
     control = noise = None
     decided: Plan | None = None
     for seed in range(config.seed, config.seed + config.pairs):
-        bf16 = run_arm(run, "bf16", seed, functools.partial(fresh, seed), probed=decided is None)
+        bf16, expected = _arm(bench, _BF16, seed, probed if decided is None else None)
         if decided is None:
             decided = _decide(Stats.load(out / "stats"), config, out, say, details, bars)
-            nudge = run_arm(run, "bf16 nudged", seed, functools.partial(nudged, seed))
-            control = nudge.arm
-            noise = paired_difference(bf16.logits, nudge.logits, bf16.labels)
-        fp8 = run_arm(run, "plan", seed, functools.partial(by_plan, seed, decided))
+            control, found = _arm(bench, replace(nudged(), name="bf16 nudged"), seed)
+            noise = paired_difference(expected.logits, found.logits, expected.labels)
+        fp8, found = _arm(bench, by_plan(decided), seed)
         if not pairs:
-            details(_proof(decided, fp8.arm))
-        difference = paired_difference(bf16.logits, fp8.logits, bf16.labels)
-        pairs.append(Pair(seed=seed, bf16=bf16.arm, fp8=fp8.arm, difference=difference))
+            details(_proof(decided, fp8))
+        difference = paired_difference(expected.logits, found.logits, expected.labels)
+        pairs.append(Pair(seed=seed, bf16=bf16, fp8=fp8, difference=difference))
     assert decided is not None
     comparison = Comparison(
         model=name,
@@ -245,6 +244,62 @@ def _run_model(
         details("rows/s: on a CPU FP8 is emulated, so only its quality means anything here.")
     say(f"written to {out}: stats/, report.json, plan.json, train.json, {PAGE}")
     return decided, comparison
+
+
+def _arm(bench: Bench, spec: ArmSpec, seed: int, watch: Watch | None = None) -> tuple[Arm, HeldOut]:
+    (done,) = run(bench, spec, seed, watch=watch)
+    if done.quality is None:
+        raise LokaError(
+            f"{spec.name} ends in NaN with seed {seed}",
+            why=done.broke.splitlines()[:1],
+            way_out="look at the rows; `loka train` has --lr and --grad-clip",
+        )
+    arm = Arm(
+        name=f"{spec.name} (probed)" if watch else spec.name,
+        quality=done.quality,
+        train_ne=done.train_ne,
+        rows_per_second=done.rows_per_second,
+        runs=done.fp8,
+    )
+    return arm, held_out(bench.out, spec.name, seed)
+
+
+@contextlib.contextmanager
+def _probed(
+    folder: Path, every: int, base_rate: float | None, model: nn.Module, config: TrainConfig, checkpoints: Path
+) -> Iterator[Callable[[int], None]]:
+    """Statistics are saved with every checkpoint, so that both resume together."""
+    _drop_unwatched(checkpoints, folder)
+    with Probe(model, every=every, save_to=folder, resume=_saved_stats(folder), base_rate=base_rate) as probe:
+
+        def keep(step: int) -> None:
+            if step % config.checkpoint_every == 0:
+                probe.stats().save(folder)
+
+        yield keep
+
+
+def _saved_stats(folder: Path) -> Stats | None:
+    try:
+        return Stats.load(folder)
+    except FileRefused:
+        return None
+
+
+def _drop_unwatched(checkpoints: Path, folder: Path) -> None:
+    """Starts the probed arm over when its statistics do not reach its newest checkpoint.
+
+    A kill between the two saves leaves steps that trained without being watched.
+    """
+    newest = newest_step(checkpoints)
+    stats = _saved_stats(folder)
+    watched = stats.steps if stats else 0
+    if newest == watched:
+        return
+    say(f"statistics cover {watched} steps and the checkpoint {newest}: the probed run starts over")
+    for leftover in (checkpoints, folder):
+        if leftover.exists():
+            shutil.rmtree(leftover)
 
 
 def _decide(stats: Stats, config: DemoConfig, out: Path, say: Say, details: Details, bars: ProgressBars) -> Plan:
