@@ -28,6 +28,7 @@ from torch import nn
 
 from loka.core.exceptions import LokaError, NotConverted, PlanMismatch
 from loka.core.exchange import gather, global_rank
+from loka.core.problem import dtype_name
 from loka.core.recipe import Gemm
 from loka.core.records.plan import Plan
 from loka.core.records.report import HP, site_name
@@ -89,7 +90,7 @@ class Fp8AllGather:
     def __str__(self) -> str:
         header = ("parameter", "unit", "bytes", "gathered in", "why not in FP8")
         rows = [
-            (p.name, p.unit or "(root)", p.wire_bytes, _short(p.dtype) if p.why else "FP8", p.why or "")
+            (p.name, p.unit or "(root)", p.wire_bytes, dtype_name(p.dtype) if p.why else "FP8", p.why or "")
             for p in self.parameters
         ]
         share = self.wire_bytes / max(self.wire_bytes_in_bf16, 1)
@@ -198,10 +199,6 @@ def _check_alike(parameters: list[Gathered]) -> None:
 
 def _told(why: str | None) -> str:
     return "in FP8" if why is None else f"not in FP8 ({why})"
-
-
-def _short(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 class Exchange:
