@@ -30,6 +30,16 @@ from loka.data.categories.encoding import REASONS
 pytestmark = pytest.mark.usefixtures("small_pieces")
 
 
+@pytest.mark.parametrize(
+    "schema", [Schema(label="y", dense=("d",), sparse=()), Schema(label="y", dense=(), sparse=("d",))]
+)
+def test_rows_of_one_kind_of_feature(tmp_path, schema):
+    (tmp_path / "t.csv").write_text("y,d\n" + "".join(f"{row % 2},{row}\n" for row in range(50)))
+    convert(tmp_path / "t.csv", tmp_path / "out", schema=schema, vocabulary=HASHED)
+    table = TableClicks(tmp_path / "t.csv", schema=schema, vocabulary=HASHED)
+    assert_same(gather(open_shards(tmp_path / "out")), gather(table))
+
+
 @pytest.mark.parametrize("kind", ["csv", "parquet", "gz"])  # of TSV
 def test_shards_hold_the_rows_of_the_table_in_its_order(tmp_path, kind):
     if kind == "parquet":

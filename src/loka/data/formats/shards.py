@@ -174,7 +174,8 @@ class ShardStore:
             )
         nothing = np.empty((last - first, 0), np.float32)
         columns = {name: _array(table[name])[first:last] for name in self._columns}
-        block = Block(**{"dense": nothing, "sparse": nothing, "counts": nothing, **columns})
+        none = {"dense": nothing, "sparse": nothing.astype(np.int32), "counts": nothing}
+        block = Block(**{**none, **columns})
         self._check(block, path)
         return block
 
