@@ -30,10 +30,10 @@ def clock(rank):
     return timer
 
 
-def stepping(model, rank):
+def stepping(model, rank, scale=1.0):
     def step(number):
         model.zero_grad()
-        loss_of(model, *rows(number, rank, WIDE)).backward()
+        (scale * loss_of(model, *rows(number, rank, WIDE))).backward()
 
     return step
 
@@ -63,8 +63,10 @@ def on_rank(rank, folder):
         exact = exact_mean(2)
         away = {name: error(grad, exact[name]) for name, grad in gradients(model).items()}
         found[engine] = {"taken": choice.taken, "told": str(choice), "away": away}
-    made = {"single": single(), "faint": Faint(), "by time": single(), "own": single()}
+    made = {"single": single(), "faint": Faint(), "tiny": Faint(), "by time": single(), "own": single()}
     models = {name: DistributedDataParallel(model) for name, model in made.items()}
+    tiny = stepping(models["tiny"], rank, 2.0**-60)
+    found["tiny"] = str(choose_gradients(models["tiny"], tiny, codecs=["int8", "e4m3"], timer=clock(rank)))
     for name, timer in (("single", clock(rank)), ("faint", clock(rank)), ("by time", time_in_turns)):
         step = stepping(models[name], rank)
         codecs = ["int8", "e4m3"] if name == "faint" else ["int8"]
@@ -129,6 +131,12 @@ def test_shares_are_those_of_the_equation(two):
             assert found[name].splitlines()[1].split()[:4] == ["int8", f"{l2:.4f}", f"{share:.2%}", "weight"]
         assert "as torch sends them" in found["single"]
         assert found["as torch sends"]
+
+
+def test_gradients_whose_squares_float32_does_not_hold_have_the_same_shares(two):
+    for found in two:
+        shares = [float(found[name].splitlines()[1].split()[2].strip("%")) for name in ("tiny", "faint")]
+        assert shares[0] == pytest.approx(shares[1])
 
 
 def test_numbers_that_vanish_beside_others_are_not_admitted(two):

@@ -105,13 +105,13 @@ def _add(
     """Adds M and the E of each codec, [1 + codecs, C], of what the ranks send: float32 [ranks, C]."""
     ranks, none = sent.shape[0], sent.new_zeros(sent.shape[0], 0)
     mean = scattered_sum(sent, none, FP32, group)[0] / ranks
-    parts = [mean.square()]
+    parts = [mean.double().square()]  # of 1e-20 float32 has no square
     for name in codecs:
         codec = codec_named(name)
         found = scattered_sum(sent, none, codec, group)[0] / ranks
         if both_ways:
             found = codec.decode(codec.encode(found[None]))[0]
-        parts.append((found - mean).square())
+        parts.append((found - mean).double().square())
     sums[key, row] = sums.get((key, row), 0) + torch.stack(parts)
 
 

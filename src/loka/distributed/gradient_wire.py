@@ -225,7 +225,8 @@ class _ReduceScatter:
             )
         if op not in (dist.ReduceOp.AVG, dist.ReduceOp.SUM):
             raise LokaError(
-                f"gradients are to be reduced by {op}, and codecs take means and sums",
+                f"unit {self.unit or '(root)'}: gradients are to be divided by a number of your own",
+                why=["codecs take means and sums over ranks"],
                 way_out="leave FSDP2's gradient divide factor as it is",
             )
         chunks = input_tensor.view(ranks, -1).float().split(sizes, dim=1)
