@@ -276,8 +276,12 @@ def main(arguments: Sequence[str] | None = None) -> list[Outcome]:
     for name, value in asdict(Sizes()).items():
         parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=value)
     sizes = Sizes(**vars(parser.parse_args(arguments)))
-    if min(asdict(sizes).values()) < 1 or sizes.stream < sizes.windows * sizes.batch:
-        parser.error(f"{sizes}: all at least 1, and a batch of the stream for each window")
+    if (
+        min(asdict(sizes).values()) < 1
+        or sizes.stream < sizes.windows * sizes.batch
+        or sizes.history < 16 * sizes.batch
+    ):
+        parser.error(f"{sizes}: all at least 1, a batch of the stream for each window, and 16 of the history")
     outcomes = [run_seed(seed, sizes) for seed in range(sizes.seeds)]
     print(report(outcomes))
     return outcomes
