@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from towers import loss_of, rows, tower
 
-from loka.core.exceptions import LokaError
+from loka.core.exceptions import LokaError, PlanMismatch
 from loka.distributed import choose_gradients
 from loka.distributed.choice import HP, time_in_turns
 from loka.distributed.gradient_gate import STEPS
@@ -91,6 +91,11 @@ def refused(rank):
         with pytest.raises(LokaError) as raised:
             choose_gradients(model, step)
         told[name] = str(raised.value)
+    model = DistributedDataParallel(single())
+    for name, one in (("codecs", model), ("wrapped", model if rank else single())):
+        with pytest.raises(PlanMismatch) as raised:
+            choose_gradients(one, lambda number: None, codecs=["int8" if name == "wrapped" or rank else "e4m3"])
+        told[name] = str(raised.value)
     return told
 
 
@@ -150,6 +155,8 @@ def test_what_cannot_be_decided_is_refused_on_all_ranks(two):
     for found in two:
         for name in ("zero", "nan", "nothing"):
             assert "not finite, or zeros, or none came" in found["refused"][name]
+        assert "rank 0: e4m3\n  rank 1: int8" in found["refused"]["codecs"]
+        assert "rank 0: the model is neither in DistributedDataParallel" in found["refused"]["wrapped"]
         assert "gradients of tables of the model are sparse" in found["refused"]["sparse"]
     with pytest.raises(LokaError, match="one rank sends no gradients"):
         choose_gradients(single(), lambda number: None)

@@ -69,15 +69,20 @@ def send_gradients(model: nn.Module, wire: GradientWire) -> None:
         LokaError: the model is neither, DDP has a hook already, or tables in it have sparse gradients.
         PlanMismatch: ranks would send by other codecs, or one cannot; none is hooked.
     """
-    mine: str | LokaError = f"{wire.scatter}, {wire.gather}"
+    agree_on_codecs(model, f"{wire.scatter}, {wire.gather}")
+    hook_gradients(model, Sending(wire))
+
+
+def agree_on_codecs(model: nn.Module, codecs: str) -> None:
+    """Before any rank is hooked. A collective; raises as `send_gradients`."""
+    mine: str | LokaError = codecs
     group = None
     try:
         group = _group_to_hook(model)
     except LokaError as error:
         mine = error
     what = "the ranks would send gradients by other codecs"  # whose bytes are numbers to any
-    same_on_all(mine, group, what=what, way_out="the same GradientWire on all ranks")
-    hook_gradients(model, Sending(wire))
+    same_on_all(mine, group, what=what, way_out="the same codecs, and a model wrapped alike, on all ranks")
 
 
 def _group_to_hook(model: nn.Module) -> dist.ProcessGroup:
