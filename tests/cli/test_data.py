@@ -43,6 +43,11 @@ def test_a_test_set_takes_the_ids_of_the_training_set(rows, tmp_path):
     assert first == second
 
 
+def test_shards_do_not_go_to_a_file(rows):
+    with pytest.raises(DataRefused, match=r"rows\.parquet is a file, and shards go to a folder"):
+        run("convert", rows, "--out", rows, "--buckets", 9)
+
+
 def test_damage_is_found_by_check(rows, tmp_path):
     run("convert", rows, "--out", tmp_path / "out", "--buckets", 10)
     shard = tmp_path / "out" / "shard-00000.parquet"

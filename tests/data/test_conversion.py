@@ -109,6 +109,27 @@ def test_the_split_is_that_of_the_table(tmp_path, path):
     assert sorted(gather(shuffled)[0][:, 0].tolist()) == sorted(gather(open_table(path)[0])[0][:, 0].tolist())
 
 
+def test_a_test_folder_has_the_ids_of_the_training_folder(tmp_path):
+    """Of the four most frequent categories each, and of other columns that are as many."""
+    swapped = Schema(label="y", dense=("e", "d"), sparse=("c",))
+    for name, first in (("train", 0), ("test", 2)):
+        rows = "".join(f"{row % 2},{row},{-row},k{first + row % 7}\n" for row in range(70))
+        (tmp_path / f"{name}.csv").write_text("y,d,e,c\n" + rows)
+    schema, frequent = Schema(label="y", dense=("d", "e"), sparse=("c",)), Frequency(max_size=4)
+    for name in ("train", "test"):
+        convert(tmp_path / f"{name}.csv", tmp_path / name, schema=schema, vocabulary=frequent)
+    known = read_vocabulary(tmp_path / "train" / "vocabulary.json")
+    convert(tmp_path / "test.csv", tmp_path / "same", schema=schema, vocabulary=known)
+    convert(tmp_path / "test.csv", tmp_path / "swapped", schema=swapped, vocabulary=known)
+    assert open_rows(tmp_path / "train", test=tmp_path / "same")[1].rows == 70
+    for other, said in (
+        ("test", "other categories have the same ids"),
+        ("swapped", "columns: d, e, c\n  columns: e, d, c"),
+    ):
+        with pytest.raises(DataRefused, match=f"{said}(.|\n)*--vocabulary .*train"):
+            open_rows(tmp_path / "train", test=tmp_path / other)
+
+
 def test_malformed_lines_are_counted_wherever_they_lie(tmp_path):
     good = lines(ROWS, "\t")
     rng = np.random.default_rng(0)

@@ -134,6 +134,13 @@ def test_a_path_says_what_it_holds(days, tmp_path):
     shuffled = open_rows(days, holdout=0.2, shuffle=Shuffle(seed=0))
     assert gather(shuffled[0])[0][:, 0].tolist() != stacked(days, "dense")[:76, 0].tolist()
     np.testing.assert_array_equal(gather(shuffled[1])[0], stacked(days, "dense")[76:])
+    few, many = tmp_path / "few", tmp_path / "many"
+    for other, high in ((few, 40), (many, 90)):  # of the largest ids that they hold
+        other.mkdir()
+        write_day(other, 3, 30, high=high)
+    assert open_rows(days, test=few)[1].rows == 30
+    with pytest.raises(DataRefused, match=r"ids of sparse feature 0: 50 and \d\d"):
+        open_rows(days, test=many)
     empty = tmp_path / "empty"
     empty.mkdir()
     with pytest.raises(DataRefused, match=r"neither prepared clicks(.|\n)*loka data convert"):

@@ -143,6 +143,11 @@ class ShardStore:
         return len(self._manifest.dense)
 
     @property
+    def columns(self) -> tuple[str, ...]:
+        """Names of the dense and sparse columns, in their order."""
+        return (*self._manifest.dense, *self._manifest.sparse)
+
+    @property
     def vocab_sizes(self) -> tuple[int, ...]:
         return self._manifest.vocab_sizes
 
