@@ -11,8 +11,9 @@ rows from the same weights; a seed is a world, a teacher and students of its own
 
 import argparse
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
+from statistics import median
 
 import torch
 from torch import nn
@@ -35,7 +36,7 @@ from loka.zoo.layers import mlp
 @dataclass(frozen=True, kw_only=True)
 class Sizes:
     """Rows that the teacher sees alone (`history`), students in `windows` (`stream`), that judge (`held`);
-    `max_age` of a latent in rows."""
+    `max_age` of a latent in rows; the teacher's name in the zoo."""
 
     seeds: int = 4
     history: int = 81_920
@@ -44,6 +45,13 @@ class Sizes:
     windows: int = 8
     batch: int = 512
     max_age: int = 24_576
+    teacher: str = "wukong:small"
+    device: str = "cpu"
+
+    def batches(self, seed: int, first: int, rows: int, size: int | None = None) -> Iterator[Batch]:
+        """Rows [first, first + rows) of world `seed`."""
+        for batch in SyntheticClicks(rows=rows, seed=seed, first_row=first).batches(size or self.batch):
+            yield batch.to(self.device)
 
 
 @dataclass(frozen=True)
@@ -102,7 +110,8 @@ class Student(nn.Module):
         return self.main(torch.cat([features, told], dim=1)).squeeze(1), self.aux(features).squeeze(1)
 
 
-Told = dict[str, dict[str, torch.Tensor]]
+Answer = dict[str, torch.Tensor]
+Told = dict[str, Answer]
 """What each teacher makes of a batch: ["fp8"]["logit"] [B], ["latent"] [B, d]."""
 
 
@@ -124,7 +133,7 @@ class Stores:
         ids = pairs(rows)
         found = self.low[arm.teacher or "fp8"].look_up(ids, **when)
         if arm.latents is None:
-            return torch.zeros_like(found.values), torch.zeros(len(ids))
+            return torch.zeros_like(found.values), found.values.new_zeros(len(ids))
         if arm.latents == "float32":
             for place in found.hit.nonzero()[:, 0].tolist():
                 found.values[place] = self.exact[int(ids[place])]
@@ -134,11 +143,6 @@ class Stores:
 def pairs(rows: Batch) -> torch.Tensor:
     """The key of each row's latent [B]."""
     return rows.sparse[:, 0] * (1 << 32) + rows.sparse[:, 1]
-
-
-def batches(seed: int, first: int, rows: int, size: int) -> Iterator[Batch]:
-    """Rows [first, first + rows) of world `seed`."""
-    return SyntheticClicks(rows=rows, seed=seed, first_row=first).batches(size)
 
 
 def step(loss: torch.Tensor, optimizers: Optimizers) -> None:
@@ -162,28 +166,35 @@ def loss_of(arm: Arm, main: torch.Tensor, aux: torch.Tensor, rows: Batch, told: 
 def freeze(teacher: Exposed, seed: int, sizes: Sizes, optimizers: Optimizers) -> Server:
     """Trains the teacher on the history, the last sixteenth of it probed, and freezes it by the plan."""
     tail = sizes.history // 16 // sizes.batch * sizes.batch
-    train(teacher, batches(seed, 0, sizes.history - tail, sizes.batch), optimizers)
-    last = list(batches(seed, sizes.history - tail, tail, sizes.batch))
+    train(teacher, sizes.batches(seed, 0, sizes.history - tail), optimizers)
+    last = list(sizes.batches(seed, sizes.history - tail, tail))
     with loka.Probe(teacher, every=2, logits=lambda answer: answer["logit"]) as probe:
         train(teacher, last, optimizers)
-    candidates, coarse = ("emulated:rowwise_e4m3",), Settings(max_draws=4)
-    report = loka.measure(probe.stats(), device="cpu", candidates=candidates, settings=coarse)
+    candidates = ("emulated:rowwise_e4m3",) if sizes.device == "cpu" else ("torch:rowwise_e4m3",)
+    coarse = Settings(max_draws=4)
+    report = loka.measure(probe.stats(), device=sizes.device, candidates=candidates, settings=coarse, errors_only=True)
     rows = [(batch.dense, batch.sparse) for batch in last]
     plan = loka.plan(report, loka.Budget(ne=1e-3))
     return loka.serve.freeze(teacher, plan, calibration=rows, name=f"history of world {seed}")
 
 
 @torch.no_grad()
-def label(rows: Batch, server: Server, teacher: Exposed, seconds: dict[str, float]) -> Told:
-    """By the FP8 server and by the same weights in bf16; adds up the time of each."""
-    began = time.perf_counter()
-    told = {"fp8": server((rows.dense, rows.sparse)).output}
-    between = time.perf_counter()
-    with torch.autocast("cpu", torch.bfloat16):
-        answer = teacher.eval()(rows.dense, rows.sparse)
-    seconds["fp8"] += between - began
-    seconds["bf16"] += time.perf_counter() - between
-    return told | {"bf16": {name: out.float() for name, out in answer.items()}}
+def label(rows: Batch, server: Server, plain: Callable[..., Answer], seconds: dict[str, list[float]]) -> Told:
+    """By the FP8 server and by the same weights in bf16; notes the time of each."""
+
+    def in_bf16() -> Answer:
+        with torch.autocast(rows.dense.device.type, torch.bfloat16):
+            answer = plain(rows.dense, rows.sparse)
+        return {name: out.float() for name, out in answer.items()}
+
+    told = {}
+    for name, run in {"fp8": lambda: server((rows.dense, rows.sparse)).output, "bf16": in_bf16}.items():
+        began = time.perf_counter()
+        told[name] = run()
+        if rows.dense.is_cuda:
+            torch.cuda.synchronize()
+        seconds[name].append(time.perf_counter() - began)
+    return told
 
 
 @dataclass(frozen=True)
@@ -200,24 +211,29 @@ def run_seed(seed: int, sizes: Sizes) -> Outcome:
     torch.manual_seed(seed)
     world, config = SyntheticClicks(rows=1, seed=seed), TrainConfig(batch_size=sizes.batch)
     features = {"dense_features": world.dense_features, "vocab_sizes": world.vocab_sizes}
-    teacher = Exposed(build("wukong", **features))
+    kind, _, size = sizes.teacher.partition(":")
+    teacher = Exposed(build(kind, size=size or "small", **features)).to(sizes.device)
     optimizers = list(build_optimizers(teacher, config).values())
     server = freeze(teacher, seed, sizes, optimizers)
     lineage = digest([list(teacher.state_dict().values())])  # latents of other weights are others
-    none = torch.empty(0, dtype=torch.int64), torch.empty(0, teacher.width)
+    plain = teacher if sizes.device == "cpu" else torch.compile(teacher, mode="reduce-overhead")
+    on = {"device": sizes.device}
+    none = torch.empty(0, dtype=torch.int64, **on), torch.empty(0, teacher.width, **on)
     empty = Latents.of(*none, teacher=lineage, version=0, written=0)
     stores = Stores({"fp8": empty, "bf16": empty}, {})
     students, learn = {}, {}
     for name in ARMS:
         torch.manual_seed(seed)
         small = DLRM(Front(**features, dim=8, bottom=(32,)), top=(64, 32))
-        students[name] = Student(small, latent_width=teacher.width)
+        students[name] = Student(small, latent_width=teacher.width).to(sizes.device)
         learn[name] = list(build_optimizers(students[name], config).values())
 
-    rows, seconds, now = sizes.stream // sizes.windows, {"fp8": 0.0, "bf16": 0.0}, 0
+    rows, now = sizes.stream // sizes.windows, 0
+    seconds: dict[str, list[float]] = {"fp8": [], "bf16": []}
     for window in range(sizes.windows):
-        seen = list(batches(seed, sizes.history + window * rows, rows, sizes.batch))
-        answers = [label(part, server, teacher, seconds) for part in seen]
+        seen = list(sizes.batches(seed, sizes.history + window * rows, rows))
+        teacher.eval()
+        answers = [label(part, server, plain, seconds) for part in seen]
         for part, told in zip(seen, answers, strict=True):
             for name, arm in ARMS.items():
                 read = stores.read(arm, part, now=now, max_age=sizes.max_age)
@@ -228,9 +244,9 @@ def run_seed(seed: int, sizes: Sizes) -> Outcome:
             stores.write(part, told, version=server.version, written=now)
         train(teacher, seen, optimizers)
         server.refresh(teacher.state_dict())
-    numbers = {f"{name} teacher labels, rows/s": now / spent for name, spent in seconds.items()}
+    numbers = {f"{name} teacher labels, rows/s": sizes.batch / median(spent) for name, spent in seconds.items()}
 
-    held = next(batches(seed, sizes.history + now, sizes.held, sizes.held))
+    held = next(sizes.batches(seed, sizes.history + now, sizes.held, sizes.held))
     store, when = stores.low["fp8"], {"now": now, "max_age": sizes.max_age}
     found = store.look_up(pairs(held), **when)
     numbers |= {
@@ -274,10 +290,10 @@ def report(outcomes: Sequence[Outcome]) -> str:
 def main(arguments: Sequence[str] | None = None) -> list[Outcome]:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     for name, value in asdict(Sizes()).items():
-        parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=value)
+        parser.add_argument(f"--{name.replace('_', '-')}", type=type(value), default=value)
     sizes = Sizes(**vars(parser.parse_args(arguments)))
     if (
-        min(asdict(sizes).values()) < 1
+        min(size for size in asdict(sizes).values() if isinstance(size, int)) < 1
         or sizes.stream < sizes.windows * sizes.batch
         or sizes.history < 16 * sizes.batch
     ):

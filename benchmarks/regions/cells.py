@@ -242,6 +242,7 @@ _ALL = [
     _zoo("hstu_hybrid", "hstu", "hybrid512", 512, 128, features=FEATURES["hstu", "hybrid512"]),
     _zoo("dhen", "dhen", "elfm", 160, 1024, features=FEATURES["dhen", "elfm"]),
     _zoo("mmoe", "mmoe", "wide", 128, 32768, tasks=2),
+    _zoo("dlrm", "dlrm", "mlperf", 128, 32768),
     *(_dcnv2_raw(rows, trained=False) for rows in (2048, 16384)),
 ]
 

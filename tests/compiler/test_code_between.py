@@ -113,6 +113,28 @@ class OfItsMaximum(Between):
         return h.amax(-1, keepdim=True) + 0 * h
 
 
+class AtItsMaximum(Between):
+    """Where rounding takes the largest up, a maximum that was rounded is above all."""
+
+    def code(self, h):
+        return torch.where(h >= h.amax(-1, keepdim=True), h, 0.1 * h)
+
+
+class PooledTokens(Between):
+    def forward(self, x):
+        h = torch.tanh(self.first(x.unflatten(0, (-1, 4)))) + 1
+        return self.second(h.transpose(1, 2).amax(-1))
+
+
+class OfItsNorm(Between):
+    """A statistic that forward has in registers, and backward rounded, from memory."""
+
+    def code(self, h):
+        blocks = h.unflatten(-1, (4, 16))
+        blocks = blocks * torch.rsqrt(blocks.square().mean(-1, keepdim=True) + 1e-5)
+        return (blocks / (1 + blocks.amax(-1, keepdim=True))).flatten(1)
+
+
 class BothSides(Between):
     """Gradients of both sides of a choice: where(mask, dy, 0) and where(mask, 0, dy)."""
 
@@ -123,6 +145,9 @@ class BothSides(Between):
 
 ALL = [
     OfItsMaximum,
+    AtItsMaximum,
+    PooledTokens,
+    OfItsNorm,
     BothSides,
     CastToBool,
     CastToEightBits,
@@ -134,8 +159,9 @@ ALL = [
 ]
 
 
+@pytest.mark.parametrize("fused", [False, True], ids=["rounded", "fused"])
 @pytest.mark.parametrize("model", ALL)
-def test_joined_computes_what_the_model_says(model):
+def test_joined_computes_what_the_model_says(model, fused):
     """As near to the exact model as site by site (test_joined_models.py). A cast that is read wrongly makes
     another model: errors of 0.3 and more."""
     torch.manual_seed(0)
@@ -143,7 +169,7 @@ def test_joined_computes_what_the_model_says(model):
     x = torch.randn(100, 64)
     plan = plan_for(plain, x)
     eager, joined = (converted(plain, plan) for _ in range(2))
-    backend = JointBackend()
+    backend = JointBackend(fused=fused)
     exact, by_site = run(plain, x), run(eager, x)
     found = run(torch.compile(joined, backend=backend, fullgraph=True), x)
     assert loka.regions(joined).complete
@@ -152,6 +178,16 @@ def test_joined_computes_what_the_model_says(model):
     triples = [(found[0], by_site[0], exact[0]), *((ours[n], theirs[n], truth[n]) for n in truth)]
     for mine, other, right in triples:
         assert error(mine, right) <= 1.3 * error(other, right) + 0.02
+
+
+def test_columns_side_by_side_are_laid_in_rows_for_a_gemm():
+    """cuBLASLt refuses others."""
+    plain = nn.Linear(64, 32, bias=False)
+    x = torch.randn(64, 48).bfloat16().t()
+    backend = JointBackend()
+    run(torch.compile(converted(plain, plan_for(plain, x)), backend=backend), x)
+    data = [node.args[0].meta["val"] for node in backend.graphs[0].find_nodes(op="call_function", target=region_gemm)]
+    assert [each.stride() for each in data] == [(64, 1)]
 
 
 def test_a_number_on_the_cpu_is_no_leaf_of_a_program_on_the_gpu():

@@ -18,7 +18,7 @@ def touched(student, loss):
 
 
 def test_the_teachers_label_reaches_neither_the_main_head_nor_the_adapter():
-    rows = next(example.batches(0, 0, 64, 64))
+    rows = next(example.Sizes().batches(0, 0, 64, 64))
     vocab_sizes = example.SyntheticClicks(rows=1, seed=0).vocab_sizes
     front = example.Front(dense_features=13, vocab_sizes=vocab_sizes, dim=8, bottom=(32,))
     student = example.Student(example.DLRM(front, top=(64, 32)), latent_width=24)
@@ -38,7 +38,7 @@ def test_the_teachers_label_reaches_neither_the_main_head_nor_the_adapter():
 
 
 def test_stores_differ_in_rounding_alone():
-    rows = next(example.batches(0, 0, 64, 64))
+    rows = next(example.Sizes().batches(0, 0, 64, 64))
     told = {name: {"latent": torch.randn(64, 24)} for name in ("fp8", "bf16")}
     none = torch.empty(0, dtype=torch.int64), torch.empty(0, 24)
     empty = example.Latents.of(*none, teacher="T", version=0, written=0)
@@ -68,9 +68,9 @@ def test_the_example_runs_and_counts(capsys):
     printed = capsys.readouterr().out
     assert all(name in printed for name in example.ARMS)
     last = {}
-    for place, batch in enumerate(example.batches(0, 4096, 512, 128)):
+    for place, batch in enumerate(example.Sizes().batches(0, 4096, 512, 128)):
         last |= dict.fromkeys(example.pairs(batch).tolist(), 256 * (place // 2 + 1))
-    keys = example.pairs(next(example.batches(0, 4608, 256, 256))).tolist()
+    keys = example.pairs(next(example.Sizes().batches(0, 4608, 256, 256))).tolist()
     ages = [512 - last[key] for key in keys if key in last]
     hits = [age for age in ages if age <= 200]
     assert 0 < len(hits) < len(ages) < 256

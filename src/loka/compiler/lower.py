@@ -26,6 +26,7 @@ from loka.compiler.joint_sites import JointSite, sites_in
 from loka.compiler.marks import connected, mark_runs
 from loka.compiler.normed import Product, normed_input
 from loka.compiler.notes import record_text
+from loka.compiler.rounding import round_compared
 from loka.compiler.scaled_mm import call_scaled_mm
 from loka.compiler.tokens import keep_tokens
 from loka.core.recipe import Gemm
@@ -81,6 +82,7 @@ def join_sites(graph: Graph) -> dict[str, str]:
     for node, before in strides.items():
         _lay_out(emitter, results, emitter.now(node), before)
     call_scaled_mm(emitter)
+    round_compared(emitter)
     graph.eliminate_dead_code()
     return apart
 
@@ -145,6 +147,8 @@ def _cast(emitter: Emitter, x: Node) -> Low:
     inverse = emitter.call(aten.where.self, finite, inverse, nan)
     scaled = emitter.call(aten.mul.Tensor, values, inverse)
     data = emitter.call(prims.convert_element_type.default, scaled, torch.float8_e4m3fn)
+    if value_of(data).stride() != (value_of(data).shape[1], 1):  # a GEMM reads rows that are runs of memory
+        data = emitter.call(COPY, data, memory_format=torch.contiguous_format)
     scale = emitter.call(aten.where.self, finite, power, nan)
     return Low(data=data, scale=scale, finite=scale)
 

@@ -34,6 +34,9 @@ _SAME = {
     aten.logical_and.default: "and", aten.logical_or.default: "or", aten.logical_not.default: "not",
 }  # fmt: skip
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+_EQUALITIES = (aten.eq.Tensor, aten.ne.Tensor)
+_ORDERINGS = (aten.le.Tensor, aten.lt.Tensor, aten.ge.Tensor, aten.gt.Tensor)
+EXTREMES = (aten.amax.default, aten.amin.default, aten.max.default, aten.min.default)
 _POWERS = {-1.0: "reciprocal", 0.5: "sqrt", -0.5: "rsqrt", 1.0: "copy", 2.0: "square"}
 SUMS = (aten.sum.dim_IntList, aten.mean.dim)
 
@@ -52,6 +55,21 @@ def passes_on(node: Node) -> bool:
         return False
     read, made = value_of(args_of(node)[0]), value_of(node)
     return read.device == made.device and made.dtype in (read.dtype, *_FLOATS) and not read.dtype.is_complex
+
+
+def exact(node: Node) -> bool:
+    """Whether it asks which elements equal others, or are the largest: a program and a fused kernel know values
+    that memory rounded to 16 bits before the others were found, and none would be."""
+    if node.target in _EQUALITIES:
+        return True
+    return node.target in _ORDERINGS and any(made_by(a).target in EXTREMES for a in node.all_input_nodes)
+
+
+def made_by(node: Node) -> Node:
+    """What made its values: the first node that it is no view or cast of."""
+    while passes_on(node):
+        node = args_of(node)[0]
+    return node
 
 
 def is_pointwise(node: Node) -> bool:

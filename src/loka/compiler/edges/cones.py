@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from loka.compiler.edges.aten_steps import SUMS, computed_from, is_pointwise, operands, passes_on, variance_of
+from loka.compiler.edges.aten_steps import SUMS, computed_from, exact, is_pointwise, operands, passes_on, variance_of
 from loka.compiler.edges.matrix import Cone, Low, Matrix, same
 from loka.compiler.edges.nodes import above, args_of, in_backward, value_of
 from loka.compiler.edges.traffic import better_read, is_given
@@ -29,7 +29,6 @@ from loka.kernels.edge.program import Kind
 
 aten = torch.ops.aten
 _COMPARISONS = (aten.le.Scalar, aten.gt.Scalar)
-_EQUALITIES = (aten.eq.Tensor, aten.ne.Tensor)  # a maximum equals no element that a program has not rounded
 
 
 def cone_of(root: Node, matrix: Matrix, low: Mapping[Node, Low], absorbed: set[Node], *, forward: bool = False) -> Cone:
@@ -103,7 +102,7 @@ def _computable(node: Node, matrix: Matrix, forward: bool) -> bool:
         inner, dims = args_of(made)[:2]
         biased = options.get("correction", 1) == 0 and options.get("keepdim") is True
         return biased and _along(inner, dims, matrix) is not None
-    if not is_pointwise(node) or node.target in _EQUALITIES:
+    if not is_pointwise(node) or exact(node):
         return False
     read = [a for a in operands(node) if isinstance(a, Node)]
     if any("rand" in str(a.target) for a in read):
