@@ -295,8 +295,9 @@ def main(arguments: Sequence[str] | None = None) -> list[Outcome]:
     if (
         min(size for size in asdict(sizes).values() if isinstance(size, int)) < 1
         or sizes.stream < sizes.windows * sizes.batch
+        or sizes.history < 16 * sizes.batch
     ):
-        parser.error(f"{sizes}: all at least 1, and a batch of the stream for each window")
+        parser.error(f"{sizes}: all at least 1, a batch of the stream for each window, and 16 of the history")
     outcomes = [run_seed(seed, sizes) for seed in range(sizes.seeds)]
     print(report(outcomes))
     return outcomes

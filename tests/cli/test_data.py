@@ -43,6 +43,11 @@ def test_a_test_set_takes_the_ids_of_the_training_set(rows, tmp_path):
     assert first == second
 
 
+def test_shards_do_not_go_to_a_file(rows):
+    with pytest.raises(DataRefused, match=r"rows\.parquet is a file, and shards go to a folder"):
+        run("convert", rows, "--out", rows, "--buckets", 9)
+
+
 def test_damage_is_found_by_check(rows, tmp_path):
     run("convert", rows, "--out", tmp_path / "out", "--buckets", 10)
     shard = tmp_path / "out" / "shard-00000.parquet"
@@ -57,3 +62,15 @@ def test_damage_is_found_by_check(rows, tmp_path):
 def test_unclear_vocabularies_are_refused(rows, tmp_path, options):
     with pytest.raises(LokaError, match="--min-count"):
         run("convert", rows, "--out", tmp_path / "out", *options)
+
+
+def test_days_in_the_order_of_the_alphabet_are_refused(rows, tmp_path):
+    """As a shell writes day_* out; held out would be rows of day 2."""
+    days = [rows.rename(tmp_path / "day_1.parquet")]
+    days += [tmp_path / f"day_{day}.parquet" for day in (10, 2)]
+    for day in days[1:]:
+        day.write_bytes(days[0].read_bytes())
+    with pytest.raises(LokaError, match=r"day_10\.parquet stands where .*day_2\.parquet should(.|\n)*ls -v"):
+        run("convert", *days, "--out", tmp_path / "out", "--buckets", 9)
+    assert not (tmp_path / "out").exists()
+    assert "600 rows" in run("convert", days[0], days[2], days[1], "--out", tmp_path / "out", "--buckets", 9)

@@ -30,6 +30,16 @@ from loka.data.categories.encoding import REASONS
 pytestmark = pytest.mark.usefixtures("small_pieces")
 
 
+@pytest.mark.parametrize(
+    "schema", [Schema(label="y", dense=("d",), sparse=()), Schema(label="y", dense=(), sparse=("d",))]
+)
+def test_rows_of_one_kind_of_feature(tmp_path, schema):
+    (tmp_path / "t.csv").write_text("y,d\n" + "".join(f"{row % 2},{row}\n" for row in range(50)))
+    convert(tmp_path / "t.csv", tmp_path / "out", schema=schema, vocabulary=HASHED)
+    table = TableClicks(tmp_path / "t.csv", schema=schema, vocabulary=HASHED)
+    assert_same(gather(open_shards(tmp_path / "out")), gather(table))
+
+
 @pytest.mark.parametrize("kind", ["csv", "parquet", "gz"])  # of TSV
 def test_shards_hold_the_rows_of_the_table_in_its_order(tmp_path, kind):
     if kind == "parquet":
@@ -97,6 +107,27 @@ def test_the_split_is_that_of_the_table(tmp_path, path):
     with pytest.raises(AssertionError):
         assert_same(gather(shuffled), gather(open_table(path)[0]))
     assert sorted(gather(shuffled)[0][:, 0].tolist()) == sorted(gather(open_table(path)[0])[0][:, 0].tolist())
+
+
+def test_a_test_folder_has_the_ids_of_the_training_folder(tmp_path):
+    """Of the four most frequent categories each, and of other columns that are as many."""
+    swapped = Schema(label="y", dense=("e", "d"), sparse=("c",))
+    for name, first in (("train", 0), ("test", 2)):
+        rows = "".join(f"{row % 2},{row},{-row},k{first + row % 7}\n" for row in range(70))
+        (tmp_path / f"{name}.csv").write_text("y,d,e,c\n" + rows)
+    schema, frequent = Schema(label="y", dense=("d", "e"), sparse=("c",)), Frequency(max_size=4)
+    for name in ("train", "test"):
+        convert(tmp_path / f"{name}.csv", tmp_path / name, schema=schema, vocabulary=frequent)
+    known = read_vocabulary(tmp_path / "train" / "vocabulary.json")
+    convert(tmp_path / "test.csv", tmp_path / "same", schema=schema, vocabulary=known)
+    convert(tmp_path / "test.csv", tmp_path / "swapped", schema=swapped, vocabulary=known)
+    assert open_rows(tmp_path / "train", test=tmp_path / "same")[1].rows == 70
+    for other, said in (
+        ("test", "other categories have the same ids"),
+        ("swapped", "columns: d, e, c\n  columns: e, d, c"),
+    ):
+        with pytest.raises(DataRefused, match=f"{said}(.|\n)*--vocabulary .*train"):
+            open_rows(tmp_path / "train", test=tmp_path / other)
 
 
 def test_malformed_lines_are_counted_wherever_they_lie(tmp_path):

@@ -65,6 +65,11 @@ def test_a_step_has_the_same_rows_on_any_number_of_ranks(ranks, rows, start):
     assert left == 4 * rows % ranks
 
 
+def test_no_step_is_empty():
+    """Of 11 rows four ranks take eight; the mean of a loss over none of the last three is NaN."""
+    assert [[len(rows) for rows in steps_of(source, 2)] for source in dealt(1, 11, 4)] == [[2]] * 4
+
+
 def test_as_many_ranks_as_parts_read_their_own():
     for rank, source in enumerate(dealt(4, 9, 4)):
         assert steps_of(source, 9) == [list(range(100 * rank, 100 * rank + 9))]

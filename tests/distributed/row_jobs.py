@@ -143,6 +143,10 @@ def refused(rank, folder):
     tried("codec", lambda: row_sync(table, codec="e5m2"))
     tried("float64", lambda: row_sync(nn.Embedding(8, 4).double()))
     tried("all rows", lambda: Trained(20, {"every": 4}, optimizer="Adam")(rank, folder))
+    tried("sparse state", lambda: momentum_of_sparse_gradients())
+    tried("state of all rows", lambda: Trained(20, {"every": 4}, optimizer="RMSprop")(rank, folder))
+    adagrad = torch.optim.Adagrad(table.parameters(), initial_accumulator_value=1.0 + rank)
+    tried("state", lambda: row_sync(table, optimizer=adagrad))
     torch.manual_seed(rank)
     tried("values", lambda: row_sync(nn.Embedding(8, 4)))
     tried("shapes", lambda: row_sync(nn.Embedding(8 + rank, 4)))
@@ -154,6 +158,16 @@ def refused(rank, folder):
     sync._every = 2 + rank
     tried("steps", lambda: [sync.step() for _ in range(2 + rank)])
     return found
+
+
+def momentum_of_sparse_gradients():
+    table = nn.Embedding(8, 4, sparse=True)
+    optimizer = torch.optim.SGD(table.parameters(), lr=0.1, momentum=0.9)
+    sync = row_sync(table, optimizer=optimizer, every=1)
+    for _ in range(2):
+        table(torch.tensor([1])).sum().backward()
+        optimizer.step()
+        sync.step()
 
 
 @dataclass(frozen=True)

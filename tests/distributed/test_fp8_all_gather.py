@@ -143,6 +143,8 @@ class Job:
             fp8_all_gather(shard(uneven()), self.plan)
         with pytest.raises(PlanMismatch) as raised:
             fp8_all_gather(self.made(), self.plan, filter=lambda name: rank == 0 or name != "2.weight")
+        with pytest.raises(PlanMismatch, match=r"rank 0: it can(.|\n)*rank 1: no site of this model runs by a plan"):
+            fp8_all_gather(shard(uneven()) if rank == 1 else self.made(), self.plan)
         dist.barrier()  # all ranks raised, and none is left in a collective
         told["ranks"] = str(raised.value)
         return told

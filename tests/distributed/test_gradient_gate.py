@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from towers import loss_of, rows, tower
 
-from loka.core.exceptions import LokaError
+from loka.core.exceptions import LokaError, PlanMismatch
 from loka.distributed import choose_gradients
 from loka.distributed.choice import HP, time_in_turns
 from loka.distributed.gradient_gate import STEPS
@@ -27,10 +27,10 @@ def clock(rank):
     return timer
 
 
-def stepping(model, rank):
+def stepping(model, rank, scale=1.0):
     def step(number):
         model.zero_grad()
-        loss_of(model, *rows(number, rank, WIDE)).backward()
+        (scale * loss_of(model, *rows(number, rank, WIDE))).backward()
 
     return step
 
@@ -60,8 +60,10 @@ def on_rank(rank, folder):
         exact = exact_mean(2)
         away = {name: error(grad, exact[name]) for name, grad in gradients(model).items()}
         found[engine] = {"taken": choice.taken, "told": str(choice), "away": away}
-    made = {"single": single(), "faint": Faint(), "by time": single(), "own": single()}
+    made = {"single": single(), "faint": Faint(), "tiny": Faint(), "by time": single(), "own": single()}
     models = {name: DistributedDataParallel(model) for name, model in made.items()}
+    tiny = stepping(models["tiny"], rank, 2.0**-60)
+    found["tiny"] = str(choose_gradients(models["tiny"], tiny, codecs=["int8", "e4m3"], timer=clock(rank)))
     for name, timer in (("single", clock(rank)), ("faint", clock(rank)), ("by time", time_in_turns)):
         step = stepping(models[name], rank)
         codecs = ["int8", "e4m3"] if name == "faint" else ["int8"]
@@ -85,6 +87,11 @@ def refused(rank):
 
         with pytest.raises(LokaError) as raised:
             choose_gradients(model, step)
+        told[name] = str(raised.value)
+    model = DistributedDataParallel(single())
+    for name, one in (("codecs", model), ("wrapped", model if rank else single())):
+        with pytest.raises(PlanMismatch) as raised:
+            choose_gradients(one, lambda number: None, codecs=["int8" if name == "wrapped" or rank else "e4m3"])
         told[name] = str(raised.value)
     return told
 
@@ -128,6 +135,12 @@ def test_shares_are_those_of_the_equation(two):
         assert found["as torch sends"]
 
 
+def test_gradients_whose_squares_float32_does_not_hold_have_the_same_shares(two):
+    for found in two:
+        shares = [float(found[name].splitlines()[1].split()[2].strip("%")) for name in ("tiny", "faint")]
+        assert shares[0] == pytest.approx(shares[1])
+
+
 def test_numbers_that_vanish_beside_others_are_not_admitted(two):
     _, int8, e4m3, _ = two[0]["faint"].splitlines()
     assert re.search(r" [12]\d\.\d\d%  tower.0.weight .*- +its error is more than 1% of", int8)
@@ -139,6 +152,8 @@ def test_what_cannot_be_decided_is_refused_on_all_ranks(two):
     for found in two:
         for name in ("zero", "nan", "nothing"):
             assert "not finite, or zeros, or none came" in found["refused"][name]
+        assert "rank 0: e4m3\n  rank 1: int8" in found["refused"]["codecs"]
+        assert "rank 0: the model is neither in DistributedDataParallel" in found["refused"]["wrapped"]
         assert "gradients of tables of the model are sparse" in found["refused"]["sparse"]
     with pytest.raises(LokaError, match="one rank sends no gradients"):
         choose_gradients(single(), lambda number: None)

@@ -136,6 +136,9 @@ def test_what_does_not_fit_is_refused(tmp_path):
         assert "optimizer=NoneType\n  rank 1: the model has no table" in found["one cannot"]
         assert "rows changed that nothing had looked up" in found["all rows"]
         assert "one.weight (200, 24) torch.float32, bits" in found["all rows"]
+        assert "state momentum_buffer of weight is a sparse tensor" in found["sparse state"]
+        assert "one.weight, state 1 (200, 24) torch.float32, bits" in found["state of all rows"]
+        assert "replica 1: weight, state 1 (8, 4)" in found["state"]
         assert "replica 0: step 2" in found["steps"]
         assert "replica 1: step 3" in found["steps"]
 

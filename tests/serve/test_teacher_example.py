@@ -56,6 +56,12 @@ def test_stores_differ_in_rounding_alone():
         assert not any(found.any() for found in stores.read(arm, rows, now=now, max_age=5))
 
 
+def test_a_history_too_short_to_probe_is_refused(capsys):
+    with pytest.raises(SystemExit):
+        example.main(["--history", "512"])
+    assert "and 16 of the history" in capsys.readouterr().err
+
+
 def test_the_example_runs_and_counts(capsys):
     """Held-out rows hit where an earlier row of the stream has their pair, counted here without a store."""
     (outcome,) = example.main(SIZES.split())

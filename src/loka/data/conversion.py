@@ -83,6 +83,8 @@ def convert(
         ConversionStopped: the disk is full or refuses.
     """
     opened, folder = open_files(files, format=format), Path(folder)
+    if folder.exists() and not folder.is_dir():
+        raise DataRefused(f"{folder} is a file, and shards go to a folder", way_out="name another one (--out)")
     workers = workers or processors()
     settings = _settings(opened, schema, vocabulary)
     digest = hashlib.sha256(canonical(settings)).hexdigest()

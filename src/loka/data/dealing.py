@@ -106,7 +106,8 @@ class Dealt:
             for stream in streams:
                 held.callback(getattr(stream, "close", _nothing))  # a generator's threads end with it
             for batches in zip(*streams, strict=True):
-                yield self._own(batches)
+                if len(own := self._own(batches)):  # the mean of a loss over no row is NaN
+                    yield own
 
     def _own(self, batches: Sequence[Batch]) -> Batch:
         """This rank's rows of one step, of which `batches` are those of the parts that it reads."""

@@ -1,7 +1,8 @@
 """Which files a table consists of, and what kind each is."""
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -38,6 +39,15 @@ def open_files(paths: Paths, *, format: str | None = None) -> tuple[TableFile, .
     if not many:
         raise DataRefused("no files given", way_out="pass one path or a sequence of paths")
     return tuple(_open(Path(path), format) for path in many)
+
+
+@contextmanager
+def named(path: Path) -> Iterator[None]:
+    """Puts the file's name before what is refused of it."""
+    try:
+        yield
+    except DataRefused as error:
+        raise DataRefused(f"{path}: {error.what}", why=error.why, way_out=error.way_out) from error
 
 
 def require_pyarrow() -> None:

@@ -4,6 +4,8 @@ from pathlib import Path
 
 from loka.core.exceptions import DataRefused
 from loka.data.batch import Source, tasks_of
+from loka.data.categories.vocabulary import read_vocabulary
+from loka.data.conversion import VOCABULARY
 from loka.data.formats.npy import NpyStore, npy_triplets
 from loka.data.formats.shards import MANIFEST, ShardStore
 from loka.data.formats.table import open_table, open_tables
@@ -69,8 +71,9 @@ def _store(path: Path) -> ShardStore | NpyStore:
 
 
 def _require_alike(path: Path, store: Store, test: Path, other: Store) -> None:
-    """A model that is built for the one has to fit the other."""
-    parts = {
+    """A model that is built for the one has to fit the other, and an id to be the same category in both."""
+    parts: dict[str, tuple[object, object]] = {
+        "format": (type(store).__name__, type(other).__name__),
         "dense features": (store.dense_features, other.dense_features),
         "sparse features": (len(store.vocab_sizes), len(other.vocab_sizes)),
         "labels": (tasks_of(store), tasks_of(other)),
@@ -79,8 +82,14 @@ def _require_alike(path: Path, store: Store, test: Path, other: Store) -> None:
     parts |= {
         f"ids of sparse feature {number}": sizes
         for number, sizes in enumerate(zip(store.vocab_sizes, other.vocab_sizes, strict=False))
+        if isinstance(store, ShardStore) or sizes[0] < sizes[1]  # npy triplets tell the largest id that they hold
     }
     why = [f"{what}: {there} and {here}" for what, (there, here) in parts.items() if there != here]
+    if not why and isinstance(store, ShardStore):  # equal numbers of ids are no equal ids: --max-size makes them so
+        assert isinstance(other, ShardStore)
+        why = [f"columns: {', '.join(one.columns)}" for one in (store, other)] if store.columns != other.columns else []
+        known = [read_vocabulary(folder / VOCABULARY).digest for folder in (path, test)]
+        why += ["other categories have the same ids"] if known[0] != known[1] else []
     if why:
         raise DataRefused(
             f"{test} has other columns or ids than {path}",

@@ -27,7 +27,7 @@ import torch.distributed as dist
 from torch import nn
 
 from loka.core.exceptions import LokaError, NotConverted, PlanMismatch
-from loka.core.exchange import gather, global_rank
+from loka.core.exchange import gather, global_rank, same_on_all
 from loka.core.problem import dtype_name
 from loka.core.recipe import Gemm
 from loka.core.records.plan import Plan
@@ -117,13 +117,35 @@ def fp8_all_gather(
     Raises:
         LokaError: no process group or no FSDP2 unit; torch is built otherwise than expected.
         NotConverted: no site of the model runs by a plan, or it gathers in FP8 already.
-        PlanMismatch: ranks would gather other parameters in FP8; on all ranks.
+        PlanMismatch: ranks would gather other parameters in FP8, or one cannot; on all ranks.
     """
+    mine: str | LokaError = "it can gather in FP8"
+    forwards = {id(forward.module): forward for forward in site_forwards(model).values()}
+    try:
+        chosen, parameters = _chosen(model, plan, forwards, filter, units)
+    except LokaError as error:
+        mine = error
+    same_on_all(mine, None, what="some ranks cannot gather in FP8, and the others would wait for them", way_out=_ALIKE)
+    _check_alike(parameters)
+    exchange = Exchange(model, chosen, forwards) if chosen else None
+    return Fp8AllGather(tuple(parameters), exchange)
+
+
+_ALIKE = "convert the model by one plan on all ranks (loka.agree), and shard it alike"
+
+
+def _chosen(
+    model: nn.Module,
+    plan: Plan,
+    forwards: dict[int, SiteForward],
+    filter: Callable[[str], bool] | None,
+    units: Collection[str] | None,
+) -> tuple[list[Sharded], list[Gathered]]:
+    """What to gather in FP8, and how every parameter is gathered. Raises LokaError, on this rank alone."""
     if not dist.is_initialized() or not units_of(model):
         raise LokaError(
             "the model has no unit of FSDP2", way_out="torch.distributed.fsdp.fully_shard(...) first, by torchrun"
         )
-    forwards = {id(forward.module): forward for forward in site_forwards(model).values()}
     if not forwards:
         raise NotConverted("no site of this model runs by a plan", way_out="loka.convert(model, plan) first")
     found = sharded_parameters(model)
@@ -144,9 +166,7 @@ def fp8_all_gather(
         parameters.append(
             Gathered(name=one.name, unit=one.unit, numel=one.padded.numel(), dtype=one.gathers_in, why=why)
         )
-    _check_alike(parameters)
-    exchange = Exchange(model, chosen, forwards) if chosen else None
-    return Fp8AllGather(tuple(parameters), exchange)
+    return chosen, parameters
 
 
 def _unplanned(one: Sharded, forwards: dict[int, SiteForward], plan: Plan) -> str | None:
@@ -190,11 +210,7 @@ def _check_alike(parameters: list[Gathered]) -> None:
         if [name for name, *_ in theirs] != [name for name, *_ in lists[0]]
     ]
     if differences:
-        raise PlanMismatch(
-            "the ranks would gather other parameters in FP8",
-            why=differences,
-            way_out="convert the model by one plan on all ranks (loka.agree), and shard it alike",
-        )
+        raise PlanMismatch("the ranks would gather other parameters in FP8", why=differences, way_out=_ALIKE)
 
 
 def _told(why: str | None) -> str:

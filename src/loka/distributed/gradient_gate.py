@@ -33,7 +33,7 @@ from loka.core.table import format_table
 from loka.core.timing import Timing
 from loka.distributed.choice import HP, Choice, Timer, compared, is_faster, time_in_turns
 from loka.distributed.gradient_codec import FP32, codec_named, scattered_sum
-from loka.distributed.gradient_wire import GradientWire, Segments, Sending, hook_gradients
+from loka.distributed.gradient_wire import GradientWire, Segments, Sending, agree_on_codecs, hook_gradients
 from loka.nn.unwrap import device_of
 
 STEPS = 8  # whose gradients are looked at
@@ -63,10 +63,12 @@ def choose_gradients(
         LokaError: one rank alone; gradients of matrices are not finite, or zeros, or none; as
             `send_gradients`.
         UnknownName: `codecs` has a name that is no codec's.
+        PlanMismatch: ranks would choose from other codecs, or one cannot; none is hooked.
     """
     wires = {name: GradientWire(scatter=name, gather=name) for name in codecs}
     if ranks_of() == 1:
         raise LokaError("one rank sends no gradients, so nothing can be chosen", way_out="start several by torchrun")
+    agree_on_codecs(model, ", ".join(codecs))
     sending = Sending(None)
     hook_gradients(model, sending)
     for number in range(_WARM_UPS):
@@ -105,13 +107,13 @@ def _add(
     """Adds M and the E of each codec, [1 + codecs, C], of what the ranks send: float32 [ranks, C]."""
     ranks, none = sent.shape[0], sent.new_zeros(sent.shape[0], 0)
     mean = scattered_sum(sent, none, FP32, group)[0] / ranks
-    parts = [mean.square()]
+    parts = [mean.double().square()]  # of 1e-20 float32 has no square
     for name in codecs:
         codec = codec_named(name)
         found = scattered_sum(sent, none, codec, group)[0] / ranks
         if both_ways:
             found = codec.decode(codec.encode(found[None]))[0]
-        parts.append((found - mean).square())
+        parts.append((found - mean).double().square())
     sums[key, row] = sums.get((key, row), 0) + torch.stack(parts)
 
 

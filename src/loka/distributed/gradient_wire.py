@@ -69,15 +69,20 @@ def send_gradients(model: nn.Module, wire: GradientWire) -> None:
         LokaError: the model is neither, DDP has a hook already, or tables in it have sparse gradients.
         PlanMismatch: ranks would send by other codecs, or one cannot; none is hooked.
     """
-    mine: str | LokaError = f"{wire.scatter}, {wire.gather}"
+    agree_on_codecs(model, f"{wire.scatter}, {wire.gather}")
+    hook_gradients(model, Sending(wire))
+
+
+def agree_on_codecs(model: nn.Module, codecs: str) -> None:
+    """Before any rank is hooked. A collective; raises as `send_gradients`."""
+    mine: str | LokaError = codecs
     group = None
     try:
         group = _group_to_hook(model)
     except LokaError as error:
         mine = error
     what = "the ranks would send gradients by other codecs"  # whose bytes are numbers to any
-    same_on_all(mine, group, what=what, way_out="the same GradientWire on all ranks")
-    hook_gradients(model, Sending(wire))
+    same_on_all(mine, group, what=what, way_out="the same codecs, and a model wrapped alike, on all ranks")
 
 
 def _group_to_hook(model: nn.Module) -> dist.ProcessGroup:
@@ -220,7 +225,8 @@ class _ReduceScatter:
             )
         if op not in (dist.ReduceOp.AVG, dist.ReduceOp.SUM):
             raise LokaError(
-                f"gradients are to be reduced by {op}, and codecs take means and sums",
+                f"unit {self.unit or '(root)'}: gradients are to be divided by a number of your own",
+                why=["codecs take means and sums over ranks"],
                 way_out="leave FSDP2's gradient divide factor as it is",
             )
         chunks = input_tensor.view(ranks, -1).float().split(sizes, dim=1)

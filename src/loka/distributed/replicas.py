@@ -1,4 +1,4 @@
-"""Whether all ranks hold the same weights, bit for bit."""
+"""Whether all ranks hold the same weights and buffers, bit for bit."""
 
 import json
 
@@ -13,8 +13,9 @@ _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def require_alike(model: nn.Module) -> None:
-    """Shards of different models would be put together to one that nobody built."""
-    mine = {name: _told(weight) for name, weight in named_parameters(model)}
+    """Shards of different models would be put together to one that nobody built. No engine shards buffers, and
+    FSDP2 leaves each rank its own."""
+    mine = {name: _told(held) for name, held in (*named_parameters(model), *model.named_buffers())}
     every = [json.loads(text) for text in gather(json.dumps(mine).encode(), None)]
     differences = [
         f"rank {rank}: {name}"
@@ -24,18 +25,20 @@ def require_alike(model: nn.Module) -> None:
     ]
     if differences:
         raise LokaError(
-            "the ranks hold other weights than rank 0, and each would shard its own",
+            "the ranks hold other weights or buffers than rank 0, and each would shard its own",
             why=[*differences[:8], *(["..."] if len(differences) > 8 else [])],
             way_out="seed alike before building the model, or load one checkpoint on all ranks",
         )
 
 
 def _told(weight: torch.Tensor) -> str:
-    return f"{weight.dtype} {tuple(weight.shape)} {sum_of_bits(weight.detach())}"
+    bits = "not made yet" if weight.is_meta else sum_of_bits(weight.detach())
+    return f"{weight.dtype} {tuple(weight.shape)} {bits}"
 
 
 def sum_of_bits(weight: torch.Tensor) -> int:
     """Differs where values or their places do, but for chance in 64 bits. A million numbers at a time."""
+    weight = torch.view_as_real(weight.resolve_conj()) if weight.is_complex() else weight
     bits = weight.contiguous().view(-1).view(_BITS[weight.element_size()])
     found = torch.zeros((), dtype=torch.int64, device=bits.device)
     for begin, part in enumerate(bits.split(1 << 20)):

@@ -262,6 +262,15 @@ def test_what_has_no_bags_is_refused():
         with_embedding_bags(nn.Linear(2, 1))
 
 
+def test_frozen_tables_are_refused():
+    """They learned: fbgemm's backward does not ask who wants a gradient."""
+    model = build("dlrm", dense_features=4, vocab_sizes=(8, 8))
+    model.front.embeddings.requires_grad_(False)
+    with process_group("cpu", of_one=True), pytest.raises(LokaError, match="tables are frozen") as caught:
+        shard_tables(model, device="cpu", batch_size=8, lr=0.1)
+    assert caught.value.why == tuple(f"front.embeddings.bags.embedding_bags.t{table}.weight" for table in range(2))
+
+
 def test_where_tables_may_lie():
     """By columns AdaGrad would take its mean over a part of a row; dense kernels leave rows untrained."""
     from torchrec.distributed import sharding_plan

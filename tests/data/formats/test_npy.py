@@ -65,6 +65,26 @@ def test_raw_hashes_are_taken_modulo_the_tables(days):
     assert source.identity != open_npy(days, vocab_sizes=[9] * 26).identity
 
 
+def test_raw_hashes_of_64_bits_keep_their_last_ones(days):
+    """uint64 modulo int64 is float64 in numpy, which has 53 bits."""
+    raw = np.random.default_rng(0).integers(0, 2**64 - 1, (55, 26), np.uint64)
+    np.save(days / "day_2_sparse.npy", raw)
+    sparse = gather(open_npy(days, vocab_sizes=[1000] * 26))[1].numpy()
+    np.testing.assert_array_equal(sparse[:55], (raw.astype(object) % 1000).astype(np.int64))
+
+
+@pytest.mark.parametrize("size", [0, -5, 10.7])
+def test_a_table_of_no_size_is_refused(days, size):
+    with pytest.raises(DataRefused, match=rf"vocab_sizes are \[{size}, 9.*ids are taken modulo them"):
+        open_npy(days, vocab_sizes=[size] + [9] * 25)
+
+
+def test_what_float32_does_not_hold_is_refused(days):
+    np.save(days / "day_2_dense.npy", np.full((55, 13), 1e300))
+    with pytest.raises(DataRefused, match=r"finite in float32\n  row 0 holds \[1e\+300"):
+        gather(open_npy(days))
+
+
 def test_names_before_the_renaming_are_found_too(days):
     (days / "day_2_sparse.npy").rename(days / "day_2_sparse_contig_freq.npy")
     (days / "day_2_labels.npy").rename(days / "day_2_label.npy")
@@ -88,7 +108,9 @@ def test_what_does_not_fit_is_refused_by_name(days, tmp_path):
     dense = np.load(days / "day_2_dense.npy")
     dense[3, 4] = np.nan
     np.save(days / "day_2_dense.npy", dense)
-    with pytest.raises(DataRefused, match=r"day_2_dense\.npy: dense values must be finite\n  row 3 holds .*nan"):
+    with pytest.raises(
+        DataRefused, match=r"day_2_dense\.npy: dense values must be finite in float32\n  row 3 holds .*nan"
+    ):
         gather(open_npy(days))
     np.save(days / "day_10_labels.npy", labels[:-1])
     with pytest.raises(DataRefused, match=r"shapes of a triplet(.|\n)*day_10_labels\.npy: \(39, 1\)"):
@@ -111,6 +133,13 @@ def test_a_path_says_what_it_holds(days, tmp_path):
     shuffled = open_rows(days, holdout=0.2, shuffle=Shuffle(seed=0))
     assert gather(shuffled[0])[0][:, 0].tolist() != stacked(days, "dense")[:76, 0].tolist()
     np.testing.assert_array_equal(gather(shuffled[1])[0], stacked(days, "dense")[76:])
+    few, many = tmp_path / "few", tmp_path / "many"
+    for other, high in ((few, 40), (many, 90)):  # of the largest ids that they hold
+        other.mkdir()
+        write_day(other, 3, 30, high=high)
+    assert open_rows(days, test=few)[1].rows == 30
+    with pytest.raises(DataRefused, match=r"ids of sparse feature 0: 50 and \d\d"):
+        open_rows(days, test=many)
     empty = tmp_path / "empty"
     empty.mkdir()
     with pytest.raises(DataRefused, match=r"neither prepared clicks(.|\n)*loka data convert"):

@@ -12,6 +12,7 @@ from with_pyarrow import pa, parquet
 
 from loka.core.exceptions import DataRefused, MissingLibrary, UnknownName
 from loka.data import CRITEO, Schema, TableClicks, build_vocabulary, hashed_vocabulary, open_table
+from loka.data.categories.columns import category_strings
 
 REAL = Path(__file__).parents[4] / "shared" / "data" / "criteo_80k.parquet"
 TINY = Schema(label="y", dense=("d",), sparse=("c",))
@@ -170,8 +171,33 @@ def test_parquet_values_without_a_meaning_are_refused(tmp_path):
     ]
     for columns, says in cases:
         parquet.write_table(pa.table(columns), path)
-        with pytest.raises(DataRefused, match=says):
+        with pytest.raises(DataRefused, match=rf"t\.parquet: (the file )?{says}"):
             gather(TableClicks(path, schema=TINY, vocabulary=hashed_vocabulary(9)))
+    parquet.write_table(pa.table(cases[3][0]), path)
+    with pytest.raises(DataRefused, match=r"t\.parquet: column c of type list"):
+        build_vocabulary(path, schema=TINY)
+
+
+def test_lists_that_pyarrow_cannot_read_are_refused(tmp_path):
+    """Of dictionaries, in several row groups: an ArrowNotImplementedError, which is no ValueError."""
+    seen = pa.array([["a", "b"]] * 20, pa.list_(pa.dictionary(pa.int32(), pa.string())))
+    parquet.write_table(pa.table({"y": [0] * 20, "c": ["x"] * 20, "s": seen}), tmp_path / "t.parquet", row_group_size=5)
+    schema = Schema(label="y", dense=(), sparse=("c",), sequence="s")
+    with pytest.raises(DataRefused, match=r"t\.parquet: pyarrow cannot read a column(.|\n)*lists of plain strings"):
+        gather(TableClicks(tmp_path / "t.parquet", schema=schema, vocabulary=hashed_vocabulary(9)))
+
+
+def test_whole_floats_are_the_categories_that_integers_are(tmp_path):
+    """One missing value makes a column of integers one of floats, and 2e10 was another category then."""
+    ids = [7, 20_000_000_000, 1 << 52, -3]
+    read = []
+    for values in (ids, [str(one) for one in ids], [float(one) for one in ids]):
+        path = tmp_path / "t.parquet"
+        parquet.write_table(pa.table({"y": [0] * 5, "d": [0.0] * 5, "c": pa.array([*values, None])}), path)
+        read.append(gather(TableClicks(path, schema=TINY, vocabulary=hashed_vocabulary(1 << 30)))[1].tolist())
+    assert read[0] == read[1] == read[2]
+    strings = category_strings(pa.chunked_array([pa.array([1.5, np.inf, 2.0**63, np.nan], pa.float32())]), name="c")
+    assert strings.to_pylist() == ["1.5", "inf", "9.223372e+18", None]
 
 
 def test_parquet_column_types_that_mean_the_same_read_the_same(tmp_path):

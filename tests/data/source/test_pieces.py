@@ -44,4 +44,6 @@ def test_pieces_have_all_rows_once_in_order(files, kind, target):
 def test_a_range_may_span_files_and_formats(files, cut):
     rows = [*range(ROWS), *range(ROWS)]
     both = (files["csv"], files["parquet"])
-    assert numbers(read_rows(both, SCHEMA, first=cut[0], last=cut[1])) == rows[slice(*cut)]
+    read = [*read_rows(both, SCHEMA, first=cut[0], last=cut[1])]
+    assert numbers(chunk for _, chunk in read) == rows[slice(*cut)]
+    assert sum(len(chunk) for file, chunk in read if file is files["csv"]) == len(range(*cut)[: max(ROWS - cut[0], 0)])

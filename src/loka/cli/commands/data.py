@@ -1,5 +1,6 @@
 """`loka data`: prepare rows once, look at what was prepared, and see how fast it reads."""
 
+import re
 import time
 from pathlib import Path
 from typing import Annotated
@@ -40,6 +41,7 @@ def convert(
     workers: Workers = None,
 ) -> None:
     """Tables to parquet shards of encoded rows, once; the same command goes on after a kill."""
+    _require_order_of_time(files)
     known = _vocabulary(buckets, min_count, max_size, holdout, vocabulary)
     started = time.perf_counter()
     manifest = convert_files(
@@ -96,6 +98,18 @@ def speed(
         if time.perf_counter() - started > seconds:
             break
     say(f"{rows / (time.perf_counter() - started):.0f} rows/s over {rows} rows")
+
+
+def _require_order_of_time(files: list[Path]) -> None:
+    """A shell writes day_*.tsv out with day_10 before day_2, and the rows held out would be those of day 9."""
+    names = [str(file) for file in files]
+    by_number = sorted(names, key=lambda name: [int(number) for number in re.findall(r"\d+", name)])
+    if len({re.sub(r"\d+", "#", name) for name in names}) == 1 and names == sorted(names) != by_number:
+        raise LokaError(
+            "these files are in the order of the alphabet, which is not that of their numbers",
+            why=[next(f"{a} stands where {b} should" for a, b in zip(names, by_number, strict=True) if a != b)],
+            way_out="rows are read in the order of files, as that of time: give them by number, $(ls -v day_*.tsv)",
+        )
 
 
 def _vocabulary(

@@ -2,6 +2,7 @@
 
 import time
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -22,6 +23,7 @@ from loka.cli.inputs import (
     size_of_world,
     steps_between,
     train_config,
+    trained_on_others,
 )
 from loka.cli.options import (
     BaseRate,
@@ -48,6 +50,7 @@ from loka.report.progress import ProgressBars
 from loka.train import TrainConfig
 from loka.train import train as train_model
 from loka.train.automatic.as_it_is import Divided, as_they_are, effect_lines, learn, rate_of, renew
+from loka.train.checkpointing.checkpoint import Checkpoint
 from loka.train.checkpointing.state import rate_in
 from loka.train.running import label_rates
 from loka.validation.segments import divide, division_named
@@ -94,7 +97,8 @@ def probe(
             way_out="a probe for each",
         )
     cadence, device = steps_between(every, "--every"), choose_device(device)
-    opened = open_data(data, rows=size_of_world(rows, data), seed=seed, schema=schema)
+    opening = partial(open_data, data, rows=size_of_world(rows, data), seed=seed, schema=schema)
+    opened = opening()
     rate = share_of_labels(base_rate, opened.train)
     torch.manual_seed(seed)
     built = model_builder(model)(opened.train)
@@ -105,7 +109,10 @@ def probe(
     segments = _divided(segment[0], opened.test, batch_size) if segment else None
     with alone_in(out, "probing"):
         if checkpoint is not None:
-            stats = _of_checkpoint(built, checkpoint, opened, config, rate, segments)
+            found = restore(checkpoint, built)
+            if trained_on_others(found, opened, lambda parts: opening(parts=parts)):
+                say(_OTHERS)
+            stats = _of_checkpoint(built, found, opened, config, rate, segments)
         else:
             effects = effects_by(rate, opened.train, batch_size)
             with Probe(built, every=cadence, save_to=out, logits=as_they_are, **effects) as probing:
@@ -139,11 +146,16 @@ def _divided(text: str, source: Source, batch_size: int) -> Divided:
     return Divided(found.names, torch.from_numpy(found.group))
 
 
+_OTHERS = (
+    "its run trained on other rows than these: ids have to be of its vocabulary (loka data convert --vocabulary), and "
+    "what is taken for unused may have been trained on"
+)
+
+
 def _of_checkpoint(
-    model: nn.Module, path: Path, opened: Data, config: TrainConfig, rate: float | None, segments: Divided | None
+    model: nn.Module, found: Checkpoint, opened: Data, config: TrainConfig, rate: float | None, segments: Divided | None
 ) -> Stats:
     """From held-out rows, which a run with the same --data, --rows and --seed has not trained on."""
-    found = restore(path, model)
     say(f"the model of {found.path}, after {found.step} steps; the last fifth of the rows is taken for unused")
     began = time.perf_counter()
     known = rate or label_rates(found.state["running"])

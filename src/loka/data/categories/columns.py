@@ -43,7 +43,11 @@ def dense_values(column: pa.ChunkedArray, *, name: str) -> tuple[np.ndarray, np.
 
 
 def category_strings(column: pa.ChunkedArray, *, name: str) -> pa.ChunkedArray:
-    """Categories as strings; null, NaN and the empty string are null."""
+    """Categories as strings; null, NaN and the empty string are null.
+
+    Whole floats are written as integers are: a column of integers is one of floats in the file where one is
+    missing, and 1.2e+11 would be another category than 120000000000.
+    """
     import pyarrow as pa
     import pyarrow.compute as pc
 
@@ -51,6 +55,10 @@ def category_strings(column: pa.ChunkedArray, *, name: str) -> pa.ChunkedArray:
         column = column.cast(column.type.value_type)
     if pa.types.is_floating(column.type):
         column = pc.if_else(pc.is_nan(column), None, column)
+        wide = column.cast(pa.float64())
+        whole = pc.and_(pc.equal(pc.floor(wide), wide), pc.less(pc.abs(wide), 2.0**63))
+        integers = pc.if_else(whole, wide, None).cast(pa.int64(), safe=False).cast(pa.string())
+        return pc.coalesce(integers, column.cast(pa.string()))
     way_out = "name another column in the schema, or store this one as strings or integers"
     with _read(column, name, "categories", way_out):
         strings = column.cast(pa.string())

@@ -4,11 +4,11 @@ from pathlib import Path
 
 import numpy as np
 
-from loka.core.exceptions import DataRefused
 from loka.data.batch import History
 from loka.data.block import Block
 from loka.data.categories.columns import category_strings, dense_values, label_values, sequence_strings
 from loka.data.categories.vocabulary import HashedVocabulary, Vocabulary
+from loka.data.files import named
 from loka.data.schema import Schema
 from loka.data.source.text import Chunk
 
@@ -20,7 +20,7 @@ REASONS = (
     "malformed lines",
 )
 # Part of the identity of sources and shards: raise it whenever the same file gives other batches.
-ENCODING = 2  # 2: categories above 256 bytes hash by their digest
+ENCODING = 3  # 2: categories above 256 bytes hash by their digest; 3: whole floats are categories as integers are
 
 
 def encoded(chunk: Chunk, schema: Schema, vocabulary: Vocabulary | HashedVocabulary) -> Block:
@@ -49,10 +49,8 @@ def encoded(chunk: Chunk, schema: Schema, vocabulary: Vocabulary | HashedVocabul
 
 def encoded_of(path: Path, chunk: Chunk, schema: Schema, vocabulary: Vocabulary | HashedVocabulary) -> Block:
     """`encoded`, with the file's name in what it refuses."""
-    try:
+    with named(path):
         return encoded(chunk, schema, vocabulary)
-    except DataRefused as error:
-        raise DataRefused(f"{path}: {error.what}", why=error.why, way_out=error.way_out) from error
 
 
 def history_in(schema: Schema, vocabulary: Vocabulary | HashedVocabulary) -> History | None:

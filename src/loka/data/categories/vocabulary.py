@@ -21,7 +21,7 @@ from loka.core.storage.untrusted import Limits
 from loka.data.categories.columns import category_strings, sequence_strings
 from loka.data.categories.hashing import hashes_of
 from loka.data.content import identity_of
-from loka.data.files import Paths, open_files
+from loka.data.files import Paths, named, open_files
 from loka.data.schema import CRITEO, Schema
 from loka.data.source.rows import Piece, count_piece, piece_chunks, pieces_of
 from loka.data.workers import Track, as_done, in_order, processors, untracked
@@ -142,8 +142,10 @@ def build_vocabulary(
             low, high = (max(first - position, 0), min(len(chunk), len(chunk) if last is None else last - position))
             position += len(chunk)
             if low < high:
-                for column in columns:
-                    found[column].add(_strings(chunk.rows(low, high).table[column], column, schema))
+                table = chunk.rows(low, high).table
+                with named(piece.file.path):
+                    for column in columns:
+                        found[column].add(_strings(table[column], column, schema))
             if last is not None and position >= last:
                 break
         return {column: partial.merged() for column, partial in found.items()}

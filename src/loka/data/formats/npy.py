@@ -105,6 +105,11 @@ class NpyStore:
                 f"{len(vocab_sizes)} vocab_sizes for {sparse_features} sparse columns",
                 way_out="one size for each column",
             )
+        if vocab_sizes is not None and any(n < 1 or n != int(n) for n in vocab_sizes):
+            raise DataRefused(
+                f"vocab_sizes are {[*vocab_sizes]}: ids are taken modulo them",
+                way_out="a whole number from 1 on for each column",
+            )
         self._modulo = vocab_sizes is not None
         self._sizes = tuple(int(n) for n in vocab_sizes) if vocab_sizes is not None else self._scanned()
         groups = [-(-len(dense) // GROUP_ROWS) for dense, _, _ in self._arrays]
@@ -151,19 +156,22 @@ class NpyStore:
                 f"{triplet.labels}: labels must be 0 and 1",
                 why=[f"row {start + first + wrong[0]} holds {label[wrong[0]]}"],
             )
-        unfit = np.flatnonzero(~np.isfinite(dense).all(axis=1))
+        with np.errstate(over="ignore"):
+            held = dense.astype(np.float32)
+        unfit = np.flatnonzero(~np.isfinite(held).all(axis=1))
         if len(unfit):
             raise DataRefused(
-                f"{triplet.dense}: dense values must be finite",
+                f"{triplet.dense}: dense values must be finite in float32",
                 why=[f"row {start + first + unfit[0]} holds {dense[unfit[0]].tolist()}"],
                 way_out="replace them where the files are made, or convert the raw TSV (loka data convert)",
             )
-        ids = np.mod(sparse, np.array(self._sizes)) if self._modulo else np.asarray(sparse)
+        unsigned = sparse.dtype.kind == "u"  # with int64 numpy makes float64 of it, which lacks a hash's last bits
+        ids = np.asarray(sparse)
+        if self._modulo:
+            ids = np.mod(ids, np.array(self._sizes, np.uint64 if unsigned else np.int64))
+        ids = ids.astype(np.int64) if unsigned else ids
         return Block(
-            dense=dense.astype(np.float32),
-            sparse=ids,
-            label=label.astype(np.float32),
-            counts=np.empty((last - first, 0), np.int32),
+            dense=held, sparse=ids, label=label.astype(np.float32), counts=np.empty((last - first, 0), np.int32)
         )
 
     def _scanned(self) -> tuple[int, ...]:

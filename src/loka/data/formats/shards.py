@@ -143,6 +143,11 @@ class ShardStore:
         return len(self._manifest.dense)
 
     @property
+    def columns(self) -> tuple[str, ...]:
+        """Names of the dense and sparse columns, in their order."""
+        return (*self._manifest.dense, *self._manifest.sparse)
+
+    @property
     def vocab_sizes(self) -> tuple[int, ...]:
         return self._manifest.vocab_sizes
 
@@ -174,7 +179,8 @@ class ShardStore:
             )
         nothing = np.empty((last - first, 0), np.float32)
         columns = {name: _array(table[name])[first:last] for name in self._columns}
-        block = Block(**{"dense": nothing, "sparse": nothing, "counts": nothing, **columns})
+        none = {"dense": nothing, "sparse": nothing.astype(np.int32), "counts": nothing}
+        block = Block(**{**none, **columns})
         self._check(block, path)
         return block
 

@@ -6,14 +6,13 @@ import numpy as np
 
 from loka.core.exceptions import DataRefused
 from loka.data.batch import Batch, History
-from loka.data.block import Block, check_batching, into_batches, shard_range
-from loka.data.categories.encoding import ENCODING, REASONS, encoded, history_in
+from loka.data.block import check_batching, into_batches, shard_range
+from loka.data.categories.encoding import ENCODING, REASONS, encoded_of, history_in
 from loka.data.categories.vocabulary import HashedVocabulary, Vocabulary, build_vocabulary
 from loka.data.content import content_of, identity_of
 from loka.data.files import Paths, open_files
 from loka.data.schema import CRITEO, Schema
 from loka.data.source.rows import count_rows, read_rows
-from loka.data.source.text import Chunk
 
 
 class TableClicks:
@@ -92,7 +91,8 @@ class TableClicks:
         check_batching(batch_size, start)
         first = min(self._first + start * batch_size, self._last)
         chunks = read_rows(self._files, self._schema, first=first, last=self._last)
-        return into_batches(map(self._encoded, chunks), batch_size=batch_size, totals=self._totals)
+        blocks = (encoded_of(file.path, chunk, self._schema, self._vocabulary) for file, chunk in chunks)
+        return into_batches(blocks, batch_size=batch_size, totals=self._totals)
 
     def account(self) -> dict[str, int]:
         """Counts over all rows handed out by `batches` since this object was made, repeats included.
@@ -100,9 +100,6 @@ class TableClicks:
         A malformed line counts with the good row after it, or with the last row of its file.
         """
         return dict(zip(REASONS, map(int, self._totals), strict=True))
-
-    def _encoded(self, chunk: Chunk) -> Block:
-        return encoded(chunk, self._schema, self._vocabulary)
 
 
 def open_table(

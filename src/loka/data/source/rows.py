@@ -75,8 +75,10 @@ def count_rows(file: TableFile, schema: Schema) -> int:
     return sum(len(chunk) for chunk in text_chunks(file, schema, label_only=True))
 
 
-def read_rows(files: tuple[TableFile, ...], schema: Schema, *, first: int, last: int) -> Iterator[Chunk]:
-    """Rows [first, last) of the files taken one after the other.
+def read_rows(
+    files: tuple[TableFile, ...], schema: Schema, *, first: int, last: int
+) -> Iterator[tuple[TableFile, Chunk]]:
+    """Rows [first, last) of the files taken one after the other, with the file that they are of.
 
     Parquet row groups before `first` are not read; lines of a text file are parsed and left.
     """
@@ -85,7 +87,7 @@ def read_rows(files: tuple[TableFile, ...], schema: Schema, *, first: int, last:
         rows = count_rows(file, schema)
         low, high = max(first - position, 0), min(last - position, rows)
         if low < high:
-            yield from _file_rows(file, schema, low, high)
+            yield from ((file, chunk) for chunk in _file_rows(file, schema, low, high))
         position += rows
 
 
@@ -126,6 +128,12 @@ def _parquet_rows(file: TableFile, schema: Schema, first: int, last: int) -> Ite
 def _read(batches: Iterator[Any], file: TableFile) -> Iterator[Any]:
     try:
         yield from batches
+    except NotImplementedError as error:  # of lists of dictionaries, in several row groups
+        raise DataRefused(
+            f"{file.path}: pyarrow cannot read a column as it is stored",
+            why=[str(error)],
+            way_out="store lists of plain strings or integers",
+        ) from error
     except (OSError, ValueError) as error:  # pyarrow's errors are of these two
         raise DataRefused(
             f"{file.path}: the parquet file is damaged", why=[str(error)], way_out="copy it again, or leave it out"

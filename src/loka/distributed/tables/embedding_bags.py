@@ -142,7 +142,8 @@ def with_embedding_bags(model: nn.Module) -> nn.Module:
             way_out="choose another size of the model, or train with --engine torch",
         )
     table = front.embeddings.table.weight.detach()
+    is_trained = front.embeddings.table.weight.requires_grad
     ends = [*front.embeddings.offsets.tolist(), len(table)]
     parts = table.split([last - first for first, last in itertools.pairwise(ends)])
-    front.embeddings = cast(Embeddings, EmbeddingBags(parts))
+    front.embeddings = cast(Embeddings, EmbeddingBags(parts).requires_grad_(is_trained))
     return model

@@ -7,7 +7,7 @@ has to look before forward. Nothing here imports TorchRec or fbgemm.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -97,7 +97,7 @@ def _plain(name: str, module: nn.Embedding | nn.EmbeddingBag, optimizer: torch.o
     def tensors() -> tuple[torch.Tensor, ...]:
         weight = module.weight
         state = optimizer.state.get(weight, {}) if optimizer is not None else {}
-        return (weight.detach(), *_of_rows(state.values(), weight))
+        return (weight.detach(), *_of_rows(state, weight, name))
 
     def ids(arguments: Arguments) -> torch.Tensor:
         args, kwargs = arguments
@@ -106,9 +106,16 @@ def _plain(name: str, module: nn.Embedding | nn.EmbeddingBag, optimizer: torch.o
     return Lookup(name=name, tensors=tensors, module=module, ids=ids)
 
 
-def _of_rows(state: Iterable[Any], weight: torch.Tensor) -> list[torch.Tensor]:
+def _of_rows(state: Mapping[str, Any], weight: torch.Tensor, name: str) -> list[torch.Tensor]:
     """Those with something for each row."""
-    return [value for value in state if torch.is_tensor(value) and value.shape[:1] == weight.shape[:1]]
+    found = {k: v for k, v in state.items() if torch.is_tensor(v) and v.shape[:1] == weight.shape[:1]}
+    if sparse := [key for key, value in found.items() if value.is_sparse]:
+        raise LokaError(
+            f"the state {', '.join(sparse)} of {name} is a sparse tensor, whose rows cannot be synchronized",
+            why=["momentum of torch.optim.SGD moves rows that no lookup reads"],
+            way_out="SGD without momentum, SparseAdam, Adagrad, or a row-wise AdaGrad",
+        )
+    return list(found.values())
 
 
 def _batched(path: str, module: Any) -> list[Lookup]:
@@ -144,11 +151,12 @@ def _batched(path: str, module: Any) -> list[Lookup]:
 
 
 def differences(lookups: Sequence[Lookup], group: dist.ProcessGroup | None) -> list[str]:
-    """Where replicas' tables differ in name, shape, dtype or value. A collective; it reads all of them."""
+    """Where replicas' tables and the state of them differ in name, shape, dtype or value. A collective; it reads all
+    of them."""
     told = [
-        f"{one.name} {tuple(weight.shape)} {weight.dtype}, bits {sum_of_bits(weight)}"
+        f"{one.name}{f', state {place}' if place else ''} {tuple(held.shape)} {held.dtype}, bits {sum_of_bits(held)}"
         for one in lookups
-        for weight in one.tensors()[:1]
+        for place, held in enumerate(one.tensors())
     ]
     answers = [text.decode().split("\n") for text in gather("\n".join(told).encode(), group)]
     found = [
@@ -157,5 +165,7 @@ def differences(lookups: Sequence[Lookup], group: dist.ProcessGroup | None) -> l
         for its, first in zip(answer, answers[0], strict=False)
         if its != first
     ]
-    numbers = [f"replica {r} has {len(a)} tables" for r, a in enumerate(answers) if len(a) != len(answers[0])]
+    numbers = [
+        f"replica {r} has {len(a)} weights and states" for r, a in enumerate(answers) if len(a) != len(answers[0])
+    ]
     return numbers + found

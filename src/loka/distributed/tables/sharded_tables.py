@@ -63,6 +63,7 @@ def shard_tables(
     warnings.filterwarnings("ignore", ".*deprecating ShardedTensor", FutureWarning)
     device = torch.device(device)
     with_embedding_bags(model)
+    _require_trained(model)
     codecs = _codecs(exchange, device, [table.embedding_dim for table in _tables_in(model)])
     if ranks_of() > 1:
         require_alike(model)
@@ -134,6 +135,24 @@ def _require_rows(placement: Any) -> None:
             "these tables would not learn by row-wise AdaGrad in their backward",
             why=others,
             way_out=f"place them by {', '.join(_BY_ROWS)}, with the compute kernel {_KERNEL!r}",
+        )
+
+
+def _require_trained(model: nn.Module) -> None:
+    """Raises LokaError for frozen tables: fbgemm's backward does not ask."""
+    kind = torchrec().EmbeddingBagCollection
+    frozen = [
+        f"{path}.{name}".lstrip(".")
+        for path, module in model.named_modules()
+        if isinstance(module, kind)
+        for name, weight in module.named_parameters()
+        if not weight.requires_grad
+    ]
+    if frozen:
+        raise LokaError(
+            "these tables are frozen, and TorchRec would train them",
+            why=frozen,
+            way_out="let them learn, or keep them in nn.EmbeddingBag, outside of the collection",
         )
 
 
