@@ -23,10 +23,10 @@ from loka.compiler.edges.writer import Writer
 from loka.compiler.emit import COPY, Emitter, ordered, settle
 from loka.compiler.gemms import Gemms, Weight
 from loka.compiler.joint_sites import JointSite, sites_in
+from loka.compiler.kept import keep_compared
 from loka.compiler.marks import connected, mark_runs
 from loka.compiler.normed import Product, normed_input
 from loka.compiler.notes import record_text
-from loka.compiler.rounding import round_compared
 from loka.compiler.scaled_mm import call_scaled_mm
 from loka.compiler.tokens import keep_tokens
 from loka.core.recipe import Gemm
@@ -82,7 +82,7 @@ def join_sites(graph: Graph) -> dict[str, str]:
     for node, before in strides.items():
         _lay_out(emitter, results, emitter.now(node), before)
     call_scaled_mm(emitter)
-    round_compared(emitter)
+    keep_compared(emitter)
     graph.eliminate_dead_code()
     return apart
 

@@ -1,20 +1,20 @@
-"""Values in 16 bits that others are compared with exactly: rounded in registers too.
+"""Values in 16 bits that others are compared with exactly: written to memory once, and read from there.
 
-Inductor leaves out a rounding to 16 bits that no memory makes, and the same value may be read rounded in one
-kernel and be made anew in another. A maximum (its gradient looks for the elements that equal it) then equals
-none, and is divided by their count. LoKA makes more of such values than torch's own GEMM, which writes its
-bias: a bias, and scales of rows, are added and multiplied by the code behind a GEMM here.
+Inductor leaves out a rounding to 16 bits that no memory makes, and makes the same value anew in other kernels,
+out of what memory rounded since. A maximum then equals none of what it is the maximum of, and its gradient, which
+looks for these elements, is divided by their count. Torch alone meets that behind norms and activations. A GEMM
+of torch writes its bias, where here code behind the GEMM adds it: so biased layers would meet it too.
 """
 
 import operator
 
 import torch
 from torch.fx import Node
-from torch.utils.checkpoint import CheckpointPolicy
 
 from loka.compiler.edges.aten_steps import EXTREMES, exact, passes_on
 from loka.compiler.edges.nodes import args_of, is_tensor, value_of
 from loka.compiler.emit import Emitter
+from loka.kernels.custom_op import registered
 
 aten = torch.ops.aten
 
@@ -23,22 +23,26 @@ _MOVED = (
     aten.permute.default, aten.slice.Tensor, aten.select.int, aten.split.Tensor,
     aten.split_with_sizes.default, aten.unbind.int,
 )  # fmt: skip
-_SIXTEEN = (torch.bfloat16, torch.float16)
 
 
-def round_compared(emitter: Emitter) -> None:
-    """Puts two casts between bits behind such values, which no compiler takes for nothing, and has them saved:
-    made anew in backward, they would be made of statistics that were rounded since."""
+def _kept(x: torch.Tensor) -> torch.Tensor:
+    """A copy, which no compiler can make anew from something else."""
+    return x.clone()
+
+
+kept = registered("loka::kept", _kept, lambda x: torch.empty_like(x))
+
+
+def keep_compared(emitter: Emitter) -> None:
+    """Puts the op behind such values; it costs a copy of each."""
     compared = [node for node in emitter.graph.nodes if node.op == "call_function" and exact(node)]
     for node in dict.fromkeys(_source(each) for one in compared for each in one.all_input_nodes):
-        if not is_tensor(node) or value_of(node).dtype not in _SIXTEEN or _lies_in_memory(node):
+        sixteen = is_tensor(node) and value_of(node).dtype in (torch.bfloat16, torch.float16)
+        if not sixteen or _lies_in_memory(node):
             continue
         with emitter.like(node), emitter.graph.inserting_after(node):
-            bits = emitter.call(aten.view.dtype, node, torch.int16)
-        with emitter.like(node), emitter.graph.inserting_after(bits):
-            rounded = emitter.call(aten.view.dtype, bits, value_of(node).dtype)
-        emitter.redirect(node, rounded, besides=bits)
-        node.meta.setdefault("recompute", CheckpointPolicy.MUST_SAVE)
+            copy = emitter.call(kept, node)
+        emitter.redirect(node, copy, besides=copy)
 
 
 def _source(node: Node) -> Node:
