@@ -122,7 +122,7 @@ def train(
     base_rate: Annotated[
         float | None, typer.Option(help="Of --auto: share of positive labels, which NE is relative to.")
     ] = None,
-    candidate: Annotated[list[str] | None, typer.Option(help="Of --auto: measure only these.")] = None,
+    candidate: Annotated[list[str] | None, typer.Option(help="Of --auto: measure these.")] = None,
     cache: CacheFolder = None,
     no_cache: NoCache = False,
     engine: Annotated[

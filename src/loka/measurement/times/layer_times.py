@@ -19,6 +19,7 @@ from loka.core.storage.codec import encode
 from loka.measurement.cache import TimesCache, sources_digest
 from loka.measurement.operands import Operands, rotated_operands
 from loka.measurement.settings import Settings
+from loka.measurement.times.hp_call import is_odd
 from loka.measurement.times.quantize_once_savings import QuantizeOnceSavings, shared_casts, time_quantize_once
 from loka.measurement.times.region_times import region_key, time_region
 from loka.measurement.times.site_times import SiteTimes, rivals_of, time_site
@@ -103,6 +104,8 @@ def _time_site(
     names = [name for name, m in measured.items() if not m.unsupported]
     problem = encode(site.problem)
     key = {**_key(layer, timer), "problem": problem, "candidates": sorted(names), "stacked": stacked}
+    if is_odd(site.problem):  # times of before know bf16 without padding alone
+        key["hp"] = "padded where that is faster"
     times = timer.cache.get(key, SiteTimes)
     if times is None:
         if timer.late:

@@ -26,6 +26,7 @@ from loka.kernels.quantize.quantizer import quantize_operand
 from loka.kernels.quantize.side import BAD_A, BAD_B
 from loka.measurement.operands import Operands, any_columns, sides
 from loka.measurement.settings import Settings
+from loka.measurement.times.hp_call import is_odd, padded_call
 
 T = TypeVar("T")
 
@@ -106,8 +107,14 @@ def time_site(
                 raise
             failures[name] = first_line(error)
     entered = {name: pinned.get(name, name) for name in names if name not in failures}
+    calls = {
+        name: site_call(name, sets, problem, kept_weight=kept_weight, stacked=stacked) for name in entered.values()
+    }
+    if is_odd(problem):
+        calls[HP], cut = _faster_hp(calls[HP], sets, problem, device, settings, deadline)
+        cut_short = cut_short or cut
     found = time_interleaved(
-        {name: site_call(name, sets, problem, kept_weight=kept_weight, stacked=stacked) for name in entered.values()},
+        calls,
         baseline=HP,
         device=device,
         rivals=None if rivals is None else _renamed(rivals, entered),
@@ -126,6 +133,37 @@ def time_site(
     )
 
 
+def _faster_hp(
+    plain: Callable[[], torch.Tensor],
+    sets: Sequence[Operands],
+    problem: Problem,
+    device: torch.device,
+    settings: Settings,
+    deadline: float | None,
+) -> tuple[Callable[[], torch.Tensor], bool]:
+    """`plain` or with padded sides (times/hp_call.py), and whether their race was cut short."""
+    padded = padded_call(_rotate([sides(problem.gemm, each) for each in _cast(sets, problem)]), problem)
+    calls = {HP: plain, f"{HP}, padded": padded}
+    found = time_interleaved(
+        calls,
+        baseline=HP,
+        device=device,
+        tie=settings.tie,
+        max_rounds=settings.search_rounds,
+        deadline=deadline,
+        seed=settings.seed,
+    )
+    return calls[found.winner], found.ended == "deadline"
+
+
+def _cast(sets: Sequence[Operands], problem: Problem) -> Sequence[Operands]:
+    """bf16 gets its weight cast beforehand, as autocast's cache does for it within a step."""
+    if problem.gemm is Gemm.GRAD_WEIGHT:
+        return sets
+    other = "input" if problem.gemm is Gemm.OUTPUT else "grad_output"
+    return [{**s, "weight": s["weight"].to(s[other].dtype)} for s in sets]
+
+
 def _renamed(rivals: Mapping[str, Sequence[str]], entered: Mapping[str, str]) -> dict[str, list[str]]:
     return {
         actual: [entered[other] for other in rivals.get(name, ()) if other in entered]
@@ -142,10 +180,8 @@ def site_call(
         alone = site_call(name, sets, problem, kept_weight=kept_weight)
         return lambda: alone().clone()
     health = torch.zeros(3, dtype=torch.int64, device=sets[0]["weight"].device)
-    if name == HP and problem.gemm is not Gemm.GRAD_WEIGHT:
-        # bf16 gets its weight cast beforehand, as autocast's cache does for it within a step.
-        other = "input" if problem.gemm is Gemm.OUTPUT else "grad_output"
-        sets = [{**s, "weight": s["weight"].to(s[other].dtype)} for s in sets]
+    if name == HP:
+        sets = _cast(sets, problem)
     operands = _rotate([sides(problem.gemm, each) for each in sets])
     dtype = DTYPES[problem.dtype]
     centred = name != HP and candidate_named(name).recipe.centred  # times do not depend on the numbers

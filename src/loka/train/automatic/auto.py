@@ -59,6 +59,8 @@ Track = Callable[[Iterable[Any], str, int], Iterable[Any]]
 NE_ALLOWED = 2e-4
 _CANNOT_RUN = (EffectUnknown, NoKernelFits, PlanMismatch, WrongResults)  # a plan; bf16 goes on
 _RESTLESS = 10.0  # times the estimate; 1.5 to 3 in a model that settles, 1e10 in one that had collapsed (docs/log.md)
+# What regions join and torch brings. Of all that there is a cold H200 timed one layer of 18 in the minute.
+_WITHIN_A_MINUTE = ("torch:rowwise_e4m3_pow2", "torch_fast:rowwise_e4m3_pow2", "torch_fast:tensorwise_e4m3")
 _LOOK_EVERY = 25  # steps between two looks at how narrow the effects are
 
 
@@ -76,7 +78,8 @@ class AutoConfig:
             charged with is at most `width` times the estimate.
         budget: of the plan. None: an increase of KL/H of 2e-4, or, where no effect can be known, the default
             `Budget()`.
-        candidates: to measure; all by default. UnknownName is raised for one that does not exist.
+        candidates: to measure; by default three of torch's on a GPU, which take a minute, and all on a CPU.
+            UnknownName is raised for one that does not exist.
         settings: how finely to measure.
         measure_seconds: after which measuring begins nothing new; the largest layers come first, and what was
             not timed stays in bf16. The next run goes on from `cache`. None: until all is measured.
@@ -322,7 +325,7 @@ class Auto(Callback):
         report = measure(
             self._stats,
             device=run.device,
-            candidates=config.candidates,
+            candidates=config.candidates or (_WITHIN_A_MINUTE if timeable(run.device) else None),
             settings=config.settings,
             out=folder / "report.json" if folder else None,
             cache=config.cache,
