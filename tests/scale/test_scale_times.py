@@ -113,6 +113,15 @@ def test_measured_shapes_are_as_measured(stored):
             assert found.speedup == one.by_sites["all"]
 
 
+def test_a_gain_over_a_slow_kernel_is_told(stored):
+    odd, even, lost = layer_times(
+        [layer(2048, 479, 1024), layer(8192, 1024, 1024), layer(4096, 390, 390)], stored, kernels="all"
+    )
+    assert odd.speedup.value > 1
+    assert "padding" in odd.why
+    assert "padding" not in even.why + lost.why
+
+
 def test_far_shapes_are_not_guessed(stored):
     (far,) = layer_times([layer(64, 1024, 1024)], stored, kernels="all")
     assert far.speedup is None

@@ -142,7 +142,7 @@ def _faster_hp(
     deadline: float | None,
 ) -> tuple[Callable[[], torch.Tensor], bool]:
     """`plain` or with padded sides (times/hp_call.py), and whether their race was cut short."""
-    padded = padded_call(_rotate([sides(problem.gemm, each) for each in _cast(sets, problem)]), problem)
+    padded = padded_call([sides(problem.gemm, each) for each in _cast(sets, problem)], problem)
     calls = {HP: plain, f"{HP}, padded": padded}
     found = time_interleaved(
         calls,
