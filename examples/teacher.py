@@ -10,6 +10,7 @@ rows from the same weights; a seed is a world, a teacher and students of its own
 """
 
 import argparse
+import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -298,7 +299,10 @@ def main(arguments: Sequence[str] | None = None) -> list[Outcome]:
         or sizes.history < 16 * sizes.batch
     ):
         parser.error(f"{sizes}: all at least 1, a batch of the stream for each window, and 16 of the history")
-    outcomes = [run_seed(seed, sizes) for seed in range(sizes.seeds)]
+    outcomes: list[Outcome] = []
+    for seed in range(sizes.seeds):
+        outcomes.append(run_seed(seed, sizes))
+        print(f"world {seed + 1} of {sizes.seeds} done", file=sys.stderr)
     print(report(outcomes))
     return outcomes
 
