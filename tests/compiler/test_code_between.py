@@ -13,6 +13,7 @@ import loka
 from loka.compiler.edges.cones import cone_of
 from loka.compiler.edges.matrix import Matrix
 from loka.compiler.gemms import region_gemm
+from loka.compiler.kept import kept
 from loka.kernels.edge.op import edge
 from loka.kernels.edge.program import Kind, program_of
 
@@ -131,6 +132,18 @@ class OfItsNorm(Between):
         return (blocks / (1 + blocks.amax(-1, keepdim=True))).flatten(1)
 
 
+class OfWiderNumbers(Between):
+    """A maximum of float32 numbers that are made of rounded ones, in backward; under autocast."""
+
+    def __init__(self):
+        super().__init__()
+        self.factor = nn.Parameter(torch.rand(64) + 0.5)
+
+    def code(self, h):
+        wide = torch.sigmoid(h * self.factor).unflatten(-1, (8, 8))
+        return (wide / (1 + wide.amax(-1, keepdim=True))).flatten(1)
+
+
 class BothSides(Between):
     """Gradients of both sides of a choice: where(mask, dy, 0) and where(mask, 0, dy)."""
 
@@ -144,6 +157,7 @@ ALL = [
     AtItsMaximum,
     PooledTokens,
     OfItsNorm,
+    OfWiderNumbers,
     BothSides,
     CastToBool,
     CastToEightBits,
@@ -174,6 +188,15 @@ def test_joined_computes_what_the_model_says(model, fused):
     triples = [(found[0], by_site[0], exact[0]), *((ours[n], theirs[n], truth[n]) for n in truth)]
     for mine, other, right in triples:
         assert error(mine, right) <= 1.3 * error(other, right) + 0.02
+
+
+def test_float32_numbers_are_kept_too():
+    """A larger model had NaN where backward made them of a product that it read rounded."""
+    plain, x = OfWiderNumbers(), torch.randn(32, 64)
+    backend = JointBackend()
+    run(torch.compile(converted(plain, plan_for(plain, x)), backend=backend), x)
+    (node,) = (node for graph in backend.graphs for node in graph.find_nodes(op="call_function", target=kept))
+    assert node.meta["val"].dtype == torch.float32
 
 
 def test_columns_side_by_side_are_laid_in_rows_for_a_gemm():
