@@ -144,6 +144,14 @@ class OfWiderNumbers(Between):
         return (wide / (1 + wide.amax(-1, keepdim=True))).flatten(1)
 
 
+class OfItsLargest(Between):
+    """A norm's gradient makes |h| anew, and compares that with the largest."""
+
+    def code(self, h):
+        h = nn.functional.layer_norm(h, (64,))
+        return h / (1 + torch.linalg.vector_norm(h, ord=float("inf"), dim=-1, keepdim=True))
+
+
 class BothSides(Between):
     """Gradients of both sides of a choice: where(mask, dy, 0) and where(mask, 0, dy)."""
 
@@ -158,6 +166,7 @@ ALL = [
     PooledTokens,
     OfItsNorm,
     OfWiderNumbers,
+    OfItsLargest,
     BothSides,
     CastToBool,
     CastToEightBits,
@@ -197,6 +206,25 @@ def test_float32_numbers_are_kept_too():
     run(torch.compile(converted(plain, plan_for(plain, x)), backend=backend), x)
     (node,) = (node for graph in backend.graphs for node in graph.find_nodes(op="call_function", target=kept))
     assert node.meta["val"].dtype == torch.float32
+
+
+class LargestOfItsNorm(nn.Sequential):
+    def __init__(self):
+        super().__init__(nn.Linear(24, 40), nn.LayerNorm(40))
+
+    def forward(self, x):
+        return super().forward(x).amax(-1)
+
+
+def test_a_maximum_of_a_layer_that_is_not_joined_has_its_gradient():
+    """Its elements were counted as none, and gradients were NaN, where a graph has no layer that is joined."""
+    plain = LargestOfItsNorm()
+    x = torch.randn(64, 24)
+    plan = plan_for(plain, x)
+    eager, apart = (converted(plain, plan) for _ in range(2))
+    run(eager, x), run(torch.compile(apart, backend=JointBackend(fused=True)), x)
+    for name, theirs in gradients(eager).items():
+        assert error(gradients(apart)[name], theirs) < 0.1, name
 
 
 def test_columns_side_by_side_are_laid_in_rows_for_a_gemm():
