@@ -23,6 +23,7 @@ _MOVED = (
     aten.permute.default, aten.slice.Tensor, aten.select.int, aten.split.Tensor,
     aten.split_with_sizes.default, aten.unbind.int,
 )  # fmt: skip
+_SIGNS = (aten.abs.default, aten.neg.default)  # a norm's gradient makes |x| anew
 
 
 def _kept(x: torch.Tensor) -> torch.Tensor:
@@ -46,10 +47,10 @@ def keep_compared(emitter: Emitter) -> None:
 
 
 def _source(node: Node) -> Node:
-    """What it shows in other places, in the same dtype."""
+    """What it shows in other places or under other signs, in the same dtype."""
     while node.op == "call_function" and node.args:
         read = args_of(node)[0]
-        moved = node.target in _MOVED or (node.target is operator.getitem and read.target in _MOVED)
+        moved = node.target in (*_MOVED, *_SIGNS) or (node.target is operator.getitem and read.target in _MOVED)
         if not moved and not (passes_on(node) and value_of(read).dtype == value_of(node).dtype):
             break
         node = read

@@ -42,6 +42,8 @@ def join_sites(graph: Graph) -> dict[str, str]:
     """Joins the sites of a joint graph in place; returns why each other one runs by itself."""
     sites, apart = sites_in(graph)
     if not sites:
+        if apart:
+            keep_compared(Emitter(graph))
         return apart
     mark_backward(graph)
     (results,) = graph.find_nodes(op="output")
