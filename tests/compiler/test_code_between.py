@@ -13,6 +13,7 @@ import loka
 from loka.compiler.edges.cones import cone_of
 from loka.compiler.edges.matrix import Matrix
 from loka.compiler.gemms import region_gemm
+from loka.compiler.kept import kept
 from loka.kernels.edge.op import edge
 from loka.kernels.edge.program import Kind, program_of
 
@@ -139,6 +140,18 @@ class OfItsLargest(Between):
         return h / (1 + torch.linalg.vector_norm(h, ord=float("inf"), dim=-1, keepdim=True))
 
 
+class OfWiderNumbers(Between):
+    """A maximum of float32 numbers that are made of rounded ones, in backward; under autocast."""
+
+    def __init__(self):
+        super().__init__()
+        self.factor = nn.Parameter(torch.rand(64) + 0.5)
+
+    def code(self, h):
+        wide = torch.sigmoid(h * self.factor).unflatten(-1, (8, 8))
+        return (wide / (1 + wide.amax(-1, keepdim=True))).flatten(1)
+
+
 class BothSides(Between):
     """Gradients of both sides of a choice: where(mask, dy, 0) and where(mask, 0, dy)."""
 
@@ -153,6 +166,7 @@ ALL = [
     PooledTokens,
     OfItsNorm,
     OfItsLargest,
+    OfWiderNumbers,
     BothSides,
     CastToBool,
     CastToEightBits,
@@ -202,6 +216,15 @@ def test_a_maximum_of_a_layer_that_is_not_joined_has_its_gradient():
     run(eager, x), run(torch.compile(apart, backend=JointBackend(fused=True)), x)
     for name, theirs in gradients(eager).items():
         assert error(gradients(apart)[name], theirs) < 0.1, name
+
+
+def test_float32_numbers_are_kept_too():
+    """A larger model had NaN where backward made them of a product that it read rounded."""
+    plain, x = OfWiderNumbers(), torch.randn(32, 64)
+    backend = JointBackend()
+    run(torch.compile(converted(plain, plan_for(plain, x)), backend=backend), x)
+    (node,) = (node for graph in backend.graphs for node in graph.find_nodes(op="call_function", target=kept))
+    assert node.meta["val"].dtype == torch.float32
 
 
 def test_columns_side_by_side_are_laid_in_rows_for_a_gemm():

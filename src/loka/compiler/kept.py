@@ -1,9 +1,10 @@
-"""Values in 16 bits that others are compared with exactly: written to memory once, and read from there.
+"""Values that others are compared with exactly: written to memory once, and read from there.
 
 Inductor leaves out a rounding to 16 bits that no memory makes, and makes the same value anew in other kernels,
-out of what memory rounded since. A maximum then equals none of what it is the maximum of, and its gradient, which
-looks for these elements, is divided by their count. Torch alone meets that behind norms and activations. A GEMM
-of torch writes its bias, where here code behind the GEMM adds it: so biased layers would meet it too.
+out of what memory rounded since: float32 numbers too. A maximum then equals none of what it is the maximum of,
+and its gradient, which looks for these elements, is divided by their count. Torch alone meets that behind norms
+and activations. A GEMM of torch writes its bias, where here code behind the GEMM adds it: so biased layers would
+meet it too.
 """
 
 import operator
@@ -38,8 +39,7 @@ def keep_compared(emitter: Emitter) -> None:
     """Puts the op behind such values; it costs a copy of each."""
     compared = [node for node in emitter.graph.nodes if node.op == "call_function" and exact(node)]
     for node in dict.fromkeys(_source(each) for one in compared for each in one.all_input_nodes):
-        sixteen = is_tensor(node) and value_of(node).dtype in (torch.bfloat16, torch.float16)
-        if not sixteen or _lies_in_memory(node):
+        if not is_tensor(node) or not value_of(node).is_floating_point() or _lies_in_memory(node):
             continue
         with emitter.like(node), emitter.graph.inserting_after(node):
             copy = emitter.call(kept, node)
