@@ -90,7 +90,7 @@ def test_a_frequency_vocabulary_is_that_of_the_training_rows(tmp_path, holdout, 
     convert(path, tmp_path / "out", vocabulary=Frequency(min_count=2, max_size=12, holdout=holdout))
     train = ALL - round(ALL * holdout)
     expected = build_vocabulary(path, rows=train, min_count=2, max_size=12)
-    assert read_vocabulary(tmp_path / "out" / "vocabulary.json") == expected
+    assert read_vocabulary(str(tmp_path / "out" / "vocabulary.json")) == expected
     assert max(map(len, expected.categories.values())) == 12
 
 

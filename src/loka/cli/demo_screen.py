@@ -4,7 +4,7 @@ A page shows the same, and leads to the pages of the models.
 """
 
 import shlex
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -49,11 +49,12 @@ class Screen:
         return "\n\n".join(parts)
 
 
-def screen_of(models: Sequence[Shown], out: Path, *, data: str | None) -> Screen:
-    rows = f" --data {shlex.quote(data)}" if data else ""
+def screen_of(models: Sequence[Shown], out: Path, *, data: Mapping[str, str | None]) -> Screen:
+    """`data`: the options that say where rows come from, with their values."""
+    rows = "".join(f" {option} {shlex.quote(value)}" for option, value in data.items() if value)
     first = models[0]
     plan_file = shlex.quote(str(first.folder / "plan.json"))
-    own = () if data else (("loka demo --data rows.parquet", "the same on your rows (docs/data.md)"),)
+    own = () if rows else (("loka demo --data rows.parquet", "the same on your rows (docs/data.md)"),)
     timing = (
         ()
         if first.plan.timed

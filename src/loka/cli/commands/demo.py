@@ -163,7 +163,8 @@ def _run_demo(config: DemoConfig, out: Path, say: Say, details: Details) -> dict
     for line in data.account():
         say(line)
     details.save(out / DETAILS)
-    screen = screen_of(shown, out, data=config.data)
+    given = {"--data": config.data, "--schema": config.schema, "--test-data": config.test_data}
+    screen = screen_of(shown, out, data=given)
     write_pages(shown, out, screen)
     say(f"\n{screen}")
     return {model.name: model.comparison for model in shown}

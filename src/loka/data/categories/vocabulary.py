@@ -174,7 +174,7 @@ def write_vocabulary(path: Path, vocabulary: Vocabulary | HashedVocabulary, *, m
     write_record(path, kind=_KIND, version=_VERSION, content=content)
 
 
-def read_vocabulary(path: Path, *, made_for: str | None = None) -> Vocabulary | HashedVocabulary:
+def read_vocabulary(path: str | Path, *, made_for: str | None = None) -> Vocabulary | HashedVocabulary:
     """What `write_vocabulary` wrote.
 
     Raises:
@@ -186,7 +186,7 @@ def read_vocabulary(path: Path, *, made_for: str | None = None) -> Vocabulary | 
             raise ValueError("it was made for something else")
         return vocabulary_from_dict(content["vocabulary"])
 
-    return read_record(path, kind=_KIND, version=_VERSION, way_out="build it again", parse=parse, limits=_LIMITS)
+    return read_record(Path(path), kind=_KIND, version=_VERSION, way_out="build it again", parse=parse, limits=_LIMITS)
 
 
 class _Table:
