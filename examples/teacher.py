@@ -264,7 +264,7 @@ def run_seed(seed: int, sizes: Sizes) -> Outcome:
             for name, student in students.items()
         }
         logits["(teacher)"] = server((held.dense, held.sparse)).output["logit"]
-    return Outcome(logits, held.label, numbers)
+    return Outcome({name: logit.cpu() for name, logit in logits.items()}, held.label.cpu(), numbers)
 
 
 def over(values: Iterable[float]) -> str:

@@ -108,7 +108,7 @@ def test_a_second_measurement_finds_its_times_in_the_cache(twins, monkeypatch, t
     timer = install(monkeypatch, FakeTimer())
     first = timed(twins, cache=tmp_path)
     count = len(timer.races)
-    assert len(list(tmp_path.iterdir())) == 6 + 2 + 2, "sites, savings and regions of two shapes"
+    assert len(list(tmp_path.iterdir())) == 6 + 2 + 4, "sites, savings, regions and chains of two shapes"
     assert timed(twins, cache=tmp_path).sites == first.sites
     assert timed(twins, cache=tmp_path).quantize_once_savings == first.quantize_once_savings
     assert len(timer.races) == count
@@ -133,7 +133,7 @@ def test_damaged_times_are_measured_again_and_said_so(twins, monkeypatch, tmp_pa
     assert len(timer.races) == 2 * count
     assert second.sites == first.sites
     assert second.complete
-    assert len(second.notes) == 10
+    assert len(second.notes) == 12
     assert "timed again" in second.notes[0]
     assert timed(twins, cache=tmp_path).notes == ()
 

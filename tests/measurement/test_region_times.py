@@ -11,7 +11,7 @@ import loka
 from loka.compiler.gemms import region_gemm
 from loka.compiler.listing import regions
 from loka.core.error import Estimate
-from loka.core.records.report import HP, REGION, REGION_INT8, Measurement
+from loka.core.records.report import CHAINED, HP, REGION, REGION_INT8, Measurement
 from loka.core.signature import LinearShape
 from loka.kernels.quantize.fp8_weights import fp8_weights
 from loka.kernels.quantize.int8_weights import int8_weights
@@ -96,6 +96,26 @@ def test_both_arms_run_compiled_forward_and_backward(spy):
         assert {p.grad.dtype for p in cell.parameters()} == {torch.float32}
         assert all(p.grad.isfinite().all() and p.grad.any() for p in cell.parameters())
     assert torch.equal(torch.get_rng_state(), before), "a training that measures in between goes on alike"
+
+
+def test_a_chain_goes_there_and_back(spy):
+    """32 to 48 features, to 32, twice: one region of four layers, of whose time each has a fourth."""
+    found = timed_cell(layer_of((32, 48)), (32, 48), chained=True)
+    assert found[REGION].microseconds.value == pytest.approx(50 / CHAINED, rel=0.01)
+    assert found[HP].microseconds.value == pytest.approx(100 / CHAINED, rel=0.01)
+    cell = spy.cells[REGION]
+    assert [(one.in_features, one.out_features) for one in cell.layers] == [(32, 48), (48, 32)] * 2
+    assert regions(cell).applied == (tuple(f"layers.{i}" for i in range(CHAINED)),)
+    assert all(p.grad.isfinite().all() and p.grad.any() for p in cell.parameters())
+
+
+def test_a_layer_without_a_gradient_for_its_input_is_in_no_chain(timed):
+    """As each of a chain's layers has one. A frozen one is, and what is served."""
+    first = nn.Sequential(nn.Linear(32, 48), nn.ReLU(), nn.Linear(48, 16))
+    stats = stats_of(first, torch.randn(24, 32), effect_samples=0)
+    assert set(measured(stats).times_in_chains) == {"2"}
+    assert set(measured(stats.for_inference()).times_in_chains) == {"0", "2"}
+    assert measured(stats).complete
 
 
 @pytest.mark.slow  # a cell that is trained is compiled and timed in every run of the tests
@@ -241,6 +261,7 @@ def test_what_a_deadline_cuts_short_is_not_known(uncompiled, monkeypatch):
 def test_layers_that_take_equally_long_share_a_key():
     one, first, frozen = (layer_of((32, 16), first=f, frozen=z) for f, z in ((0, 0), (1, 0), (0, 1)))
     key = region_key(one, shape((32, 16)))
+    assert key != region_key(one, shape((32, 16)), chained=True)
     assert key == region_key(layer_of((32, 16)), shape((32, 16)))
     others = [
         region_key(first, shape((32, 16))),
@@ -269,8 +290,8 @@ class Regions:
         }
         self.deadlines = []
 
-    def __call__(self, layer, shape, *, device, settings, deadline=None, arms=()):
-        self.shapes.append((shape.in_features, shape.out_features))
+    def __call__(self, layer, shape, *, device, settings, deadline=None, arms=(), chained=False):
+        self.shapes.append((shape.in_features, shape.out_features, *(["chained"] if chained else [])))
         self.deadlines.append(deadline)
         return self.found
 
@@ -291,12 +312,15 @@ def test_measuring_times_each_shape_once_and_keeps_it(twins, timed, tmp_path):
     report = measured(twins, cache=tmp_path)
     assert report.complete
     assert set(report.region_times) == {"0", "2", "4", "5"}
-    assert timed.shapes == [(32, 32), (32, 16), (16, 13)]
+    alone = [(32, 32), (32, 16), (16, 13)]
+    assert timed.shapes == [place for sides in alone for place in (sides, (*sides, "chained"))]
     assert report.region_times["0"] == report.region_times["2"] == timed.found
-    assert timed.deadlines == [None] * 3
+    assert report.times_in_chains == report.region_times, "each feeds another, or is fed"
+    assert report.reads == {"2": ("0",), "4": ("2",), "5": ("4",)}
+    assert timed.deadlines == [None] * 6
     again = measured(twins, cache=tmp_path)
-    assert again.region_times == report.region_times
-    assert len(timed.shapes) == 3, "they are on disk"
+    assert (again.region_times, again.times_in_chains) == (report.region_times, report.times_in_chains)
+    assert len(timed.shapes) == 6, "they are on disk"
     assert "in a compiled region 0 takes 50.0 us with the code around it, 100.0 us in hp (2.00x)" in str(report)
 
 
@@ -306,7 +330,7 @@ def test_without_times_there_are_none_of_regions(twins, timed, tmp_path):
     assert (first.region_times, timed.shapes) == ({}, [])
     whole = measured(twins, out=tmp_path / "report.json")
     assert whole.complete
-    assert set(whole.region_times) == {"0", "2", "4", "5"}
+    assert set(whole.region_times) == set(whole.times_in_chains) == {"0", "2", "4", "5"}
 
 
 def test_what_is_cut_short_or_too_big_is_noted_and_tried_again(twins, timed, tmp_path, monkeypatch):

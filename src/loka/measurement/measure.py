@@ -104,6 +104,7 @@ def measure(
         final_rate=stats.final_rate,
         no_effect={path: layer.no_effect for path, layer in stats.layers.items() if layer.no_effect},
         parts=dict(stats.parts),
+        reads={path: layer.reads for path, layer in stats.layers.items() if layer.reads},
         not_clicks=stats.not_clicks,
         complete=False,
     )
@@ -187,7 +188,7 @@ class _Work:
                     missing.setdefault(reason, []).append(name)
             if self.wants_times and sites and path not in report.quantize_once_savings:
                 missing.setdefault("shared quantization not timed", []).append(path)
-            if self.wants_times and sites and path not in report.region_times:
+            if self.wants_times and sites and _untimed_in_regions(self, path):
                 missing.setdefault("not timed in a region", []).append(path)
         notes = [f"{reason}: {', '.join(where)}" for reason, where in missing.items()]
         if missing and self.timer.late:
@@ -216,10 +217,10 @@ def _compile_regions_ahead(work: _Work, paths: list[str], track: Track) -> None:
     timer, cells = work.timer, dict[bytes, Cell]()
     for path in paths:
         layer, shape, arms = work.stats.layers[path], work.report.model.layers[path], _arms(work, path)
-        key = cell_key(layer, shape, timer, arms)
-        known = path in work.report.region_times or timer.cache.get(key, Mapping[str, Measurement])
-        if not known and unfit(layer, shape) is None:
-            cells.setdefault(canonical(key), (layer, shape, arms))
+        for chained in _untimed_in_regions(work, path):
+            key = cell_key(layer, shape, timer, arms, chained=chained)
+            if not timer.cache.get(key, Mapping[str, Measurement]) and unfit(layer, shape) is None:
+                cells.setdefault(canonical(key), (layer, shape, arms, chained))
     draws = map(functools.partial(_draw, work), paths)
     timer.notes.extend(compile_regions_ahead([*cells.values()], timer.device, timer.deadline, track, draws))
 
@@ -337,13 +338,30 @@ def _time(work: _Work, path: str) -> None:
 
 
 def _time_region(work: _Work, path: str) -> None:
-    report, timer = work.report, work.timer
-    if path in report.region_times or not any(site.path == path for site in report.sites.values()):
+    if not any(site.path == path for site in work.report.sites.values()):
         return
-    found = time_in_region(work.stats.layers[path], report.model.layers[path], timer, _arms(work, path))
-    if found is not None:
-        work.report = replace(report, region_times={**report.region_times, path: found})
+    layer, shape = work.stats.layers[path], work.report.model.layers[path]
+    for chained in _untimed_in_regions(work, path):
+        found = time_in_region(layer, shape, work.timer, _arms(work, path), chained=chained)
+        if found is None:
+            continue
+        report = work.report
+        if chained:
+            work.report = replace(report, times_in_chains={**report.times_in_chains, path: found})
+        else:
+            work.report = replace(report, region_times={**report.region_times, path: found})
         work.save()
+
+
+def _untimed_in_regions(work: _Work, path: str) -> list[bool]:
+    """Of a layer's times in regions, those that are missing: by itself, in a chain (True)."""
+    report, layer = work.report, work.stats.layers[path]
+    missing = [] if path in report.region_times else [False]
+    linked = layer.reads or any(path in reads for reads in report.reads.values())
+    # Each of a chain's layers has a gradient for its input.
+    if linked and path not in report.times_in_chains and (layer.needs_input_grad or not layer.needs_weight_grad):
+        missing.append(True)
+    return missing
 
 
 def _arms(work: _Work, path: str) -> list[str]:

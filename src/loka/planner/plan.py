@@ -10,7 +10,7 @@ A budget of KL/H, of the model or by task and segment, is spent first (planner/c
 layer what its `output` GEMM may cost, and the rest is decided as ever among the candidates that cost no more.
 """
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from fnmatch import fnmatchcase
 from typing import Literal
@@ -20,8 +20,8 @@ from loka.core.budget import Budget
 from loka.core.exceptions import NoKernelFits, UnknownName
 from loka.core.recipe import SHARED_OPERANDS, Gemm, recipe_named
 from loka.core.records.parts import WHOLE
-from loka.core.records.plan import Decision, Plan
-from loka.core.records.report import HP, REGION, Measurement, Report, SiteReport, site_name
+from loka.core.records.plan import IN_REGION, Decision, Plan
+from loka.core.records.report import HP, REGION, Report, SiteReport, site_name
 from loka.core.signature import ModelSignature
 from loka.kernels.gemm.registry import require_legal
 from loka.nn.linears import is_prediction
@@ -37,8 +37,9 @@ from loka.planner.choice.layer_choice import (
     speedup_of,
     tied,
 )
-from loka.planner.choice.limits import Cost, Limits, cost_of, fits, limits_of, share_spent
+from loka.planner.choice.limits import Cost, Limits, cost_of, fits, limits_of
 from loka.planner.choice.ne_budget import grant, is_forced
+from loka.planner.choice.untimed import least_effect, most_exact, ties
 from loka.planner.decision import decision_of
 from loka.planner.package_target import plan_package
 from loka.planner.regions import in_region, regions_of, unsupported
@@ -78,9 +79,15 @@ def plan(
     layers: dict[str, list[SiteReport]] = {}
     for site in report.sites.values():
         layers.setdefault(site.path, []).append(site)
-    opened = {path: _open_layer(sites, report, budget, limits, force) for path, sites in layers.items()}
-    granted = grant(report, budget, limits, opened) if limits else None
-    decisions = _decisions(report, opened, budget, limits, granted.layers if granted else None)
+    joined = set(layers)
+    while True:  # a layer's time in a region goes by which of its neighbours are there: those of the round before
+        opened = {path: _open_layer(sites, report, budget, limits, force, joined) for path, sites in layers.items()}
+        granted = grant(report, budget, limits, opened) if limits else None
+        decisions = _decisions(report, opened, budget, limits, granted.layers if granted else None)
+        inside = {d.path for d in decisions.values() if d.reason.startswith(IN_REGION)}
+        if joined <= inside or not report.times_in_chains:
+            break
+        joined &= inside
     notes = [f"{path} stays in hp: {reason}" for path, reason in report.skipped.items()]
     notes += [*(granted.notes if granted else ()), *report.notes]
     if limits:
@@ -145,7 +152,12 @@ def _decisions(
 
 
 def _open_layer(
-    sites: list[SiteReport], report: Report, budget: Budget, limits: Limits, force: Mapping[str, str]
+    sites: list[SiteReport],
+    report: Report,
+    budget: Budget,
+    limits: Limits,
+    force: Mapping[str, str],
+    joined: Collection[str],
 ) -> Layer:
     fixed: dict[Gemm, Decision] = {}
     rejected: dict[Gemm, dict[str, str]] = {}
@@ -160,7 +172,7 @@ def _open_layer(
             known = option_of(site, decision.candidate) if decision.candidate in site.measurements else None
             options[gemm] = {decision.candidate: known} if known else {}
     by_rule: dict[str, str] = {REGION: "a GEMM of it is decided by rule"}
-    regions, why_not = ((), by_rule) if fixed else regions_of(sites, report, budget, limits)
+    regions, why_not = ((), by_rule) if fixed else regions_of(sites, report, budget, limits, joined)
     if report.timed:
         for reasons in rejected.values():
             reasons.update(why_not)
@@ -212,7 +224,7 @@ def _settle(layer: Layer, report: Report, budget: Budget, limits: Limits, grante
                 f"speed-up in a region {region.region}, below what is chosen or {budget.min_speedup:g}"
             )
     if choice.region is not None:
-        return [in_region(site, choice, report, rejected[site.problem.gemm]) for site in layer.sites]
+        return [in_region(site, choice, rejected[site.problem.gemm]) for site in layer.sites]
     return [
         replace(fixed[gemm], saved_us=choice.saved_at(gemm))
         if (gemm := site.problem.gemm) in fixed
@@ -268,9 +280,9 @@ def _admit(
     if not admitted:
         return _no_candidate(site, budget, rejected), {}, rejected
     if not timed:
-        chosen, why, lost = _most_exact(admitted)
+        chosen, why, lost = most_exact(admitted)
         if limits and site.problem.gemm is Gemm.OUTPUT:
-            chosen, why, lost = _least_effect(site, admitted, limits)
+            chosen, why, lost = least_effect(site, admitted, limits)
         others = [name for name in admitted if name != chosen]
         runner_up = max(others, key=lambda name: admitted[name].errors["sqnr_db"].value, default=HP)
         decision = decision_of(site, chosen, why, {**rejected, **lost})
@@ -289,7 +301,7 @@ def _chosen(
 ) -> Decision:
     gemm = site.problem.gemm
     name = choice.options[gemm].name
-    ties, others = [], {}
+    others, tied_with = dict[str, float](), list[str]()
     for other, option in options.items():
         if other in (name, HP):
             continue
@@ -299,7 +311,7 @@ def _chosen(
         if not speedup.low >= budget.min_speedup:
             rejected[other] = f"speed-up {speedup} is below {budget.min_speedup:g}"
         elif tied(instead, choice) and tied(choice, instead):
-            ties.append(other)
+            tied_with.append(other)
             rejected[other] = f"tied with {name}, which comes first"
         elif instead.microseconds < choice.microseconds:
             rejected[other] = f"faster than {name}, but another GEMM of the layer would not earn its place"
@@ -307,7 +319,7 @@ def _chosen(
             rejected[other] = f"slower: {site.measurements[other].microseconds} us"
     if name == HP:
         return _no_candidate(site, budget, rejected)
-    reason = "fastest within the budget" + _ties(ties) + _shares(choice, gemm)
+    reason = "fastest within the budget" + ties(tied_with) + _shares(choice, gemm)
     decision = decision_of(site, name, reason, rejected)
     runner_up = min(others, key=lambda other: others[other], default=HP)
     return replace(decision, runner_up=runner_up, saved_us=choice.saved_at(gemm))
@@ -331,38 +343,6 @@ def _kept(site: SiteReport, model: ModelSignature, budget: Budget) -> str | None
     if budget.keep_prediction and is_prediction(outputs):
         return f"{outputs} outputs: taken for a prediction layer"
     return None
-
-
-def _most_exact(admitted: Mapping[str, Measurement]) -> tuple[str, str, dict[str, str]]:
-    errors = {name: m.errors["sqnr_db"] for name, m in admitted.items()}
-    best = max(sorted(errors), key=lambda name: errors[name].value)
-    equal = sorted(name for name, error in errors.items() if error.high >= errors[best].low)
-    chosen = equal[0]
-    lost = {
-        name: f"tied with {chosen}, which comes first" if name in equal else f"less exact: {error} dB"
-        for name, error in errors.items()
-        if name != chosen
-    }
-    return chosen, "smallest error; not timed" + _ties(equal[1:]), lost
-
-
-def _least_effect(
-    site: SiteReport, admitted: Mapping[str, Measurement], limits: Limits
-) -> tuple[str, str, dict[str, str]]:
-    """As `_most_exact`, by what a candidate spends of the budget of KL/H: of several limits, of the one that
-    it spends the largest share of."""
-    costs = {name: share_spent(cost_of(site, name, limits), limits) for name in admitted}
-    chosen = min(costs, key=lambda name: (costs[name], name))
-    if len(limits) > 1:
-        lost = {name: f"costs more: {cost:.1%} of a limit" for name, cost in costs.items() if name != chosen}
-        return chosen, "smallest share of its limits on KL/H; not timed", lost
-    (part,) = limits
-    lost = {name: f"costs more: KL/H {admitted[name].kl_of(part)}" for name in admitted if name != chosen}
-    return chosen, "smallest KL/H; not timed", lost
-
-
-def _ties(names: list[str]) -> str:
-    return f" (tied with {len(names)} more)" if names else ""
 
 
 def _no_candidate(site: SiteReport, budget: Budget, rejected: Mapping[str, str]) -> Decision:

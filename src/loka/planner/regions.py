@@ -1,5 +1,6 @@
 """A layer as a part of a compiled region: whether the budget admits it, and the decisions that it makes."""
 
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 
 from loka.compiler.joint_sites import ARMS
@@ -10,6 +11,7 @@ from loka.core.records.report import HP, REGION, Measurement, Report, SiteReport
 from loka.planner.choice.layer_choice import Choice, Option, option_of, region_choice
 from loka.planner.choice.limits import Limits, over_limits
 from loka.planner.decision import decision_of
+from loka.planner.placing import times_at
 
 
 def unsupported(measured: Measurement, budget: Budget, limits: Limits, gemm: Gemm) -> str | None:
@@ -27,14 +29,14 @@ def unsupported(measured: Measurement, budget: Budget, limits: Limits, gemm: Gem
 
 
 def regions_of(
-    sites: list[SiteReport], report: Report, budget: Budget, limits: Limits
+    sites: list[SiteReport], report: Report, budget: Budget, limits: Limits, joined: Collection[str]
 ) -> tuple[tuple[Choice, ...], dict[str, str]]:
-    """The layer in a region, by each of `ARMS` in which the budget admits every GEMM of it; and by arm why
-    it cannot be in one."""
+    """The layer in a region with its neighbours among the `joined`, by each of `ARMS` in which the budget admits
+    every GEMM of it; and by arm why it cannot be in one."""
     found, reasons = [], {}
-    timed = report.region_times.get(sites[0].path, {})
-    for arm in [REGION, *(arm for arm in ARMS if arm != REGION and arm in timed)]:
-        made = _by_arm(arm, sites, report, budget, limits)
+    times = times_at(report, sites[0].path, joined)
+    for arm in [REGION, *(arm for arm in ARMS if arm != REGION and arm in times)]:
+        made = _by_arm(arm, sites, times, budget, limits)
         if isinstance(made, Choice):
             found.append(made)
         else:
@@ -42,10 +44,11 @@ def regions_of(
     return tuple(found), reasons
 
 
-def _by_arm(arm: str, sites: list[SiteReport], report: Report, budget: Budget, limits: Limits) -> Choice | str:
+def _by_arm(
+    arm: str, sites: list[SiteReport], times: Mapping[str, Measurement], budget: Budget, limits: Limits
+) -> Choice | str:
     if not budget.regions:
         return "the budget wants no regions"
-    times = report.region_times.get(sites[0].path, {})
     if arm not in times:
         return "not timed in a region"
     if times[arm].unsupported:
@@ -62,13 +65,12 @@ def _by_arm(arm: str, sites: list[SiteReport], report: Report, budget: Budget, l
     return region_choice(in_hp, times, arm) or "hp was not timed beside it"
 
 
-def in_region(site: SiteReport, choice: Choice, report: Report, rejected: dict[str, str]) -> Decision:
+def in_region(site: SiteReport, choice: Choice, rejected: dict[str, str]) -> Decision:
     """A GEMM of a layer that runs in a region; its time is its share of what the layer takes there."""
     assert choice.region is not None
     assert choice.arm is not None
     name = choice.options[site.problem.gemm].name
-    times = report.region_times[site.path]
-    region, hp = (times[each].microseconds for each in (choice.arm, HP))
+    region, hp = (choice.times[each].microseconds for each in (choice.arm, HP))
     reason = f"{IN_REGION}, where the layer and the code around it take {region} us, {hp} us in hp"
     lost = {
         other: rejected.get(other, "slower than in a region") for other in site.measurements if other not in (HP, name)

@@ -26,7 +26,8 @@ from loka.statistics.tails import (
     with_tails,
 )
 
-_SEEN = ("order", "rows", "calls", "dtype", "weight_dtype", "needs_input_grad", "needs_weight_grad", "over_tokens")
+_SEEN = ("order", "rows", "calls", "dtype", "weight_dtype", "needs_input_grad", "needs_weight_grad", "over_tokens",
+         "reads")  # fmt: skip
 
 
 @dataclass
@@ -46,6 +47,7 @@ class RunningLayerStats:
     needs_input_grad: bool = False
     needs_weight_grad: bool = False
     over_tokens: bool = False
+    reads: tuple[str, ...] = ()
     input: gaussian.Gaussian | None = None
     weight: matrix_normal.MatrixNormal | None = None
     grad_output: gaussian.Gaussian | None = None

@@ -204,6 +204,7 @@ def _merge_layers(a: LinearStats, b: LinearStats, rank: int) -> LinearStats:
         needs_input_grad=a.needs_input_grad or b.needs_input_grad,
         needs_weight_grad=a.needs_weight_grad or b.needs_weight_grad,
         over_tokens=a.over_tokens or b.over_tokens,
+        reads=tuple(sorted({*a.reads, *b.reads})),
         operands=operands,
         effects=effects,
         effects_by_part={

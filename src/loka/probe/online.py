@@ -41,6 +41,7 @@ from loka.probe.layer_stats import (
     refuse,
     with_sites,
 )
+from loka.probe.links import Links
 from loka.probe.model_effects.calls import Call, step_seed
 from loka.probe.model_effects.logits import Logits
 from loka.probe.model_effects.sample_rows import batch_of
@@ -129,6 +130,7 @@ class Probe:
         self._signature = signature(model)
         self._names = SiteNames(self._linears, {})
         self._trace: SiteTrace | None = None
+        self._links = Links()
         self._coverage: Coverage | None = None  # of the first sampled step that went through
         self._steps = self._sampled = self._batch = 0
         self._layers: dict[str, RunningLayerStats] = {}
@@ -300,7 +302,7 @@ class Probe:
         """Hooks on `failing`, which torch is going through, are left to the next time."""
         if self._trace is not None:
             self._step_hooks += self._trace.stop()
-            self._trace = None
+            self._trace, self._links = None, Links()
         self._step_hooks = detach(self._step_hooks, failing)
         self._returned = None
         if self._eager:
@@ -321,6 +323,8 @@ class Probe:
             layer.needs_input_grad |= given.requires_grad
             layer.needs_weight_grad |= weight.requires_grad
             layer.over_tokens |= lies_across(given)
+            layer.reads = tuple(sorted({*layer.reads, *self._links.behind(given)}))
+            self._links.note(path, output)
             picked = self._picks(rows)
             part = rows if picked is None else rows[picked]
             layer.input = self._add(layer.input, part)

@@ -22,6 +22,7 @@ from loka.core.table import format_table
 HP = "hp"  # the candidate that is always there: the model's own precision
 REGION = "region"  # a layer as a part of a compiled region (loka/compiler)
 REGION_INT8 = "region_int8"  # likewise, with `output` in INT8
+CHAINED = 4  # layers of a chain that `Report.times_in_chains` is of
 
 
 def site_name(path: str, gemm: Gemm) -> str:
@@ -94,6 +95,8 @@ class Report(RecordFile, kind="loka-report", version=2, way_out="measure again w
         coverage: what share of a step's matmul FLOPs are sites, as the statistics have it.
         region_times: by layer, the time of "hp", "region" and "region_int8": all its GEMMs and the code
             around them, compiled (measurement/times/region_times.py). Only of timed layers.
+        times_in_chains: the same of a layer among others in a region, of those that feed each other.
+        reads: by layer, those that feed it, as the statistics have it.
         final_rate: as the statistics have it: the last learning rate as a share of its peak.
         no_effect: by layer, why its effect on KL/H is not known, or is old.
         centres: by layer, what centred recipes take off its input, a number a column.
@@ -112,6 +115,8 @@ class Report(RecordFile, kind="loka-report", version=2, way_out="measure again w
     skipped: Mapping[str, str] = field(default_factory=dict)
     quantize_once_savings: Mapping[str, Mapping[str, Mapping[str, Estimate]]] = named("sharing", default_factory=dict)
     region_times: Mapping[str, Mapping[str, Measurement]] = sparse(default_factory=dict)
+    times_in_chains: Mapping[str, Mapping[str, Measurement]] = sparse(default_factory=dict)
+    reads: Mapping[str, tuple[str, ...]] = sparse(default_factory=dict)
     coverage: Coverage | None = sparse(None)
     final_rate: float | None = sparse(None)
     no_effect: Mapping[str, str] = sparse(default_factory=dict)
@@ -150,8 +155,9 @@ class Report(RecordFile, kind="loka-report", version=2, way_out="measure again w
         for path, tensors in self.quantize_once_savings.items():
             best = [_most_saved(name, pairs) for name, pairs in tensors.items() if pairs]
             lines += [f"one pass for both copies saves at most, at {path}: {', '.join(best)}"] if best else []
-        for path, times in self.region_times.items():
-            lines += [line for arm in (REGION, REGION_INT8) if (line := _region_line(path, times, arm))]
+        for among, timed in (("", self.region_times), (" among others", self.times_in_chains)):
+            for path, times in timed.items():
+                lines += [line for arm in (REGION, REGION_INT8) if (line := _region_line(path, times, arm, among))]
         lines += [f"not measured: {path}: {reason}" for path, reason in self.skipped.items()]
         lines += [str(part) for part in self.parts.values()]
         lines += [f"note: {line}" for line in self.unknown_effects()]
@@ -167,13 +173,13 @@ class Report(RecordFile, kind="loka-report", version=2, way_out="measure again w
         return [_unknown(", ".join(paths), why) for why, paths in layers.items()]
 
 
-def _region_line(path: str, times: Mapping[str, Measurement], arm: str) -> str | None:
+def _region_line(path: str, times: Mapping[str, Measurement], arm: str, among: str) -> str | None:
     region, hp = times.get(arm), times.get(HP)
     if region is None or hp is None or not region.microseconds or not hp.microseconds:
         return None
     where = f"{path}, its output in INT8," if arm == REGION_INT8 else path
     return (
-        f"in a compiled region {where} takes {region.microseconds.value:.1f} us with the code around it, "
+        f"in a compiled region{among} {where} takes {region.microseconds.value:.1f} us with the code around it, "
         f"{hp.microseconds.value:.1f} us in hp ({region.speedup.value if region.speedup else 1.0:.2f}x)"
     )
 

@@ -72,7 +72,8 @@ class LinearStats:
     is not known, or beside effects that the latest steps did not renew them. `effects_by_part` are the same
     of single tasks and segments of rows, by the part's name (core/records/parts.py). `over_tokens`: an input
     [B, d, n] lay as [B, n, d], so that the layer adds up tokens. `kept_weight`: it is served, with a weight
-    that was quantized once, so that times hold the quantization of its input alone.
+    that was quantized once, so that times hold the quantization of its input alone. `reads`: the layers whose
+    outputs its input is made of, by code that a compiled region takes (probe/links.py).
     """
 
     rows: int
@@ -88,6 +89,7 @@ class LinearStats:
     effects_by_part: Mapping[str, Mapping[str, Effect]] = sparse(default_factory=dict)
     over_tokens: bool = sparse(False)
     kept_weight: bool = sparse(False)
+    reads: tuple[str, ...] = sparse(())
 
 
 @record(ignore=None)  # what earlier versions noted of layers that feed each other

@@ -71,22 +71,30 @@ def time_layer(
     return timed, savings
 
 
-def cell_key(layer: LinearStats, shape: LinearShape, timer: Timer, arms: Collection[str]) -> dict[str, Any]:
+def cell_key(
+    layer: LinearStats, shape: LinearShape, timer: Timer, arms: Collection[str], *, chained: bool
+) -> dict[str, Any]:
     """Under which the cache keeps a layer's times in regions; equal for layers that take equally long."""
-    return {**_key(layer, timer), **region_key(layer, shape, arms), "stacked": shape.stacked}
+    return {**_key(layer, timer), **region_key(layer, shape, arms, chained=chained), "stacked": shape.stacked}
 
 
 def time_in_region(
-    layer: LinearStats, shape: LinearShape, timer: Timer, arms: Collection[str] = tuple(ARMS)
+    layer: LinearStats, shape: LinearShape, timer: Timer, arms: Collection[str] = tuple(ARMS), *, chained: bool = False
 ) -> Mapping[str, Measurement] | None:
     """By "hp" and the `arms` in regions; None where it is too late, or there is too little memory."""
-    key = cell_key(layer, shape, timer, arms)
+    key = cell_key(layer, shape, timer, arms, chained=chained)
     known = timer.cache.get(key, Mapping[str, Measurement])
     if known is not None or timer.late:
         return known
     try:
         found = time_region(
-            layer, shape, device=timer.device, settings=timer.settings, deadline=timer.deadline, arms=arms
+            layer,
+            shape,
+            device=timer.device,
+            settings=timer.settings,
+            deadline=timer.deadline,
+            arms=arms,
+            chained=chained,
         )
     except torch.OutOfMemoryError:
         timer.notes.append(f"a layer of {shape.in_features} x {shape.out_features} in a region: {NO_MEMORY}")

@@ -29,14 +29,14 @@ _FEWEST, _MOST = 4, 32  # processes: each imports torch first, and two on two co
 _LEAST, _LONGEST = 8.0, 600.0  # seconds: importing torch takes half of the first; none is waited for longer
 _CONTEXT = 1 << 30  # bytes of one on a GPU
 _COMMAND = "from loka.measurement.times.region_ahead import work; work()"
-Cell = tuple[LinearStats, LinearShape, list[str]]
+Cell = tuple[LinearStats, LinearShape, list[str], bool]
 
 
 def compile_regions_ahead(
     cells: Sequence[Cell], device: torch.device, deadline: float | None, track: Track, draws: Iterator[object]
 ) -> list[str]:
-    """Compiles `cells` (a layer, its arms) in half of the time left, the first ones first; tells of workers that
-    died or never began.
+    """Compiles `cells` (a layer, its arms, whether in a chain) in half of the time left, the first ones first;
+    tells of workers that died or never began.
 
     Takes from `draws` meanwhile, and from `track` each second. No worker is left afterwards.
     """
@@ -75,14 +75,14 @@ def _workers(cells: Sequence[Cell], device: torch.device) -> int:
 
     most = min(config.compile_threads or 1, len(cells), _MOST)
     if device.type == "cuda" and cells:  # half of the free memory: four copies of a tensor and of its gradient
-        sides = [(layer.rows, shape.in_features, shape.out_features) for layer, shape, _ in cells]
+        sides = [(layer.rows, shape.in_features, shape.out_features) for layer, shape, *_ in cells]
         largest = 16 * LAYERS * max(m * (k + n) + k * n for m, k, n in sides)
         most = min(most, torch.cuda.mem_get_info(device)[0] // 2 // (_CONTEXT + largest))
     return most if most >= _FEWEST and config.fx_graph_cache else 0
 
 
 def _worker(cells: Sequence[Cell], device: torch.device, told: Path) -> subprocess.Popen[bytes]:
-    bare = [(_bare(layer), shape, arms) for layer, shape, arms in cells]
+    bare = [(_bare(layer), shape, arms, chained) for layer, shape, arms, chained in cells]
     index = torch.cuda.current_device() if device.type == "cuda" else 0
     told.write_text(json.dumps([encode(bare), str(device), index, _compiler()]))
     if not sys.executable:
@@ -134,8 +134,8 @@ def work() -> None:
     device = torch.device(on)
     if device.type == "cuda":
         torch.cuda.set_device(index)
-    for layer, shape, arms in told:
+    for layer, shape, arms, chained in told:
         layer, shape = decode(LinearStats, layer), decode(LinearShape, shape)
         with contextlib.suppress(Exception):  # who times it will see
-            time_region(layer, shape, device=device, settings=None, arms=arms)
+            time_region(layer, shape, device=device, settings=None, arms=arms, chained=chained)
         torch._dynamo.reset()

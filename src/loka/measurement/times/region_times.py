@@ -1,13 +1,18 @@
 """The time of a layer as a part of a compiled region, against the same code in high precision.
 
-    a cell:  relu -> the layer -> relu,   three times side by side, forward, and backward where probed
+    a cell:   relu -> the layer -> relu,   three times side by side, forward, and backward where probed
+    a chain:  relu -> the layer -> relu -> one the other way round -> relu -> the layer -> relu -> .. -> relu
 
 Inside a region a layer's FP8 copies are written by the kernels between the layers, so that its GEMMs by
 themselves do not tell what it takes. A cell has what a layer brings to a region: its GEMMs, the cast of its
 input in the kernel before it, that of its gradient in the kernel behind it, and its weight's, unless that is
-served and was quantized before. Layers add up.
-What a graph does once, casting all weights and noting what ran, counts a third to each of the three layers,
-which is a guess: most models have more, and seldom one alone.
+served and was quantized before. A region's two ends cost more than what lies between layers: what they read was
+written long ago, and what they write is bf16. A cell's layers have both; of a chain's four one end each is half
+a layer's share. So a layer that feeds others, or is fed by them, has both timed, and a plan counts the ends that
+it has (planner/placing.py). An H200 took 72.3 us in FP8 and in bf16 for 4096 x 1024 in cells, and 55.2 and
+62.1 for each of a chain's layers.
+What a graph does once, casting all weights and noting what ran, counts a third to each layer of a cell, a fourth in
+a chain, which is a guess: most models have more, and seldom one alone.
 
 Both arms are compiled, and run under CUDA graphs, on random normal data of the probed shapes and dtypes.
 """
@@ -28,7 +33,7 @@ from loka.core.compiling import compile_in_place
 from loka.core.error import Estimate
 from loka.core.problem import DTYPES, linear_problem, target_of
 from loka.core.recipe import Gemm
-from loka.core.records.report import HP, REGION, REGION_INT8, Measurement
+from loka.core.records.report import CHAINED, HP, REGION, REGION_INT8, Measurement
 from loka.core.records.stats import LinearStats
 from loka.core.signature import LinearShape
 from loka.core.timing import first_line, still_usable, time_interleaved
@@ -59,6 +64,15 @@ class _Cell(nn.Module):
         return [relu(layer(relu(z))) for layer, z in zip(self.layers, inputs, strict=True)]
 
 
+class _Chain(_Cell):
+    def forward(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        relu = nn.functional.relu
+        z = relu(inputs[0])
+        for layer in self.layers:
+            z = relu(layer(z))
+        return [z]
+
+
 class _Kept(nn.Module):
     """Stands before a weight [N, K] that was quantized once, as loka.serve keeps it."""
 
@@ -73,7 +87,9 @@ class _Kept(nn.Module):
         return dequantized(self.row, self.scale, weight.dtype)  # which no joined site reads
 
 
-def region_key(layer: LinearStats, shape: LinearShape, arms: Collection[str] = tuple(ARMS)) -> dict[str, Any]:
+def region_key(
+    layer: LinearStats, shape: LinearShape, arms: Collection[str] = tuple(ARMS), *, chained: bool = False
+) -> dict[str, Any]:
     """Equal for layers that take equally long."""
     return {
         "sides": [layer.rows, shape.in_features, shape.out_features],
@@ -81,6 +97,7 @@ def region_key(layer: LinearStats, shape: LinearShape, arms: Collection[str] = t
         "dtypes": [layer.dtype, layer.weight_dtype],
         "gradients": [layer.needs_input_grad, layer.needs_weight_grad],
         "region": [*(name for arm in arms for name in ARMS[arm]), LAYERS],
+        **({"chained": CHAINED} if chained else {}),
         **({"over_tokens": True} if _adds_up_few_tokens(layer, shape) else {}),
     }
 
@@ -106,9 +123,10 @@ def time_region(
     settings: Settings | None,
     deadline: float | None = None,
     arms: Collection[str] = tuple(ARMS),
+    chained: bool = False,
 ) -> dict[str, Measurement] | None:
-    """By "hp", "region" and "region_int8"; a reason where it cannot be in one; None where the deadline cut it
-    short. Without `settings` nothing is timed: compile caches are filled.
+    """By "hp", "region" and "region_int8", for one layer of a cell, or of a chain; a reason where it cannot be in
+    one; None where the deadline cut it short. Without `settings` nothing is timed: compile caches are filled.
 
     Raises torch.OutOfMemoryError, which says nothing about the layer.
     """
@@ -123,8 +141,9 @@ def time_region(
             refused[name] = Measurement(unsupported=why)
             continue
         with torch.random.fork_rng(devices=[]):  # measuring leaves the program's random numbers alone
-            sides = shape.in_features, shape.out_features
-            cell = _Cell(nn.Linear(*sides, bias=shape.bias) for _ in range(LAYERS))
+            there = shape.in_features, shape.out_features
+            sides = [(there, there[::-1])[at % 2] for at in range(CHAINED)] if chained else [there] * LAYERS
+            cell = (_Chain if chained else _Cell)(nn.Linear(*each, bias=shape.bias) for each in sides)
         cell.to(device, DTYPES[layer.weight_dtype])
         if not layer.needs_weight_grad:
             cell.requires_grad_(False)
@@ -157,7 +176,7 @@ def _no_kernel(arm: str, layer: LinearStats, shape: LinearShape, device: torch.d
 
 
 def _race(
-    arms: Mapping[str, nn.Module],
+    arms: Mapping[str, _Cell],
     shape: LinearShape,
     layer: LinearStats,
     *,
@@ -205,15 +224,17 @@ def _race(
         return None
     for name, timing in times.timings.items():
         found[name] = Measurement(
-            microseconds=_of_one(timing.microseconds), speedup=timing.speedup, rounds=timing.rounds
+            microseconds=_of_one(timing.microseconds, len(arms[HP].layers)),
+            speedup=timing.speedup,
+            rounds=timing.rounds,
         )
     for name, why in times.failures.items():
         found[name] = Measurement(unsupported=f"cannot be timed: {why}")
     return found
 
 
-def _of_one(time: Estimate) -> Estimate:
-    return Estimate(time.value / LAYERS, time.low / LAYERS, time.high / LAYERS)
+def _of_one(time: Estimate, layers: int) -> Estimate:
+    return Estimate(time.value / layers, time.low / layers, time.high / layers)
 
 
 def _failure(error: Exception, device: torch.device) -> Measurement:
@@ -222,14 +243,16 @@ def _failure(error: Exception, device: torch.device) -> Measurement:
     return Measurement(unsupported=f"cannot be timed: {first_line(error)}")
 
 
-def _step(model: nn.Module, shape: LinearShape, layer: LinearStats, device: torch.device) -> Callable[[], object]:
+def _step(model: _Cell, shape: LinearShape, layer: LinearStats, device: torch.device) -> Callable[[], object]:
     generator = torch.Generator(device).manual_seed(0)
     compute = DTYPES[layer.dtype]
     sides = layer.rows, shape.in_features
-    inputs = [torch.randn(sides, generator=generator, device=device).to(compute) for _ in range(LAYERS)]
+    chained = isinstance(model, _Chain)
+    many, last = (1, shape.in_features) if chained else (LAYERS, shape.out_features)  # four layers end as they began
+    inputs = [torch.randn(sides, generator=generator, device=device).to(compute) for _ in range(many)]
     for z in inputs:
         z.requires_grad_(layer.needs_input_grad)
-    grad = torch.randn(layer.rows, shape.out_features, generator=generator, device=device)
+    grad = torch.randn(layer.rows, last, generator=generator, device=device)
     grad = (grad / max(layer.rows, 1)).to(compute)
     leaves = [*inputs, *model.parameters()]
     training = layer.needs_input_grad or layer.needs_weight_grad
@@ -244,6 +267,6 @@ def _step(model: nn.Module, shape: LinearShape, layer: LinearStats, device: torc
         ):
             outputs = model(inputs)
         if training:
-            torch.autograd.backward(outputs, [grad] * LAYERS)
+            torch.autograd.backward(outputs, [grad] * many)
 
     return step

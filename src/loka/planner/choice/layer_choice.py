@@ -15,7 +15,7 @@ rank and every run decides alike.
 
 import itertools
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from loka.compiler.joint_sites import ARMS
 from loka.core.error import Estimate
@@ -44,12 +44,17 @@ class Choice:
 
     options: Mapping[Gemm, Option]
     saved: Mapping[str, Estimate]
-    region: Estimate | None = None  # speed-up of the layer in a region, where the choice is that
-    arm: str | None = None  # and which of `ARMS`
+    arm: str | None = None  # which of `ARMS`, where the choice is a region
+    times: Mapping[str, Measurement] = field(default_factory=dict)  # of the layer there, by arm
 
     def saved_at(self, gemm: Gemm) -> float:
         """Microseconds saved on tensors of which `gemm` takes the transpose; each counts once."""
         return sum(saving.value for tensor, saving in self.saved.items() if SHARED_OPERANDS[tensor][1][0] is gemm)
+
+    @property
+    def region(self) -> Estimate | None:
+        """Speed-up of the layer in a region, where the choice is that."""
+        return None if self.arm is None else self.times[self.arm].speedup
 
     @property
     def microseconds(self) -> float:
@@ -123,7 +128,7 @@ def region_choice(options: Mapping[Gemm, Option], times: Mapping[str, Measuremen
         gemm: Option(name=names[gemm], time=Estimate(*(option.time.value * each for each in left)), casts=None)
         for gemm, option in options.items()
     }
-    return Choice(options=inside, saved={}, region=region.speedup, arm=arm)
+    return Choice(options=inside, saved={}, arm=arm, times=times)
 
 
 def best_of(allowed: Sequence[Choice]) -> Choice:

@@ -1,0 +1,61 @@
+"""What a layer takes in a region by where it stands there: at an end, or between others.
+
+    time(ends) = cell + 4/3 (1 - ends / 2) (chain - cell)
+
+A region's ends cost more than what lies between its layers (measurement/times/region_times.py). A layer timed by
+itself has both; of a chain of four each layer has a fourth of them: cell = inner + both, chain = inner + both / 4. An
+end counts half to the layer that has it, on the side where none that feeds it, or that it feeds, is `joined`.
+"""
+
+from collections.abc import Collection, Mapping
+
+from loka.core.error import Estimate
+from loka.core.records.report import CHAINED, HP, Measurement, Report
+
+
+def times_at(report: Report, path: str, joined: Collection[str]) -> Mapping[str, Measurement]:
+    """Of a layer by arm, as `Report.region_times`, in a region with those of its neighbours that are `joined`."""
+    cell, chain = report.region_times.get(path, {}), report.times_in_chains.get(path, {})
+    ends = _ends(report.reads, path, joined)
+    if ends == 2 or not _timed(cell, HP) or not _timed(chain, HP):
+        return cell
+    share = (1 - ends / 2) * CHAINED / (CHAINED - 1)  # of the chain's time; the rest is the cell's, below zero too
+    hp = _mixed(_microseconds(cell, HP), _microseconds(chain, HP), share)
+    placed = {arm: _placed(arm, cell, chain, share, hp) for arm in cell if _timed(cell, arm) and _timed(chain, arm)}
+    return {**cell, **placed}
+
+
+def _ends(reads: Mapping[str, Collection[str]], path: str, joined: Collection[str]) -> int:
+    fed = any(other in joined for other in reads.get(path, ()))
+    feeds = any(path in reads.get(other, ()) for other in joined)
+    return 2 - fed - feeds
+
+
+def _timed(times: Mapping[str, Measurement], arm: str) -> bool:
+    return arm in times and times[arm].microseconds is not None and (arm == HP or times[arm].speedup is not None)
+
+
+def _microseconds(times: Mapping[str, Measurement], arm: str) -> Estimate:
+    found = times[arm].microseconds
+    assert found is not None
+    if arm == HP:
+        return found
+    ratio, hp = times[arm].speedup, _microseconds(times, HP).value
+    assert ratio is not None
+    return Estimate(hp / ratio.value, hp / ratio.high, hp / max(ratio.low, 1e-9))  # free of clock drift
+
+
+def _mixed(cell: Estimate, chain: Estimate, share: float) -> Estimate:
+    value, rest = (1 - share) * cell.value + share * chain.value, 1 - share
+    low, high = (cell.low, cell.high) if rest >= 0 else (cell.high, cell.low)
+    return Estimate(value, rest * low + share * chain.low, rest * high + share * chain.high)
+
+
+def _placed(
+    arm: str, cell: Mapping[str, Measurement], chain: Mapping[str, Measurement], share: float, hp: Estimate
+) -> Measurement:
+    if arm == HP:
+        return Measurement(microseconds=hp)
+    time = _mixed(_microseconds(cell, arm), _microseconds(chain, arm), share)
+    ratios = (hp.value / max(us, 1e-9) for us in (time.value, time.high, time.low))
+    return Measurement(microseconds=time, speedup=Estimate(*ratios))

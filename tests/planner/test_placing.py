@@ -1,0 +1,135 @@
+"""Layers planned by where they stand in a region; every expected time is worked out by hand.
+
+hp takes 100 us at each GEMM. In a cell a layer and the code around it take 330 us by either arm; of a chain's four
+layers each takes 300 us in hp and 240 in FP8. So between others it takes 290 and 210, at one end 310 and 270.
+"""
+
+import dataclasses
+
+import pytest
+from ne_reports import costing, effect, model_report
+from reports import around, measured
+
+import loka
+from loka.compiler.joint_sites import IN_REGIONS
+from loka.core.error import Estimate
+from loka.core.recipe import Gemm
+from loka.core.records.report import HP, REGION, REGION_INT8, Measurement, Report
+from loka.planner.placing import times_at
+
+FAST, SLOW = "torch_fast:rowwise_e4m3", "torch:rowwise_e4m3"
+SITES = {gemm: {FAST: measured(28.5, 120.0), SLOW: measured(28.5, 125.0)} for gemm in Gemm}
+
+
+def times(region_us, hp_us, *, noise=0.001):
+    """The microseconds of FP8 are of a slower clock."""
+    ratio = hp_us / region_us
+    return {
+        HP: Measurement(microseconds=around(hp_us, noise), speedup=Estimate(1.0, 1.0, 1.0)),
+        REGION: Measurement(microseconds=around(region_us * 1.5, noise), speedup=around(ratio, noise)),
+    }
+
+
+CELL, CHAIN = times(330.0, 330.0), times(240.0, 300.0)
+
+
+def report_of(*paths, reads, sites=SITES, cell=CELL, chain=CHAIN):
+    made = model_report(dict.fromkeys(paths, sites), region_times=dict.fromkeys(paths, cell))
+    return dataclasses.replace(made, times_in_chains=dict.fromkeys(paths, chain), reads=reads)
+
+
+TOWER = {"b": ("a",), "c": ("b",)}
+
+
+def inside(plan):
+    return {d.path for d in plan.decisions.values() if d.candidate in IN_REGIONS}
+
+
+@pytest.mark.parametrize(
+    ("joined", "hp", "region"),
+    [("", 330, 330), ("b", 330, 330), ("a", 310, 270), ("c", 310, 270), ("ac", 290, 210), ("abc", 290, 210)],
+)
+def test_time_by_ends(joined, hp, region):
+    found = times_at(report_of("a", "b", "c", reads=TOWER), "b", set(joined))
+    assert found[HP].microseconds.value == pytest.approx(hp)
+    assert found[REGION].speedup.value == pytest.approx(hp / region)
+    assert found[REGION].speedup.low < hp / region < found[REGION].speedup.high
+    if joined not in ("", "b"):
+        assert found[REGION].microseconds.value == pytest.approx(region)
+
+
+def test_uncertain_times_of_both_add_up():
+    """Between others: (4 * 240 * (1 +- .01) - 330 * (1 -+ .02)) / 3, of ratios that are off by so much."""
+    made = report_of("a", "b", "c", reads=TOWER, cell=times(330, 330, noise=0.02), chain=times(240, 300, noise=0.01))
+    slow = (4 * 240 / 0.99 - 330 / 1.02) / 3
+    fast = (4 * 240 / 1.01 - 330 / 0.98) / 3
+    found = times_at(made, "b", {"a", "c"})[REGION]
+    assert (found.speedup.low, found.speedup.high) == pytest.approx((290 / slow, 290 / fast))
+
+
+@pytest.mark.parametrize("lost", [HP, REGION])
+def test_without_the_time_of_a_chain_it_is_the_cells(lost):
+    unknown = {**CHAIN, lost: Measurement(unsupported="it was not joined: its side is odd")}
+    made = report_of("a", "b", "c", reads=TOWER, chain=unknown)
+    assert times_at(made, "b", {"a", "c"})[REGION] == CELL[REGION]
+    assert times_at(dataclasses.replace(made, times_in_chains={}), "b", {"a", "c"}) == CELL
+
+
+def test_an_arm_that_cannot_run_keeps_its_reason():
+    why = Measurement(unsupported="no kernel")
+    made = report_of("a", "b", reads=TOWER, cell={**CELL, REGION_INT8: why}, chain={**CHAIN, REGION_INT8: why})
+    assert times_at(made, "b", {"a"})[REGION_INT8] == why
+
+
+def test_a_tower_is_planned_though_none_of_its_layers_gains_alone():
+    made = report_of("a", "b", "c", reads=TOWER)
+    plan = loka.plan(made)
+    assert inside(plan) == {"a", "b", "c"}
+    middle, end = plan.decisions["b/output"], plan.decisions["a/output"]
+    assert middle.speedup.value == pytest.approx(290 / 210)
+    assert end.speedup.value == pytest.approx(310 / 270)
+    assert "take 210" in middle.reason
+    assert "290" in middle.reason
+    # What it saves is taken off the GEMMs, a third each.
+    assert middle.microseconds.value == pytest.approx((300 - 80) / 3)
+    assert inside(loka.plan(dataclasses.replace(made, reads={}))) == set()
+
+
+@pytest.mark.parametrize("keep", ["a", "b", "c"])
+def test_a_neighbour_in_high_precision_makes_an_end(keep):
+    plan = loka.plan(report_of("a", "b", "c", reads=TOWER), loka.Budget(keep=(keep,)))
+    assert inside(plan) == (set() if keep == "b" else {"a", "b", "c"} - {keep})
+    for d in plan.decisions.values():
+        if d.candidate in IN_REGIONS:
+            assert d.speedup.value == pytest.approx(310 / 270)
+    if keep == "b":
+        assert plan.decisions["a/output"].rejected["region"].startswith("speed-up in a region 1 ")
+
+
+def test_layers_that_lose_their_neighbours_leave_one_after_the_other():
+    """At one end a layer of this chain loses, so a tower of four that lacks one falls apart."""
+    chain = times(262.5, 270.0)
+    reads = {**TOWER, "d": ("c",)}
+    cell = times(340.0, 300.0)
+    ring = report_of(*"abcd", reads={**reads, "a": ("d",)}, cell=cell, chain=chain)
+    assert inside(loka.plan(ring)) == set("abcd")
+    assert inside(loka.plan(ring, loka.Budget(keep=("a",)))) == set()
+
+
+def test_a_budget_that_takes_one_out_makes_ends_of_its_neighbours():
+    sites = {Gemm.OUTPUT: {FAST: costing(120, effect(1e-4))}, Gemm.GRAD_INPUT: {FAST: costing(120, None)}}
+    sites[Gemm.GRAD_WEIGHT] = {SLOW: costing(125, None)}
+    made = report_of("a", "b", "c", reads=TOWER, sites=sites)
+    assert inside(loka.plan(made, loka.Budget(ne=1.0))) == {"a", "b", "c"}
+    two = loka.plan(made, loka.Budget(ne=2.5e-4))
+    assert len(inside(two)) in (0, 2)
+    assert two.kl is None or two.kl.value <= 2.5e-4
+    ends = {d.path: d.speedup.value for d in two.decisions.values() if d.candidate in IN_REGIONS}
+    assert all(value == pytest.approx(310 / 270) for value in ends.values())
+
+
+def test_a_report_keeps_them(tmp_path):
+    made = report_of("a", "b", reads={"b": ("a",)})
+    made.save(tmp_path / "report.json")
+    assert Report.load(tmp_path / "report.json") == made
+    assert "in a compiled region among others a takes" in str(made)
