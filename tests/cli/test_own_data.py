@@ -74,7 +74,7 @@ def test_demo_and_validate_take_them_too(folder):
     assert "400 + 120 held out of test.csv" in text
     text = loka("demo", "--model", "dlrm", "--pairs", 1, "--out", "out", *given, cwd=folder)
     assert "400 + 120 held out of test.csv, 2 dense and 2 sparse features" in text
-    assert f"loka validate --model dlrm {' '.join(given[:6])} --arm" in text
+    assert f"loka validate --model dlrm {' '.join(given[:6])} --batch-size" in text
     write(folder / "other.csv", 120, 2)
     other = [*given[:4], "--test-data", "other.csv", *FEW]
     text = loka("demo", "--model", "dlrm", "--pairs", 1, "--out", "out", *other, cwd=folder, fails=True)

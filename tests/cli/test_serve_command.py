@@ -38,6 +38,7 @@ def folder(tmp_path_factory):
     assert "calibrated with 300 rows of 'held-out rows of synthetic, 2400 + 600 held out'" in text
     assert "written: server" in text
     assert "the weights are those of the last step, not their mean" in text
+    assert "trained on other rows" not in text
     return folder
 
 
@@ -84,7 +85,8 @@ def test_plans_by_numbers_of_rows(folder):
     dataclasses.replace(plan, decisions={**plan.decisions, first: few}).save(folder / "few.json")
     command = ("serve", "freeze", *FEW, "--no-mods", "--checkpoint", "run", "--calibration-rows", "300")
     plans = ("--plan", "16=few.json", "--plan", "4096=plan.json")
-    text = loka(*command, *plans, "--out", "by_rows", "--no-graphs", cwd=folder)
+    text = loka(*command, *plans, "--seed", 1, "--out", "by_rows", "--no-graphs", cwd=folder)
+    assert "trained on other rows than these: ids have to be of its vocabulary" in text
     assert re.search(r"16 rows: 1 of \d+ sites run in high precision", text)
     assert "64 rows:" not in text
     text = loka(*command, "--plan", "few.json", "--plan", "9=plan.json", cwd=folder, fails=2)

@@ -75,6 +75,12 @@ def test_without_the_time_of_a_chain_it_is_the_cells(lost):
     assert times_at(dataclasses.replace(made, times_in_chains={}), "b", {"a", "c"}) == CELL
 
 
+def test_times_that_contradict_each_other_are_the_cells():
+    """A chain's layer in an eighth of a cell's time: between others it would take less than none."""
+    made = report_of("a", "b", "c", reads=TOWER, chain=times(40.0, 300.0))
+    assert times_at(made, "b", {"a", "c"}) == CELL
+
+
 def test_an_arm_that_cannot_run_keeps_its_reason():
     why = Measurement(unsupported="no kernel")
     made = report_of("a", "b", reads=TOWER, cell={**CELL, REGION_INT8: why}, chain={**CHAIN, REGION_INT8: why})

@@ -69,7 +69,7 @@ def test_a_killed_run_ends_with_the_same_mean(tmp_path, kind, stop):
     _, straight = recorded(config)
     with pytest.raises(MemoryError):
         train(small_model(), ROWS, config=config, checkpoints=tmp_path, on_step=stop_at(stop, MemoryError))
-    result = train(small_model(seed=9), ROWS, config=config, checkpoints=tmp_path)
+    result = train(small_model(seed=9), ROWS, config=config, checkpoints=str(tmp_path))
     assert result.resumed_from == stop - stop % 3
     assert digest(dict(result.average.state_dict())) == digest(dict(straight.state_dict()))
     again = train(small_model(seed=9), ROWS, config=config, checkpoints=tmp_path)  # nothing is left to do

@@ -50,11 +50,11 @@ class Screen:
 
 
 def screen_of(models: Sequence[Shown], out: Path, *, data: Mapping[str, str | None]) -> Screen:
-    """`data`: the options that say where rows come from, with their values."""
+    """`data`: the options that say where rows come from and how they are trained on, with their values."""
     rows = "".join(f" {option} {shlex.quote(value)}" for option, value in data.items() if value)
     first = models[0]
     plan_file = shlex.quote(str(first.folder / "plan.json"))
-    own = () if rows else (("loka demo --data rows.parquet", "the same on your rows (docs/data.md)"),)
+    own = () if data.get("--data") else (("loka demo --data rows.parquet", "the same on your rows (docs/data.md)"),)
     timing = (
         ()
         if first.plan.timed

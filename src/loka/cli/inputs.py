@@ -267,6 +267,11 @@ def choose_device(name: str | None) -> str:
     return device
 
 
+OTHER_ROWS = (
+    "its run trained on other rows than these: ids have to be of its vocabulary (loka data convert --vocabulary)"
+)
+
+
 def trained_on_others(found: Checkpoint, opened: Data, reopened: Callable[[int], Data]) -> bool:
     """Whether the run that saved it trained on other rows than `opened.train`. `reopened` gives these in so many
     parts, as the ranks of a run read them."""

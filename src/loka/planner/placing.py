@@ -20,9 +20,11 @@ def times_at(report: Report, path: str, joined: Collection[str]) -> Mapping[str,
     if ends == 2 or not _timed(cell, HP) or not _timed(chain, HP):
         return cell
     share = (1 - ends / 2) * CHAINED / (CHAINED - 1)  # of the chain's time; the rest is the cell's, below zero too
-    hp = _mixed(_microseconds(cell, HP), _microseconds(chain, HP), share)
-    placed = {arm: _placed(arm, cell, chain, share, hp) for arm in cell if _timed(cell, arm) and _timed(chain, arm)}
-    return {**cell, **placed}
+    both = [arm for arm in cell if _timed(cell, arm) and _timed(chain, arm)]
+    placed = {arm: _mixed(_microseconds(cell, arm), _microseconds(chain, arm), share) for arm in both}
+    if not all(time.low > 0 for time in placed.values()):  # the two contradict each other
+        return cell
+    return {**cell, **{arm: _measurement(time, placed[HP].value, arm) for arm, time in placed.items()}}
 
 
 def _ends(reads: Mapping[str, Collection[str]], path: str, joined: Collection[str]) -> int:
@@ -51,11 +53,6 @@ def _mixed(cell: Estimate, chain: Estimate, share: float) -> Estimate:
     return Estimate(value, rest * low + share * chain.low, rest * high + share * chain.high)
 
 
-def _placed(
-    arm: str, cell: Mapping[str, Measurement], chain: Mapping[str, Measurement], share: float, hp: Estimate
-) -> Measurement:
-    if arm == HP:
-        return Measurement(microseconds=hp)
-    time = _mixed(_microseconds(cell, arm), _microseconds(chain, arm), share)
-    ratios = (hp.value / max(us, 1e-9) for us in (time.value, time.high, time.low))
-    return Measurement(microseconds=time, speedup=Estimate(*ratios))
+def _measurement(time: Estimate, hp: float, arm: str) -> Measurement:
+    ratios = Estimate(hp / time.value, hp / time.high, hp / time.low)
+    return Measurement(microseconds=time, speedup=None if arm == HP else ratios)

@@ -127,7 +127,7 @@ def train(
     callback: Callback | None = None,
     segments: Segments | None = None,
     identity_extra: Mapping[str, Any] | None = None,
-    checkpoints: Path | None = None,
+    checkpoints: Path | str | None = None,
     resume: bool = True,
     track: Track = untracked,
     on_log: Callable[[TrainLog], None] | None = None,
@@ -169,6 +169,7 @@ def train(
             save nothing then.
     """
     model.train()
+    checkpoints = Path(checkpoints) if checkpoints else None
     callback = callback or Callback()
     length = Length.of(source, config)
     # What all ranks do together has to come at the same steps on each.

@@ -31,7 +31,7 @@ ROWS = RandomRows(16 * STEPS)
 
 def run(config=AUTO, *, seed=0, track=None, folder=None, **others):
     model, said = tower(seed), []
-    auto = Auto(config, folder=folder, say=said.append, track=track)
+    auto = Auto(config, folder=str(folder) if folder else None, say=said.append, track=track)
     others = {"config": CONFIG, **others}
     if folder is not None:
         others.setdefault("checkpoints", folder / "checkpoints")

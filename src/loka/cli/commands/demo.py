@@ -164,6 +164,7 @@ def _run_demo(config: DemoConfig, out: Path, say: Say, details: Details) -> dict
         say(line)
     details.save(out / DETAILS)
     given = {"--data": config.data, "--schema": config.schema, "--test-data": config.test_data}
+    given |= {"--batch-size": str(config.batch_size), "--schedule": config.schedule}
     screen = screen_of(shown, out, data=given)
     write_pages(shown, out, screen)
     say(f"\n{screen}")

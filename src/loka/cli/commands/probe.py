@@ -13,6 +13,7 @@ from torch import nn
 from loka import mods
 from loka.cli.commands.demo import MODS
 from loka.cli.inputs import (
+    OTHER_ROWS,
     Data,
     choose_device,
     effects_by,
@@ -111,7 +112,7 @@ def probe(
         if checkpoint is not None:
             found = restore(checkpoint, built)
             if trained_on_others(found, opened, lambda parts: opening(parts=parts)):
-                say(_OTHERS)
+                say(f"{OTHER_ROWS}, and what is taken for unused may have been trained on")
             stats = _of_checkpoint(built, found, opened, config, rate, segments)
         else:
             effects = effects_by(rate, opened.train, batch_size)
@@ -144,12 +145,6 @@ def probe(
 def _divided(text: str, source: Source, batch_size: int) -> Divided:
     (found,) = divide(source, [division_named(text, source)], batch_size=batch_size)
     return Divided(found.names, torch.from_numpy(found.group))
-
-
-_OTHERS = (
-    "its run trained on other rows than these: ids have to be of its vocabulary (loka data convert --vocabulary), and "
-    "what is taken for unused may have been trained on"
-)
 
 
 def _of_checkpoint(

@@ -1,6 +1,7 @@
 """`loka serve`: freeze a checkpoint by a plan, test its load, package it, check a folder."""
 
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -9,7 +10,7 @@ import typer
 from torch import nn
 
 from loka.cli.commands.demo import build_model
-from loka.cli.inputs import Data, choose_device, open_data, restore, size_of_world
+from loka.cli.inputs import OTHER_ROWS, Data, choose_device, open_data, restore, size_of_world, trained_on_others
 from loka.cli.options import BatchSize, DataFile, Device, ModelName, Rows, SchemaFile, Seed, WithMods, refuse_idle
 from loka.cli.terminal import say
 from loka.core.exceptions import LokaError
@@ -59,7 +60,9 @@ def freeze(
 ) -> None:
     """Quantize the weights of a checkpoint once, calibrate on held-out rows, and write a folder."""
     opened, built = _model(model, data, schema, rows, seed, device, with_mods)
-    restore(checkpoint, built)
+    opening = partial(open_data, data, rows=size_of_world(rows, data), seed=seed, schema=schema)
+    if trained_on_others(restore(checkpoint, built), opened, lambda parts: opening(parts=parts)):
+        say(OTHER_ROWS)
     server = freeze_model(
         built,
         _plans(plan),

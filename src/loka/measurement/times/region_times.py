@@ -7,9 +7,9 @@ Inside a region a layer's FP8 copies are written by the kernels between the laye
 themselves do not tell what it takes. A cell has what a layer brings to a region: its GEMMs, the cast of its
 input in the kernel before it, that of its gradient in the kernel behind it, and its weight's, unless that is
 served and was quantized before. A region's two ends cost more than what lies between layers: what they read was
-written long ago, and what they write is bf16. A cell's layers have both; of a chain's four one end each is half
-a layer's share. So a layer that feeds others, or is fed by them, has both timed, and a plan counts the ends that
-it has (planner/placing.py). An H200 took 72.3 us in FP8 and in bf16 for 4096 x 1024 in cells, and 55.2 and
+written long ago, and what they write is bf16. Each of a cell's layers has both, and a chain of four has both once.
+So a layer that feeds others, or is fed by them, is timed both ways, and a plan counts the ends that it has
+(planner/placing.py). An H200 took 72.3 us in FP8 and in bf16 for 4096 x 1024 in cells, and 55.2 and
 62.1 for each of a chain's layers.
 What a graph does once, casting all weights and noting what ran, counts a third to each layer of a cell, a fourth in
 a chain, which is a guess: most models have more, and seldom one alone.

@@ -124,10 +124,11 @@ class Auto(Callback):
         self,
         config: AutoConfig | None = None,
         *,
-        folder: Path | None = None,
+        folder: Path | str | None = None,
         track: Track | None = None,
         say: Callable[[str], None] | None = None,
     ) -> None:
+        folder = Path(folder) if folder else None
         self.config = config or AutoConfig()
         self.phase: Phase = "probe"
         self.plan: Plan | None = None
