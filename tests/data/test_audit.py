@@ -97,6 +97,7 @@ def test_a_share_is_of_one_part(wrong):
 
 def test_what_cannot_be_audited_is_refused():
     share = Share(column="c", value=1, share=0.5)
+    assert str(audit({"c": [1, 0] * 9}, [share])) == str(audit({"c": torch.tensor([1, 0] * 9)}, [share]))
     with pytest.raises(UnknownName, match="one of d"):
         audit({"d": torch.ones(3)}, [share])
     with pytest.raises(LokaError, match="no rows"):

@@ -6,7 +6,7 @@ import loka
 from loka.core.budget import Budget
 from loka.core.exceptions import DataRefused, EffectUnknown, UnknownName
 from loka.core.numerics.effect import Effect
-from loka.core.records.parts import LEAST_ROWS, Part, joined, judged
+from loka.core.records.parts import LEAST_ROWS, Part, beyond_sum, joined, judged
 from loka.core.records.report import Report
 from loka.core.records.stats import Stats
 from loka.probe import merge_stats, renew_effects
@@ -168,6 +168,45 @@ def test_a_budget_by_task_binds_where_it_is_tight(report):
     click = loka.plan(report, Budget(ne={"click": 0.0, "buy": 1.0}, min_sqnr_db=None))
     assert click.decisions["shared/output"].candidate == "hp"
     assert click.decisions["tower/output"].candidate != "hp"
+
+
+class Experts(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.experts = nn.ModuleList(nn.Sequential(nn.Linear(24, 32), nn.ReLU(), nn.Linear(32, 1)) for _ in range(4))
+
+    def forward(self, x):
+        return sum(expert(x) for expert in self.experts)
+
+
+def test_layers_that_round_one_tensor_alike_lose_more_than_their_sum_and_the_plan_says_how_much():
+    """Four experts that learnt the same: what the input's rounding does to each adds before it is squared."""
+    torch.manual_seed(0)
+    model = Experts()
+    for expert in model.experts:
+        expert.load_state_dict(model.experts[0].state_dict())
+    every = Segments(("every",), lambda batch: torch.zeros(len(batch[0]), dtype=torch.int64), by="")
+    rows = [(x, y[:, 0]) for x, y in batches(24_000)]
+    found = renew_effects(
+        model, probed(model), rows, segments=every, labels=labels_of, forward=ROWS["forward"], segment_rows=1536
+    )
+    report = loka.measure(found, device="cpu", candidates=("emulated:rowwise_e4m3",))
+    plan = loka.plan(report, Budget(segments={"every": 1.0}, min_sqnr_db=None))
+    given = {"part": "every", "forward": ROWS["forward"], "base_rate": torch.cat([y for _, y in rows]).mean().item()}
+    measured = joint_effect(model, plan, batches(4000, seed=9), **given).measured.value
+    together = sum(kl_by_layer(plan).values())
+    assert measured > 3 * together
+    together += beyond_sum(found.parts["every"], plan.output_recipes, kl_by_layer(plan))
+    assert together == pytest.approx(measured, rel=0.25)
+    assert any("within its limit of 1" in note and "together" in note for note in plan.notes)
+    tight = loka.plan(report, Budget(segments={"every": measured / 2}, min_sqnr_db=None))
+    assert 0 < joint_effect(model, tight, batches(4000, seed=9), **given).measured.value <= measured / 2
+    forced = loka.plan(report, Budget(segments={"every": measured / 2}), force={"*": "emulated:rowwise_e4m3"})
+    assert any("ABOVE its limit" in note for note in forced.notes)
+
+
+def kl_by_layer(plan):
+    return {d.path: d.kl_of("every").value for d in plan.decisions.values() if d.kl_of("every")}
 
 
 def test_one_number_is_a_limit_for_each_task(report):

@@ -107,7 +107,7 @@ def audit(
 def _audited(share: Share, columns: Mapping[str, torch.Tensor], level: float, within: float) -> Audited:
     if share.column not in columns:
         raise UnknownName(f"no column {share.column!r}", way_out=f"one of {', '.join(columns)}")
-    values = columns[share.column].detach().cpu()
+    values = torch.as_tensor(columns[share.column]).detach().cpu()
     if values.ndim != 1:
         raise LokaError(
             f"column {share.column!r} is {list(values.shape)}, not [rows]", way_out="a column for each value of a row"

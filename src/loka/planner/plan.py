@@ -37,12 +37,14 @@ from loka.planner.choice.layer_choice import (
     speedup_of,
     tied,
 )
-from loka.planner.choice.limits import Cost, Limits, cost_of, fits, limits_of
-from loka.planner.choice.ne_budget import grant, is_forced
+from loka.planner.choice.limits import Cost, Limits, cost_of, fits, limits_of, lost_alike, more_than_the_sum
+from loka.planner.choice.ne_budget import Granted, grant, is_forced
 from loka.planner.choice.untimed import least_effect, most_exact, ties
 from loka.planner.decision import decision_of
 from loka.planner.package_target import plan_package
 from loka.planner.regions import in_region, regions_of, unsupported
+
+_ROUNDS = 8  # of tighter limits, until what layers lose together is within
 
 
 def plan(
@@ -79,6 +81,45 @@ def plan(
     layers: dict[str, list[SiteReport]] = {}
     for site in report.sites.values():
         layers.setdefault(site.path, []).append(site)
+    charged = limits
+    for _ in range(_ROUNDS):
+        granted, decisions = _spent(report, budget, charged, force, layers)
+        decided = Plan(
+            model=report.model,
+            machine=report.machine,
+            budget=budget,
+            timed=report.timed,
+            decisions=decisions,
+            coverage=report.coverage,
+            limits={} if tuple(limits) == (WHOLE,) else limits,
+        )
+        over = {at: limit / lost for at, limit in limits.items() if (lost := lost_alike(decided, report, at)) > limit}
+        if not over:
+            break
+        charged = {at: limit * over.get(at, 1.0) for at, limit in charged.items()}
+    notes = [f"{path} stays in hp: {reason}" for path, reason in report.skipped.items()]
+    notes += [*(granted.notes if granted else ()), *report.notes]
+    if limits:
+        notes += [str(report.parts[part]) for part in limits if part in report.parts]
+        notes += filter(None, (more_than_the_sum(decided, report, at, limit) for at, limit in limits.items()))
+        notes += [report.not_clicks] if report.not_clicks else []
+        notes.append(annealing_note(report.final_rate))
+    if not report.complete:
+        notes.append("the report is incomplete; sites not yet measured stay in hp")
+    names, hot = decided.output_recipes, report.hot_columns  # what centred and hot recipes need
+    centred = [path for path, name in names.items() if recipe_named(name).centred]
+    return replace(
+        decided,
+        notes=tuple(notes),
+        centres={path: report.centres[path] for path in centred if path in report.centres},
+        hot_columns={path: hot[path][name] for path, name in names.items() if name in hot.get(path, ())},
+    )
+
+
+def _spent(
+    report: Report, budget: Budget, limits: Limits, force: Mapping[str, str], layers: Mapping[str, list[SiteReport]]
+) -> tuple[Granted | None, dict[str, Decision]]:
+    """Decisions where the sums of effects keep `limits`."""
     joined = set(layers)
     while True:  # a layer's time in a region goes by which of its neighbours are there: those of the round before
         opened = {path: _open_layer(sites, report, budget, limits, force, joined) for path, sites in layers.items()}
@@ -86,33 +127,8 @@ def plan(
         decisions = _decisions(report, opened, budget, limits, granted.layers if granted else None)
         inside = {d.path for d in decisions.values() if d.reason.startswith(IN_REGION)}
         if joined <= inside or not report.times_in_chains:
-            break
+            return granted, decisions
         joined &= inside
-    notes = [f"{path} stays in hp: {reason}" for path, reason in report.skipped.items()]
-    notes += [*(granted.notes if granted else ()), *report.notes]
-    if limits:
-        notes += [str(report.parts[part]) for part in limits if part in report.parts]
-        notes += [report.not_clicks] if report.not_clicks else []
-        notes.append(annealing_note(report.final_rate))
-    if not report.complete:
-        notes.append("the report is incomplete; sites not yet measured stay in hp")
-    decided = Plan(
-        model=report.model,
-        machine=report.machine,
-        budget=budget,
-        timed=report.timed,
-        decisions=decisions,
-        coverage=report.coverage,
-        limits={} if tuple(limits) == (WHOLE,) else limits,
-        notes=tuple(notes),
-    )
-    names, hot = decided.output_recipes, report.hot_columns  # what centred and hot recipes need
-    centred = [path for path, name in names.items() if recipe_named(name).centred]
-    return replace(
-        decided,
-        centres={path: report.centres[path] for path in centred if path in report.centres},
-        hot_columns={path: hot[path][name] for path, name in names.items() if name in hot.get(path, ())},
-    )
 
 
 def _matches(site: SiteReport, pattern: str) -> bool:

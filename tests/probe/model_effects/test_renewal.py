@@ -73,6 +73,17 @@ def renewed(model, stats, **options):
     return renew_effects(model, stats, batches(), **{"logits": lambda z: z, **options})
 
 
+def test_a_frozen_base_of_adapters_has_effects_as_if_it_were_not():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 32), nn.ReLU(inplace=True), nn.Linear(32, 1))
+    plain = renew_effects(model, stats_of(model, batches()[0]), batches()).layers["0"].effects
+    model[0].requires_grad_(False)
+    found = renew_effects(model, stats_of(model, batches()[0]), batches()).layers["0"]
+    assert found.effects == plain
+    assert not found.no_effect
+    assert not model[0].weight.requires_grad
+
+
 def test_every_site_has_effects_of_the_model_as_it_is(trained):
     """Also before a BatchNorm, which in training mixes rows; against what emulating the site does."""
     model, stats = trained

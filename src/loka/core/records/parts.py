@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 
 from loka.core.budget import total_effect, upper_bound
 from loka.core.numerics.effect import Effect
-from loka.core.storage.codec import record
+from loka.core.storage.codec import record, sparse
 
 WHOLE = ""
 """The name of the part that is everything: losses summed over tasks, on all rows."""
@@ -31,8 +31,9 @@ def part_name(task: str = "", segment: str = "") -> str:
 
 
 def _check(part: Part) -> None:
-    if not (part.rows >= 0 and part.read >= 0 and part.allowed > 1):
-        raise ValueError("a number of rows, or a width, that cannot be")
+    correlations = (one for others in part.alike.values() for one in others.values())
+    if not (part.rows >= 0 and part.read >= 0 and part.allowed > 1 and all(0 <= one <= 1 for one in correlations)):
+        raise ValueError("a number of rows, a width or a correlation that cannot be")
 
 
 @record(check=_check)
@@ -43,6 +44,7 @@ class Part:
     `width` is what a budget is charged for all layers together over their estimate, by the reference recipe:
     2 says that the upper end is twice the estimate; inf where nothing is known. At most `allowed` counts as
     known. `unknown` says why no KL/H can be stated at all, such as labels that are all alike; "" else.
+    `alike`: layers that change its logit alike, as those do that round one tensor, and their correlation.
     """
 
     task: str = ""
@@ -52,6 +54,7 @@ class Part:
     width: float = math.inf
     allowed: float = WIDTH
     unknown: str = ""
+    alike: Mapping[str, Mapping[str, float]] = sparse(default_factory=dict)
 
     @property
     def name(self) -> str:
@@ -81,6 +84,13 @@ class Part:
         return f"{self.name}: KL/H known to a factor of {self.width:.2f}, from {self.rows} rows"
 
 
+def beyond_sum(part: Part, recipes: Mapping[str, str], effects: Mapping[str, float]) -> float:
+    """What layers that change the logit alike lose together beyond the sum of their `effects`: 2 r sqrt(a b) of
+    each two in one recipe."""
+    pairs = ((a, b, r) for a, others in part.alike.items() for b, r in others.items() if a in effects and b in effects)
+    return math.fsum(2 * r * math.sqrt(effects[a] * effects[b]) for a, b, r in pairs if recipes[a] == recipes[b])
+
+
 def judged(part: Part, effects: Iterable[Mapping[str, Effect]]) -> Part:
     """`part` with its width, by the effects of each layer, and with no more rows than those are of."""
     found = [by_recipe[REFERENCE] for by_recipe in effects if REFERENCE in by_recipe]
@@ -100,6 +110,7 @@ def joined(part: Part, other: Part) -> Part:
         read=part.read + other.read,
         unknown=part.unknown and other.unknown,
         allowed=min(part.allowed, other.allowed),
+        alike={**other.alike, **part.alike},
     )
 
 

@@ -7,13 +7,15 @@
 A limit on a part whose KL/H is not known, or not well enough, is refused: no number stands for it.
 """
 
+import math
 from collections.abc import Mapping
 
 from loka.core.budget import Budget, upper_bound
+from loka.core.error import Estimate
 from loka.core.exceptions import EffectUnknown, UnknownName
 from loka.core.recipe import Gemm
-from loka.core.records.parts import WHOLE, part_name, segments_in, tasks_in
-from loka.core.records.plan import known_effect
+from loka.core.records.parts import WHOLE, beyond_sum, part_name, segments_in, tasks_in
+from loka.core.records.plan import Plan, known_effect
 from loka.core.records.report import HP, Measurement, Report, SiteReport
 
 WAY_OUT = "probe its effect (docs/ne.md), or plan with ne=None, on error alone"
@@ -108,3 +110,25 @@ def share_spent(cost: Cost, limits: Limits) -> float:
         (mine / limit if limit else (0.0 if not mine else float("inf")))
         for mine, limit in zip(cost, limits.values(), strict=True)
     )
+
+
+def lost_alike(plan: Plan, report: Report, part: str) -> float:
+    """The upper end of what the layers of `plan` lose of `part` together; 0 where that is their sum."""
+    charged = {path: upper_bound(effect) for path, effect in _known(plan, part).items()}
+    beyond = beyond_sum(report.parts[part], plan.output_recipes, charged) if part in report.parts else 0.0
+    return math.fsum(charged.values()) + beyond if beyond else 0.0
+
+
+def more_than_the_sum(plan: Plan, report: Report, part: str, limit: float) -> str:
+    """A note where `plan` has layers that lose more together than the sum; "" else."""
+    lost, charged = lost_alike(plan, report, part), math.fsum(map(upper_bound, _known(plan, part).values()))
+    if lost <= min(1.1 * charged, limit):
+        return ""
+    return (
+        f"{part}: layers that change the logit alike, such as those that round one tensor, lose {lost:.2g} together at "
+        f"most, where the sum says {charged:.2g}; {'within' if lost <= limit else 'ABOVE'} its limit of {limit:g}"
+    )
+
+
+def _known(plan: Plan, part: str) -> dict[str, Estimate]:
+    return {d.path: effect for d in plan.decisions.values() if (effect := known_effect(d.kl_of(part)))}

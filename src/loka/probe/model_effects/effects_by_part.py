@@ -10,13 +10,15 @@ import torch
 
 from loka.core.numerics.effect import Effect
 from loka.core.numerics.label_rate import BaseRate, LabelRate, TaskRates, task_rates
-from loka.core.records.parts import Part, judged
+from loka.core.records.parts import REFERENCE, Part, judged
 from loka.probe.model_effects.calls import Found
 from loka.probe.model_effects.error_projection import effects_of
 from loka.probe.model_effects.movement import widened
 from loka.probe.model_effects.promise import no_promise
 from loka.probe.model_effects.segment_rows import SegmentRows
 from loka.statistics.effect_casts import CASTS
+
+ALIKE = 0.3  # three standard errors of a correlation over 100 rows: chance alone makes no pair
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,11 +74,11 @@ def effects_by_part(
             reason = reason.removesuffix(", or pass base_rate=")
         part = replace(part, unknown=reason)
         if not reason:
-            mine = _effects(rows, paths, task, len(single) > 1, here, z, signed, rates)
+            mine, alike = _effects(rows, paths, task, len(single) > 1, here, z, signed, rates)
             for path, by_recipe in mine.items():
                 variance = moves.get(path, 0.0) + (rates.log_variance if rates else 0.0)
                 effects[path][part.name] = widened(by_recipe, variance)
-            part = judged(part, (effects[path].get(part.name, {}) for path in paths))
+            part = judged(replace(part, alike=alike), (effects[path].get(part.name, {}) for path in paths))
         parts[part.name] = part
     return effects, parts
 
@@ -90,7 +92,7 @@ def _effects(
     z: torch.Tensor,
     signed: torch.Tensor,
     rates: TaskRates | None,
-) -> dict[str, dict[str, Effect]]:
+) -> tuple[dict[str, dict[str, Effect]], dict[str, dict[str, float]]]:
     column = slice(task, task + 1)
     predicted = z[here][:, column].sigmoid()
     if rates is not None:
@@ -102,7 +104,22 @@ def _effects(
     changes = [over_batches(rows.found, path, task if several else None).cpu()[here] for path in paths]
     found = effects_of(changes, predicted, signed[here][:, column], groups, weighing)
     named = {path: dict(zip(CASTS, each, strict=True)) for path, each in zip(paths, found, strict=True)}
-    return {path: each for path, each in named.items() if any(effect.count for effect in each.values())}
+    told = {path: each for path, each in named.items() if any(effect.count for effect in each.values())}
+    return told, _alike(paths, changes, weighing)
+
+
+def _alike(
+    paths: Sequence[str], changes: Sequence[torch.Tensor], weighing: torch.Tensor | None
+) -> dict[str, dict[str, float]]:
+    """Correlations of s over rows above `ALIKE`, in the reference recipe, of each two layers."""
+    s = torch.stack([each[:, list(CASTS).index(REFERENCE)] for each in changes]).double().nan_to_num(0, 0, 0)
+    s = s if weighing is None else s * weighing.sqrt()
+    s = s / s.norm(dim=1, keepdim=True).clamp_min(1e-300)
+    both = (s @ s.t()).clamp(max=1).triu(1)
+    found: dict[str, dict[str, float]] = {}
+    for a, b in (both > ALIKE).nonzero().tolist():
+        found.setdefault(paths[a], {})[paths[b]] = float(both[a, b])
+    return found
 
 
 def over_batches(found: Sequence[Found], path: str, task: int | None = None) -> torch.Tensor:

@@ -37,7 +37,7 @@ from loka.probe.model_effects.movement import Horizon, added_variance, widened
 from loka.probe.model_effects.promise import no_promise
 from loka.probe.model_effects.segment_rows import SEGMENT_ROWS, SegmentRows
 from loka.probe.model_effects.sensitivity import Sensitivity
-from loka.probe.model_effects.untouched import as_evaluated
+from loka.probe.model_effects.untouched import as_evaluated, thawed
 from loka.probe.site_trace import SiteCall, SiteNames, SiteTrace
 from loka.statistics.effect_casts import CASTS
 from loka.statistics.effect_depths import PREFIX, Tables, merge_tables
@@ -218,7 +218,7 @@ def _read(
         trace = SiteTrace(model, names, linears=linears, filter=None, observe=observe, account=False)
         eager.acquire()
         try:
-            with as_evaluated(model):
+            with as_evaluated(model), thawed(model):
                 sensitivity.begin((), step=step_seed(seed, step) % (1 << 31))
                 trace.start()
                 try:

@@ -53,6 +53,19 @@ def as_evaluated(model: nn.Module) -> Iterator[None]:
         yield
 
 
+@contextlib.contextmanager
+def thawed(model: nn.Module) -> Iterator[None]:
+    """Inside, gradients flow through frozen weights too, such as the bases of low-rank adapters."""
+    frozen = [parameter for parameter in model.parameters() if not parameter.requires_grad]
+    for parameter in frozen:
+        parameter.requires_grad = parameter.is_floating_point()
+    try:
+        yield
+    finally:
+        for parameter in frozen:
+            parameter.requires_grad = False
+
+
 def batch_norms(model: nn.Module) -> str:
     """What to add where rows mix samples: the modules that take statistics over the batch; "" without any."""
     paths = [
