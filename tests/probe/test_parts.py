@@ -196,11 +196,14 @@ def test_layers_that_round_one_tensor_alike_lose_more_than_their_sum_and_the_pla
     measured = joint_effect(model, plan, batches(4000, seed=9), **given).measured.value
     together = sum(kl_by_layer(plan).values())
     assert measured > 3 * together
-    together += beyond_sum(found.parts["every"], plan.output_recipes, kl_by_layer(plan))
+    together += beyond_sum(found.parts["every"].alike, plan.output_recipes, kl_by_layer(plan))
     assert together == pytest.approx(measured, rel=0.25)
     assert any("within its limit of 1" in note and "together" in note for note in plan.notes)
-    tight = loka.plan(report, Budget(segments={"every": measured / 2}, min_sqnr_db=None))
-    assert 0 < joint_effect(model, tight, batches(4000, seed=9), **given).measured.value <= measured / 2
+    whole = loka.plan(report, Budget(ne=1.0, min_sqnr_db=None))
+    assert any(note.startswith("layers that change the logit alike") for note in whole.notes)
+    for limits in ({"segments": {"every": measured / 2}}, {"ne": measured / 2}):
+        tight = loka.plan(report, Budget(**limits, min_sqnr_db=None))
+        assert 0 < joint_effect(model, tight, batches(4000, seed=9), **given).measured.value <= measured / 2
     forced = loka.plan(report, Budget(segments={"every": measured / 2}), force={"*": "emulated:rowwise_e4m3"})
     assert any("ABOVE its limit" in note for note in forced.notes)
 

@@ -106,6 +106,7 @@ def measure(
         parts=dict(stats.parts),
         reads={path: layer.reads for path, layer in stats.layers.items() if layer.reads},
         not_clicks=stats.not_clicks,
+        alike=dict(stats.alike),
         complete=False,
     )
     path = Path(out) if out is not None else None

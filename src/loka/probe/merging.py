@@ -178,6 +178,7 @@ def _merge(a: Stats, b: Stats, rank: int) -> Stats:
         final_rate=a.final_rate if a.final_rate == b.final_rate else None,
         parts=_parts(a, b, layers),
         not_clicks=a.not_clicks or b.not_clicks,
+        alike={**b.alike, **a.alike},
     )
 
 

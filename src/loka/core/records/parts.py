@@ -84,10 +84,12 @@ class Part:
         return f"{self.name}: KL/H known to a factor of {self.width:.2f}, from {self.rows} rows"
 
 
-def beyond_sum(part: Part, recipes: Mapping[str, str], effects: Mapping[str, float]) -> float:
-    """What layers that change the logit alike lose together beyond the sum of their `effects`: 2 r sqrt(a b) of
-    each two in one recipe."""
-    pairs = ((a, b, r) for a, others in part.alike.items() for b, r in others.items() if a in effects and b in effects)
+def beyond_sum(
+    alike: Mapping[str, Mapping[str, float]], recipes: Mapping[str, str], effects: Mapping[str, float]
+) -> float:
+    """What layers that change the logit alike (`Part.alike`) lose together beyond the sum of their `effects`:
+    2 r sqrt(a b) of each two in one recipe."""
+    pairs = ((a, b, r) for a, others in alike.items() for b, r in others.items() if a in effects and b in effects)
     return math.fsum(2 * r * math.sqrt(effects[a] * effects[b]) for a, b, r in pairs if recipes[a] == recipes[b])
 
 

@@ -103,6 +103,7 @@ class Report(RecordFile, kind="loka-report", version=2, way_out="measure again w
         hot_columns: by layer and hot recipe, its columns.
         parts: tasks and segments of rows that have a KL/H of their own, as the statistics have them.
         not_clicks: as the statistics have it: why KL/H may mean nothing here; "" where nothing speaks for it.
+        alike: as the statistics have it: layers that change the logit alike, and their correlations.
         notes: what was not measured in full, and why.
         complete: everything was measured in full; measuring again goes on with what is missing.
     """
@@ -124,6 +125,7 @@ class Report(RecordFile, kind="loka-report", version=2, way_out="measure again w
     hot_columns: Mapping[str, Mapping[str, tuple[int, ...]]] = sparse(default_factory=dict)
     parts: Mapping[str, Part] = sparse(default_factory=dict)
     not_clicks: str = sparse("")
+    alike: Mapping[str, Mapping[str, float]] = sparse(default_factory=dict)
     notes: tuple[str, ...] = ()
     complete: bool = True
 

@@ -100,7 +100,8 @@ class Stats:
     `coverage` accounts for the matmul FLOPs of the first sampled step; None in statistics of before there was
     any. `final_rate` is the learning rate, as a share of its peak, of the model that effects are of; None
     where nobody said. `parts` are the tasks and segments of rows that have effects of their own, by name.
-    `not_clicks` is why the loss of training may be of no clicks; "" where nothing speaks for that.
+    `not_clicks` is why the loss of training may be of no clicks; "" where nothing speaks for that. `alike` is of
+    all rows what `Part.alike` is of a part.
     """
 
     model: ModelSignature
@@ -112,6 +113,7 @@ class Stats:
     final_rate: float | None = sparse(None)
     parts: Mapping[str, Part] = sparse(default_factory=dict)
     not_clicks: str = sparse("")
+    alike: Mapping[str, Mapping[str, float]] = sparse(default_factory=dict)
 
     def digest(self) -> str:
         """Identifies the statistics; reports carry it so that a resumed measure checks it."""

@@ -115,7 +115,8 @@ def share_spent(cost: Cost, limits: Limits) -> float:
 def lost_alike(plan: Plan, report: Report, part: str) -> float:
     """The upper end of what the layers of `plan` lose of `part` together; 0 where that is their sum."""
     charged = {path: upper_bound(effect) for path, effect in _known(plan, part).items()}
-    beyond = beyond_sum(report.parts[part], plan.output_recipes, charged) if part in report.parts else 0.0
+    alike = report.parts[part].alike if part in report.parts else report.alike
+    beyond = beyond_sum(alike, plan.output_recipes, charged)
     return math.fsum(charged.values()) + beyond if beyond else 0.0
 
 
@@ -124,9 +125,10 @@ def more_than_the_sum(plan: Plan, report: Report, part: str, limit: float) -> st
     lost, charged = lost_alike(plan, report, part), math.fsum(map(upper_bound, _known(plan, part).values()))
     if lost <= min(1.1 * charged, limit):
         return ""
+    named, said = f"{part}: " if part else "", "within" if lost <= limit else "ABOVE"
     return (
-        f"{part}: layers that change the logit alike, such as those that round one tensor, lose {lost:.2g} together at "
-        f"most, where the sum says {charged:.2g}; {'within' if lost <= limit else 'ABOVE'} its limit of {limit:g}"
+        f"{named}layers that change the logit alike, such as those that round one tensor, lose {lost:.2g} of KL/H "
+        f"together at most, where the sum says {charged:.2g}; {said} its limit of {limit:g}"
     )
 
 

@@ -74,11 +74,11 @@ def effects_by_part(
             reason = reason.removesuffix(", or pass base_rate=")
         part = replace(part, unknown=reason)
         if not reason:
-            mine, alike = _effects(rows, paths, task, len(single) > 1, here, z, signed, rates)
+            mine, together = _effects(rows, paths, task, len(single) > 1, here, z, signed, rates)
             for path, by_recipe in mine.items():
                 variance = moves.get(path, 0.0) + (rates.log_variance if rates else 0.0)
                 effects[path][part.name] = widened(by_recipe, variance)
-            part = judged(replace(part, alike=alike), (effects[path].get(part.name, {}) for path in paths))
+            part = judged(replace(part, alike=together), (effects[path].get(part.name, {}) for path in paths))
         parts[part.name] = part
     return effects, parts
 
@@ -105,10 +105,10 @@ def _effects(
     found = effects_of(changes, predicted, signed[here][:, column], groups, weighing)
     named = {path: dict(zip(CASTS, each, strict=True)) for path, each in zip(paths, found, strict=True)}
     told = {path: each for path, each in named.items() if any(effect.count for effect in each.values())}
-    return told, _alike(paths, changes, weighing)
+    return told, alike(paths, changes, weighing)
 
 
-def _alike(
+def alike(
     paths: Sequence[str], changes: Sequence[torch.Tensor], weighing: torch.Tensor | None
 ) -> dict[str, dict[str, float]]:
     """Correlations of s over rows above `ALIKE`, in the reference recipe, of each two layers."""

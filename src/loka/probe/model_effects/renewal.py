@@ -30,7 +30,7 @@ from loka.nn.unwrap import unwrap
 from loka.probe.force_eager import eager
 from loka.probe.layer_stats import with_effects
 from loka.probe.model_effects.calls import Found, step_seed
-from loka.probe.model_effects.effects_by_part import ProbedRows, effects_by_part, over_batches
+from loka.probe.model_effects.effects_by_part import ProbedRows, alike, effects_by_part, over_batches
 from loka.probe.model_effects.error_projection import effects_of
 from loka.probe.model_effects.logits import Logits, NoEffect, called_logits, refuse
 from loka.probe.model_effects.movement import Horizon, added_variance, widened
@@ -276,7 +276,7 @@ def _renewed(stats: Stats, rows: _Rows, base_rate: BaseRate | None, horizon: Hor
     if not any(rows.uniform):
         reasons = rows.missed or dict.fromkeys(stats.layers, "there were no rows to renew it from")
         kept = {p: _kept(layer, reasons.get(p, "")) for p, layer in stats.layers.items()}
-        return replace(stats, layers=kept, parts={})
+        return replace(stats, layers=kept, parts={}, alike={})
     every = [found for found, uniform in zip(rows.found, rows.uniform, strict=True) if uniform]
     z = torch.cat([found.logits for found in every])
     rates = task_rates(base_rate, z.shape[1]) if base_rate is not None else None
@@ -284,7 +284,7 @@ def _renewed(stats: Stats, rows: _Rows, base_rate: BaseRate | None, horizon: Hor
     if refused:
         reason = NO_PROMISE + refused
         without = {p: _without(layer, reason) for p, layer in stats.layers.items()}
-        return replace(stats, layers=without, parts={})
+        return replace(stats, layers=without, parts={}, alike={})
     predicted = z.sigmoid()
     if rates is not None:
         predicted = torch.tensor(rates.shares, dtype=torch.float64).expand(z.shape)
@@ -322,7 +322,7 @@ def _renewed(stats: Stats, rows: _Rows, base_rate: BaseRate | None, horizon: Hor
         else:
             reason = rows.missed.get(path, "no fresh row reaches it")
             layers[path] = _kept(layer, "its effect is finite on no sample" if path in known else reason)
-    return replace(stats, layers=layers, parts=parts)
+    return replace(stats, layers=layers, parts=parts, alike=alike(paths, [each.cpu() for each in changes], weighing))
 
 
 def _of(values: Sequence[T], rows: _Rows) -> list[T]:
