@@ -200,12 +200,33 @@ def test_layers_that_round_one_tensor_alike_lose_more_than_their_sum_and_the_pla
     assert together == pytest.approx(measured, rel=0.25)
     assert any("within its limit of 1" in note and "together" in note for note in plan.notes)
     whole = loka.plan(report, Budget(ne=1.0, min_sqnr_db=None))
-    assert any(note.startswith("layers that change the logit alike") for note in whole.notes)
+    assert any(note.startswith("by the correlations of what they change") for note in whole.notes)
     for limits in ({"segments": {"every": measured / 2}}, {"ne": measured / 2}):
         tight = loka.plan(report, Budget(**limits, min_sqnr_db=None))
         assert 0 < joint_effect(model, tight, batches(4000, seed=9), **given).measured.value <= measured / 2
     forced = loka.plan(report, Budget(segments={"every": measured / 2}), force={"*": "emulated:rowwise_e4m3"})
     assert any("ABOVE its limit" in note for note in forced.notes)
+
+
+def test_changes_that_cancel_lose_less_than_their_sum():
+    """Two layers make the same logit, one of them with the other sign: what both round alike cancels."""
+    torch.manual_seed(0)
+    model = Experts()
+    model.experts = model.experts[:2]
+    model.experts[1].load_state_dict(model.experts[0].state_dict())
+    with torch.no_grad():
+        model.experts[1][2].weight.mul_(-0.9)
+    rows = [(x, y[:, 0]) for x, y in batches(12_000)]
+    found = renew_effects(model, probed(model), rows, forward=ROWS["forward"])
+    assert found.alike["experts.0.0"]["experts.1.0"] < -0.99
+    report = loka.measure(found, device="cpu", candidates=("emulated:rowwise_e4m3",))
+    plan = loka.plan(report, Budget(ne=1.0, min_sqnr_db=None))
+    summed = {d.path: d.kl.value for d in plan.decisions.values() if d.kl}
+    measured = joint_effect(model, plan, batches(4000, seed=9), forward=ROWS["forward"]).measured.value
+    together = sum(summed.values()) + beyond_sum(found.alike, plan.output_recipes, summed)
+    assert measured < 0.1 * sum(summed.values())
+    assert together == pytest.approx(measured, abs=0.02 * sum(summed.values()))
+    assert any("within its limit of 1" in note for note in plan.notes)
 
 
 def kl_by_layer(plan):

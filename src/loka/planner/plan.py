@@ -37,7 +37,7 @@ from loka.planner.choice.layer_choice import (
     speedup_of,
     tied,
 )
-from loka.planner.choice.limits import Cost, Limits, cost_of, fits, limits_of, lost_alike, more_than_the_sum
+from loka.planner.choice.limits import Cost, Limits, cost_of, fits, limits_of, lost_alike, other_than_the_sum
 from loka.planner.choice.ne_budget import Granted, grant, is_forced
 from loka.planner.choice.untimed import least_effect, most_exact, ties
 from loka.planner.decision import decision_of
@@ -101,7 +101,7 @@ def plan(
     notes += [*(granted.notes if granted else ()), *report.notes]
     if limits:
         notes += [str(report.parts[part]) for part in limits if part in report.parts]
-        notes += filter(None, (more_than_the_sum(decided, report, at, limit) for at, limit in limits.items()))
+        notes += filter(None, (other_than_the_sum(decided, report, at, limit) for at, limit in limits.items()))
         notes += [report.not_clicks] if report.not_clicks else []
         notes.append(annealing_note(report.final_rate))
     if not report.complete:

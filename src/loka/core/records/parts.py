@@ -32,7 +32,7 @@ def part_name(task: str = "", segment: str = "") -> str:
 
 def _check(part: Part) -> None:
     correlations = (one for others in part.alike.values() for one in others.values())
-    if not (part.rows >= 0 and part.read >= 0 and part.allowed > 1 and all(0 <= one <= 1 for one in correlations)):
+    if not (part.rows >= 0 and part.read >= 0 and part.allowed > 1 and all(-1 <= one <= 1 for one in correlations)):
         raise ValueError("a number of rows, a width or a correlation that cannot be")
 
 
@@ -44,7 +44,7 @@ class Part:
     `width` is what a budget is charged for all layers together over their estimate, by the reference recipe:
     2 says that the upper end is twice the estimate; inf where nothing is known. At most `allowed` counts as
     known. `unknown` says why no KL/H can be stated at all, such as labels that are all alike; "" else.
-    `alike`: layers that change its logit alike, as those do that round one tensor, and their correlation.
+    `alike`: correlations of the changes that two layers make to its logit, such as of those that round one tensor.
     """
 
     task: str = ""
@@ -87,8 +87,8 @@ class Part:
 def beyond_sum(
     alike: Mapping[str, Mapping[str, float]], recipes: Mapping[str, str], effects: Mapping[str, float]
 ) -> float:
-    """What layers that change the logit alike (`Part.alike`) lose together beyond the sum of their `effects`:
-    2 r sqrt(a b) of each two in one recipe."""
+    """What layers lose together beyond the sum of their `effects`: 2 r sqrt(a b) of each two in one recipe, which is
+    exact to first order. Below zero where changes cancel (`Part.alike`)."""
     pairs = ((a, b, r) for a, others in alike.items() for b, r in others.items() if a in effects and b in effects)
     return math.fsum(2 * r * math.sqrt(effects[a] * effects[b]) for a, b, r in pairs if recipes[a] == recipes[b])
 

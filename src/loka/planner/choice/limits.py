@@ -120,15 +120,16 @@ def lost_alike(plan: Plan, report: Report, part: str) -> float:
     return math.fsum(charged.values()) + beyond if beyond else 0.0
 
 
-def more_than_the_sum(plan: Plan, report: Report, part: str, limit: float) -> str:
-    """A note where `plan` has layers that lose more together than the sum; "" else."""
+def other_than_the_sum(plan: Plan, report: Report, part: str, limit: float) -> str:
+    """A note where the layers of `plan` lose more or less together than the sum, which is what a plan keeps to
+    where it is more; "" else."""
     lost, charged = lost_alike(plan, report, part), math.fsum(map(upper_bound, _known(plan, part).values()))
-    if lost <= min(1.1 * charged, limit):
+    if not lost or (abs(lost - charged) <= 0.1 * charged and lost <= limit):
         return ""
     named, said = f"{part}: " if part else "", "within" if lost <= limit else "ABOVE"
     return (
-        f"{named}layers that change the logit alike, such as those that round one tensor, lose {lost:.2g} of KL/H "
-        f"together at most, where the sum says {charged:.2g}; {said} its limit of {limit:g}"
+        f"{named}by the correlations of what they change, layers in eight bits lose {lost:.2g} of KL/H together at "
+        f"most, where the sum says {charged:.2g}; {said} its limit of {limit:g}"
     )
 
 

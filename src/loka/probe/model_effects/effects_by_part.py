@@ -18,7 +18,8 @@ from loka.probe.model_effects.promise import no_promise
 from loka.probe.model_effects.segment_rows import SegmentRows
 from loka.statistics.effect_casts import CASTS
 
-ALIKE = 0.3  # three standard errors of a correlation over 100 rows: chance alone makes no pair
+ALIKE = 0.1
+"""The least correlation that is kept; and four standard errors of one."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,14 +112,14 @@ def _effects(
 def alike(
     paths: Sequence[str], changes: Sequence[torch.Tensor], weighing: torch.Tensor | None
 ) -> dict[str, dict[str, float]]:
-    """Correlations of s over rows above `ALIKE`, in the reference recipe, of each two layers."""
+    """Correlations of s over rows, in the reference recipe, of each two layers: those that chance does not make."""
     s = torch.stack([each[:, list(CASTS).index(REFERENCE)] for each in changes]).double().nan_to_num(0, 0, 0)
     s = s if weighing is None else s * weighing.sqrt()
     s = s / s.norm(dim=1, keepdim=True).clamp_min(1e-300)
-    both = (s @ s.t()).clamp(max=1).triu(1)
+    both, least = (s @ s.t()).clamp(-1, 1).triu(1), max(ALIKE, 4 / s.shape[1] ** 0.5)
     found: dict[str, dict[str, float]] = {}
-    for a, b in (both > ALIKE).nonzero().tolist():
-        found.setdefault(paths[a], {})[paths[b]] = float(both[a, b])
+    for a, b in (both.abs() > least).nonzero().tolist():
+        found.setdefault(paths[a], {})[paths[b]] = round(float(both[a, b]), 3)
     return found
 
 
