@@ -74,6 +74,9 @@ def test_what_cannot_be_stored_or_read_is_refused(tmp_path):
         Latents.of(torch.arange(2), torch.full((2, 1), 1e99, dtype=torch.double), teacher="T", version=1, written=0)
     with pytest.raises(ServeRefused, match="do not belong together"):
         Latents.of(torch.arange(4), values(3), teacher="T", version=1, written=0)
+    for wrong in ({"version": 1, "written": 1 << 63}, {"version": -(1 << 63) - 1, "written": 0}):
+        with pytest.raises(ServeRefused, match="is no int64"):
+            Latents.of(torch.arange(3), values(3), teacher="T", **wrong)
     store = latents([1, 2, 3])
     with pytest.raises(ServeRefused, match=r"two teachers(.|\n)*'other'"):
         store.merged(latents([4], teacher="other"))

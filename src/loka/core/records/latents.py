@@ -69,13 +69,16 @@ class Latents:
         `teacher` names the weights that made the space, such as a hash of the first ones, `version` is
         `Server.version`, `written` now by the caller's clock.
 
-        Raises ServeRefused where ids and latents do not belong together, or a latent is not finite.
+        Raises ServeRefused where ids and latents do not belong together, a latent is not finite, or a number is
+        no int64.
         """
         if ids.dtype != torch.int64 or latents.dim() != 2 or ids.shape != latents.shape[:1]:
             raise ServeRefused(
                 f"ids {ids.dtype} {list(ids.shape)} and latents {list(latents.shape)} do not belong together",
                 way_out="give int64 [N] and [N, d]",
             )
+        if not -(1 << 63) <= min(version, written) <= max(version, written) < 1 << 63:
+            raise ServeRefused(f"version {version} or written {written} is no int64", way_out="count from another zero")
         latents = latents.detach().float()
         bad = int((~latents.isfinite()).any(dim=1).sum())
         if bad:
