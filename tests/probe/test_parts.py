@@ -10,6 +10,8 @@ from loka.core.records.parts import LEAST_ROWS, Part, beyond_sum, joined, judged
 from loka.core.records.report import Report
 from loka.core.records.stats import Stats
 from loka.probe import merge_stats, renew_effects
+from loka.probe.model_effects.effects_by_part import alike
+from loka.statistics.effect_casts import CASTS
 from loka.train import Segments
 from loka.train.automatic.joint_effect import joint_effect
 
@@ -227,6 +229,19 @@ def test_changes_that_cancel_lose_less_than_their_sum():
     assert measured < 0.1 * sum(summed.values())
     assert together == pytest.approx(measured, abs=0.02 * sum(summed.values()))
     assert any("within its limit of 1" in note for note in plan.notes)
+
+
+def test_of_many_layers_the_pairs_are_kept_that_say_most():
+    """Three layers of a hundred make what is lost; the others' pairs are as correlated, and weigh nothing."""
+    torch.manual_seed(0)
+    common = torch.randn(1000, 1)
+    changes = [(common + torch.randn(1000, len(CASTS))) * (1.0 if at < 3 else 1e-3) for at in range(100)]
+    paths = [f"layer{at}" for at in range(100)]
+    every, few = alike(paths, changes, None), alike(paths, changes, None, 3)
+    assert sum(map(len, every.values())) == 100 * 99 / 2
+    assert {a: set(others) for a, others in few.items()} == {"layer0": {"layer1", "layer2"}, "layer1": {"layer2"}}
+    assert few["layer1"]["layer2"] == every["layer1"]["layer2"]
+    assert every["layer0"]["layer99"] == pytest.approx(0.5, abs=0.1)
 
 
 def kl_by_layer(plan):

@@ -117,7 +117,7 @@ def lost_alike(plan: Plan, report: Report, part: str) -> float:
     charged = {path: upper_bound(effect) for path, effect in _known(plan, part).items()}
     alike = report.parts[part].alike if part in report.parts else report.alike
     beyond = beyond_sum(alike, plan.output_recipes, charged)
-    return math.fsum(charged.values()) + beyond if beyond else 0.0
+    return max(math.fsum(charged.values()) + beyond, 0.0) if beyond else 0.0
 
 
 def other_than_the_sum(plan: Plan, report: Report, part: str, limit: float) -> str:

@@ -20,6 +20,8 @@ from loka.statistics.effect_casts import CASTS
 
 ALIKE = 0.1
 """The least correlation that is kept; and four standard errors of one."""
+_PAIRS = 20_000
+_OF_ALL_PARTS = 400_000  # pairs: a record holds two million values at most
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,6 +70,7 @@ def effects_by_part(
             wanted.append((part, task, here, known))
     effects: dict[str, dict[str, dict[str, Effect]]] = {path: {} for path in paths}
     parts: dict[str, Part] = {}
+    pairs = min(_PAIRS, _OF_ALL_PARTS // (len(wanted) + 1))
     for part, task, here, rate in wanted:
         rates = None if rate is None else task_rates(rate, 1)
         reason = no_promise(z[here][:, task : task + 1], rates) if part.rows else "none of its rows was read"
@@ -75,7 +78,7 @@ def effects_by_part(
             reason = reason.removesuffix(", or pass base_rate=")
         part = replace(part, unknown=reason)
         if not reason:
-            mine, together = _effects(rows, paths, task, len(single) > 1, here, z, signed, rates)
+            mine, together = _effects(rows, paths, task, len(single) > 1, here, z, signed, rates, pairs)
             for path, by_recipe in mine.items():
                 variance = moves.get(path, 0.0) + (rates.log_variance if rates else 0.0)
                 effects[path][part.name] = widened(by_recipe, variance)
@@ -93,6 +96,7 @@ def _effects(
     z: torch.Tensor,
     signed: torch.Tensor,
     rates: TaskRates | None,
+    pairs: int,
 ) -> tuple[dict[str, dict[str, Effect]], dict[str, dict[str, float]]]:
     column = slice(task, task + 1)
     predicted = z[here][:, column].sigmoid()
@@ -106,20 +110,26 @@ def _effects(
     found = effects_of(changes, predicted, signed[here][:, column], groups, weighing)
     named = {path: dict(zip(CASTS, each, strict=True)) for path, each in zip(paths, found, strict=True)}
     told = {path: each for path, each in named.items() if any(effect.count for effect in each.values())}
-    return told, alike(paths, changes, weighing)
+    return told, alike(paths, changes, weighing, pairs)
 
 
 def alike(
-    paths: Sequence[str], changes: Sequence[torch.Tensor], weighing: torch.Tensor | None
+    paths: Sequence[str], changes: Sequence[torch.Tensor], weighing: torch.Tensor | None, pairs: int = _PAIRS
 ) -> dict[str, dict[str, float]]:
-    """Correlations of s over rows, in the reference recipe, of each two layers: those that chance does not make."""
+    """Correlations of s over rows, in the reference recipe, of each two layers: those that chance does not make,
+    and of more than `pairs`, which 200 layers have, those that say most of the joint effect."""
     s = torch.stack([each[:, list(CASTS).index(REFERENCE)] for each in changes]).double().nan_to_num(0, 0, 0)
     s = s if weighing is None else s * weighing.sqrt()
-    s = s / s.norm(dim=1, keepdim=True).clamp_min(1e-300)
+    size = s.norm(dim=1, keepdim=True)
+    s = s / size.clamp_min(1e-300)
     both, least = (s @ s.t()).clamp(-1, 1).triu(1), max(ALIKE, 4 / s.shape[1] ** 0.5)
+    at = (both.abs() > least).nonzero()
+    if len(at) > pairs:
+        weight = (both * size * size.t()).abs()[at[:, 0], at[:, 1]]
+        at = at[weight.topk(pairs).indices.sort().values]
     found: dict[str, dict[str, float]] = {}
-    for a, b in (both.abs() > least).nonzero().tolist():
-        found.setdefault(paths[a], {})[paths[b]] = round(float(both[a, b]), 3)
+    for (a, b), one in zip(at.tolist(), both[at[:, 0], at[:, 1]].tolist(), strict=True):
+        found.setdefault(paths[a], {})[paths[b]] = round(one, 3)
     return found
 
 
