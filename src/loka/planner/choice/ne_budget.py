@@ -2,11 +2,11 @@
 
     effect of a plan = sum over FP8 output GEMMs of their predicted KL/H
 
-The effects of sites add up (docs/budget.md), so one limit for the model is a knapsack over its layers
-(knapsack.py), and limits on tasks and segments are one with several (knapsack_several.py). A
-layer's ways are its allowed choices of all three GEMMs, the best one for each effect its `output` GEMM can
-have; gradients have none, and keep their own rules. Of times within the noise the one that costs less KL/H is
-taken. Without times a GEMM's multiplications stand for them, halved in FP8.
+Effects of sites nearly add up (docs/budget.md; planner/choice/limits.py counts the rest), so one limit for the
+model is a knapsack over its layers (knapsack.py), and limits on tasks and segments are one with several
+(knapsack_several.py). A layer's ways are its allowed choices of all three GEMMs, the best one for each effect its
+`output` GEMM can have; gradients have none, and keep their own rules. Of times within the noise the one that costs
+less KL/H is taken. Without times a GEMM's multiplications stand for them, halved in FP8.
 """
 
 import math
