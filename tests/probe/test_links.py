@@ -127,3 +127,16 @@ def test_a_tower_of_hundreds_of_residuals_ends_somewhere():
 
     found = links(Deep(), torch.randn(4, 8))
     assert found == {"layers.0": (), "layers.1": (), "layers.2": ("layers.1",)}
+
+
+@pytest.mark.parametrize("layout", [torch.strided, torch.jagged])
+def test_nested_rows_are_probed_and_link_nothing(layout):
+    """They tell no number of rows, and a strided one raises where it is asked for its sides."""
+    model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 4))
+    rows = torch.nested.nested_tensor([torch.randn(3, 8), torch.randn(5, 8)], layout=layout)
+    with loka.Probe(model, every=1, effect_samples=0) as probe:
+        torch.cat(list(model(rows).unbind())).sum().backward()
+    assert {path: (layer.rows, layer.reads) for path, layer in probe.stats().layers.items()} == {
+        "0": (8, ()),
+        "2": (8, ()),
+    }

@@ -272,12 +272,12 @@ OTHER_ROWS = (
 )
 
 
-def trained_on_others(found: Checkpoint, opened: Data, reopened: Callable[[int], Data]) -> bool:
-    """Whether the run that saved it trained on other rows than `opened.train`. `reopened` gives these in so many
-    parts, as the ranks of a run read them."""
+def trained_on_others(found: Checkpoint, opened: Data, opening: Callable[..., Data]) -> bool:
+    """Whether the run that saved it trained on other rows than `opened.train`. `opening(parts=n)` gives these in so
+    many parts, as the ranks of a run read them."""
     source = (identity_in(found.path.parent) or {}).get("source", {})
     parts = source.get("parts", 1)
-    mine = opened if parts == 1 else reopened(parts)
+    mine = opened if parts == 1 else opening(parts=parts)
     return bool(source.get("identity") != mine.train.identity)
 
 

@@ -43,8 +43,8 @@ class Links:
         return found
 
     def note(self, path: str, output: torch.Tensor) -> None:
-        """That the layer at `path` made `output` [.., N]."""
-        if output.grad_fn is not None:
+        """That the layer at `path` made `output` [.., N]. A nested one tells no sides, and links nothing."""
+        if output.grad_fn is not None and not output.is_nested:
             self._made[output.grad_fn] = path, _rows(output)
 
 

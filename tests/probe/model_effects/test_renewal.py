@@ -82,6 +82,10 @@ def test_a_frozen_base_of_adapters_has_effects_as_if_it_were_not():
     assert found.effects == plain
     assert not found.no_effect
     assert not model[0].weight.requires_grad
+    with torch.inference_mode():
+        loaded = nn.Parameter(model[0].weight.clone(), requires_grad=False)
+    model[0].weight = loaded  # of inference, which takes no gradient; the bias does
+    assert renew_effects(model, stats_of(model, batches()[0]), batches()).layers["0"].effects == plain
 
 
 def test_every_site_has_effects_of_the_model_as_it_is(trained):

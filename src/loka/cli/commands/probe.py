@@ -111,7 +111,7 @@ def probe(
     with alone_in(out, "probing"):
         if checkpoint is not None:
             found = restore(checkpoint, built)
-            if trained_on_others(found, opened, lambda parts: opening(parts=parts)):
+            if trained_on_others(found, opened, opening):
                 say(f"{OTHER_ROWS}, and what is taken for unused may have been trained on")
             stats = _of_checkpoint(built, found, opened, config, rate, segments)
         else:

@@ -1,6 +1,6 @@
 """`loka serve`: freeze a checkpoint by a plan, test its load, package it, check a folder."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Annotated
@@ -59,9 +59,9 @@ def freeze(
     ] = False,
 ) -> None:
     """Quantize the weights of a checkpoint once, calibrate on held-out rows, and write a folder."""
-    opened, built = _model(model, data, schema, rows, seed, device, with_mods)
-    opening = partial(open_data, data, rows=size_of_world(rows, data), seed=seed, schema=schema)
-    if trained_on_others(restore(checkpoint, built), opened, lambda parts: opening(parts=parts)):
+    opening = _opening(data, schema, rows, seed)
+    opened, built = _model(model, opening, seed, device, with_mods)
+    if trained_on_others(restore(checkpoint, built), opened, opening):
         say(OTHER_ROWS)
     server = freeze_model(
         built,
@@ -193,10 +193,14 @@ def _plans(given: list[str]) -> Plan | dict[int, Plan]:
     return plans
 
 
+def _opening(data: Path | None, schema: Path | None, rows: int | None, seed: int) -> Callable[..., Data]:
+    return partial(open_data, data, rows=size_of_world(rows, data), seed=seed, schema=schema)
+
+
 def _model(
-    name: str, data: Path | None, schema: Path | None, rows: int | None, seed: int, device: str | None, with_mods: bool
+    name: str, opening: Callable[..., Data], seed: int, device: str | None, with_mods: bool
 ) -> tuple[Data, nn.Module]:
-    opened = open_data(data, rows=size_of_world(rows, data), seed=seed, schema=schema)
+    opened = opening()
     if not opened.test.rows:
         raise LokaError("no rows are held out to serve", way_out="give more --rows, or other --data")
     built = build_model(name, opened.train, seed=seed, with_mods=with_mods)
@@ -215,7 +219,7 @@ def _server(
     graphs: bool | None = False,
 ) -> tuple[Data, Server]:
     """Without graphs where nothing is timed: they take a minute to compile."""
-    opened, built = _model(name, data, schema, rows, seed, device, with_mods)
+    opened, built = _model(name, _opening(data, schema, rows, seed), seed, device, with_mods)
     return opened, load(folder, built, graphs=graphs)
 
 

@@ -56,9 +56,9 @@ def as_evaluated(model: nn.Module) -> Iterator[None]:
 @contextlib.contextmanager
 def thawed(model: nn.Module) -> Iterator[None]:
     """Inside, gradients flow through frozen weights too, such as the bases of low-rank adapters."""
-    frozen = [parameter for parameter in model.parameters() if not parameter.requires_grad]
+    frozen = [p for p in model.parameters() if p.is_floating_point() and not p.requires_grad and not p.is_inference()]
     for parameter in frozen:
-        parameter.requires_grad = parameter.is_floating_point()
+        parameter.requires_grad = True
     try:
         yield
     finally:
