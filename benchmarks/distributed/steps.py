@@ -115,7 +115,7 @@ def main() -> None:
     parser.add_argument("--width", type=int, default=2048, help="of the tower")
     parser.add_argument("--arms", nargs="+", choices=ARMS, default=["ddp_loka", "fsdp2_loka_fp8", "fsdp2_loka"])
     told = parser.parse_args()
-    with process_group(told.device) as told.device:
+    with process_group(told.device, of_one=True) as told.device:
         make = partial(tower if told.model == "tower" else zoo, told=told)
         for engine in ("ddp", "fsdp2"):
             names = [name for name in told.arms if name.startswith(engine)]

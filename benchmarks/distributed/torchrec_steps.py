@@ -26,6 +26,7 @@ from shared import CANDIDATES, Arms, Made, options, planned
 
 import loka
 from loka.cli.torchrun import process_group
+from loka.core.exchange import ranks_of
 from loka.distributed.tables.embedding_bags import torchrec
 from loka.distributed.tables.sharded_tables import shard_tables
 from loka.measurement.settings import COARSE
@@ -78,10 +79,22 @@ def plan_of(told: argparse.Namespace, device: torch.device) -> loka.Plan:
     return loka.agree(loka.plan(report, loka.Budget(ne=None, min_speedup=1.0)))
 
 
+def by_rows(model: torch.nn.Module, device: torch.device) -> Any:
+    """Every table cut over all ranks."""
+    sharding = torchrec("torchrec.distributed.sharding_plan")
+    ((path, bags),) = [(n, m) for n, m in model.named_modules() if isinstance(m, torchrec().EmbeddingBagCollection)]
+    where = {table.name: sharding.row_wise(compute_kernel="fused") for table in bags.embedding_bag_configs()}
+    sides = {"local_size": ranks_of(), "world_size": ranks_of(), "device_type": device.type}
+    placed = sharding.construct_module_sharding_plan(bags, where, **sides)
+    return torchrec("torchrec.distributed.types").ShardingPlan({path: placed})
+
+
 def made(name: str, told: argparse.Namespace) -> Made:
     device, size = torch.device(told.device), told.batch_size
     plan = plan_of(told, device) if name == "loka" else None
-    model = shard_tables(dlrm(told, device), device=device, batch_size=size, lr=0.02)
+    model = dlrm(told, device)
+    placement = by_rows(model, device) if told.tables == "row_wise" else None
+    model = shard_tables(model, device=device, batch_size=size, lr=0.02, placement=placement)
     optimizers = build_optimizers(model, TrainConfig(batch_size=size, sparse_lr=0.02)).values()
     if plan:
         loka.convert(model, plan)
@@ -122,9 +135,10 @@ def main() -> None:
     parser = options()
     parser.add_argument("--shrink", type=int, default=1, help="divides all widths")
     parser.add_argument("--measured", action="store_true", help="plan by probe and measure, on all ranks at once")
+    parser.add_argument("--tables", choices=["planner", "row_wise"], default="planner", help="where they lie")
     told = parser.parse_args()
     with process_group(told.device, of_one=True) as told.device:
-        Arms(f"DLRM_DCN / {told.shrink}", told, partial(made, told=told)).run("bf16", ["loka"])
+        Arms(f"DLRM_DCN / {told.shrink} {told.tables}", told, partial(made, told=told)).run("bf16", ["loka"])
 
 
 if __name__ == "__main__":

@@ -1,0 +1,192 @@
+"""Two-dimensional sparse parallelism: two groups of ranks with the same tables, against one group of all.
+
+    torchrun --nproc-per-node 4 benchmarks/distributed/two_d.py --out runs/two_d.jsonl
+    torchrun --nproc-per-node 4 --no-python python -O benchmarks/distributed/two_d.py --device cpu --steps 30 \\
+        --rows 64 --held-out 2000 --seeds 1 --narrowest 16 --out runs/two_d.jsonl       # DMPCollection asserts CUDA
+
+The zoo's small DLRM, its wide layers in FP8 by hand, Adam and the row-wise AdaGrad of fbgemm; synthetic rows, a
+quarter of each batch to a rank, the same in all arms, rates constant.
+
+    one           DistributedModelParallel over all ranks
+    two, c = 2    DMPCollection, groups of half the ranks, `momentum_scaled`, means of whole tables every --every steps
+    two, c = 1    the same without it
+    rows          as c = 2, changed rows in e4m3 by `row_sync` instead of whole tables
+
+A line of JSON for each seed and arm: NE of the held-out rows, and momentum V over c, summed over rows of all
+tables, over that of `one`. At the end means over seeds, and NE against `one` with Student's 95 % interval.
+"""
+
+import json
+import math
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+sys.path.insert(0, str(Path(__file__).parent))
+from shared import append, options, planned, tell, within
+
+import loka
+from loka.cli.inputs import model_builder
+from loka.cli.torchrun import process_group
+from loka.core.error import estimate_mean
+from loka.core.exchange import ranks_of
+from loka.data import SyntheticClicks
+from loka.distributed import momentum_scaled, row_sync
+from loka.distributed.tables.embedding_bags import quiet, torchrec, with_embedding_bags
+from loka.distributed.tables.lookups import lookups_of
+from loka.nn.linears import signature
+from loka.nn.unwrap import unwrap
+
+ARMS = {"one": 1.0, "two, c = 2": 2.0, "two, c = 1": 1.0, "rows": 2.0}
+LR, EPS = 0.02, 1e-8
+
+
+def _of_cpus(collection: Any) -> Any:
+    """DMPCollection names a CPU as if it had a number, which sharded tensors refuse."""
+
+    class OfCpus(collection):  # type: ignore[misc]
+        def _remap_sharding_plan(self, plan: Any, *args: Any, **kwargs: Any) -> None:
+            super()._remap_sharding_plan(plan, *args, **kwargs)
+            for table in (one for placed in plan.plan.values() for one in placed.values()):
+                for shard in table.sharding_spec.shards:
+                    shard.placement = type(shard.placement)(f"rank:{shard.placement.rank()}/cpu")
+
+    return OfCpus
+
+
+def tables_of(model: nn.Module) -> list[Any]:
+    return list({id(one.module): one.module for one in lookups_of(model)}.values())
+
+
+def built(told: Any, name: str, seed: int, device: torch.device) -> tuple[nn.Module, loka.Plan]:
+    """Tables lie whole on ranks in turn, with the same values in every arm."""
+    ranks = ranks_of()
+    group = ranks if name == "one" else ranks // 2
+    torch.manual_seed(seed)
+    model = model_builder("dlrm")(SyntheticClicks(rows=1, seed=0))
+    plan = planned(signature(model), told, device)
+    with_embedding_bags(model)
+    sharding, library = torchrec("torchrec.distributed.sharding_plan"), torchrec("torchrec.distributed")
+    ((path, bags),) = [(n, m) for n, m in model.named_modules() if type(m).__name__ == "EmbeddingBagCollection"]
+    configs = bags.embedding_bag_configs()
+    where = {
+        one.name: sharding.table_wise(rank=place % group, compute_kernel="fused") for place, one in enumerate(configs)
+    }
+    sides = {"local_size": group, "world_size": group, "device_type": device.type}
+    placed = torchrec("torchrec.distributed.types").ShardingPlan(
+        {path: sharding.construct_module_sharding_plan(bags, where, **sides)}
+    )
+    optimizer = torchrec("fbgemm_gpu.split_embedding_configs").EmbOptimType.EXACT_ROWWISE_ADAGRAD
+    scaled = momentum_scaled(lr=LR, eps=EPS, c=ARMS[name])
+    fused = {"optimizer": optimizer, "learning_rate": scaled["lr"], "eps": scaled["eps"]}
+    sharder = torchrec("torchrec.distributed.embeddingbag").EmbeddingBagCollectionSharder(fused_params=fused)
+    given: dict[str, Any] = {"device": device, "plan": placed, "sharders": [sharder]}
+    with quiet():
+        if name == "one":
+            wrapped = library.DistributedModelParallel(model, **given)
+        else:
+            collection = torchrec("torchrec.distributed.model_parallel").DMPCollection
+            collection = _of_cpus(collection) if device.type == "cpu" else collection
+            wrapped = collection(
+                model, world_size=ranks, sharding_group_size=group, global_pg=dist.group.WORLD, **given
+            )
+    for one in tables_of(wrapped):
+        for table in one.split_embedding_weights():
+            generator = torch.Generator().manual_seed(seed * 1_000_003 + len(table))
+            table.copy_(torch.randn(table.shape, generator=generator) * 0.05)
+    return wrapped, plan
+
+
+def momentum(model: nn.Module, *, replicas: int) -> float:
+    mine = sum(float(m.double().sum()) for one in tables_of(model) for (m,) in one.split_optimizer_states())
+    return _summed(torch.tensor([mine]), model)[0] / replicas
+
+
+def _summed(mine: torch.Tensor, model: nn.Module) -> list[float]:
+    found = mine.double().to(next(model.parameters()).device)
+    dist.all_reduce(found)
+    return found.tolist()
+
+
+def batches(rows: int, seed: int, size: int) -> Iterator[Any]:
+    return SyntheticClicks(rows=rows, seed=seed, shard=dist.get_rank(), shards=ranks_of()).batches(size)
+
+
+def ne(model: nn.Module, told: Any, device: torch.device) -> float:
+    """Of `told.held_out` rows, by the labels: log loss over the entropy of their mean."""
+    sums = torch.zeros(3, dtype=torch.float64)
+    with torch.no_grad(), torch.autocast(device.type, torch.bfloat16):
+        for batch in batches(told.held_out, 10_000, told.rows):
+            batch = batch.to(device)
+            logits = model(batch.dense, batch.sparse).float()
+            loss = nn.functional.binary_cross_entropy_with_logits(logits, batch.label, reduction="sum")
+            sums += torch.stack([loss, batch.label.sum(), torch.tensor(float(len(logits)))]).double().cpu()
+    loss, positives, count = _summed(sums, model)
+    rate = positives / count
+    return loss / count / -(rate * math.log(rate) + (1 - rate) * math.log(1 - rate))
+
+
+def trained(told: Any, name: str, seed: int, device: torch.device) -> dict[str, Any]:
+    model, plan = built(told, name, seed, device)
+    loka.convert(model, plan)
+    inside = {id(p) for one in tables_of(model) for p in one.parameters()}
+    dense = [p for p in unwrap(model).parameters() if id(p) not in inside and p.requires_grad]
+    optimizer = torch.optim.Adam(dense, lr=1e-3)
+    sync, replicas = None, 1 if name == "one" else 2
+    if name == "rows":
+        sync = row_sync(model, model._ctxs[0].device_mesh.get_group("replicate"), every=told.every)
+    for step, batch in enumerate(batches(told.steps * told.rows * ranks_of(), seed, told.rows)):
+        batch = batch.to(device)
+        optimizer.zero_grad()
+        with torch.autocast(device.type, torch.bfloat16):
+            logits = model(batch.dense, batch.sparse)
+        nn.functional.binary_cross_entropy_with_logits(logits.float(), batch.label).backward()
+        optimizer.step()
+        if sync:
+            sync.step()
+        elif replicas > 1 and (step + 1) % told.every == 0:
+            model.sync()
+    if sync:
+        sync.flush()
+    elif replicas > 1:
+        model.sync()
+    found: dict[str, Any] = {"v": momentum(model, replicas=replicas) / ARMS[name], "ne": ne(model, told, device)}
+    if sync:
+        found["traffic"] = str(sync.traffic)
+    return found | {"fp8": sum(d.candidate != "hp" for d in plan.decisions.values())}
+
+
+def main() -> None:
+    parser = options()
+    parser.add_argument("--rows", type=int, default=2048, help="of a rank in a step")
+    parser.add_argument("--steps", type=int, default=500)
+    parser.add_argument("--every", type=int, default=10)
+    parser.add_argument("--held-out", type=int, default=1 << 19)
+    parser.add_argument("--seeds", type=int, default=4)
+    told = parser.parse_args()
+    told.batch_size = told.rows
+    found: dict[str, list[dict[str, Any]]] = {name: [] for name in ARMS}
+    with process_group(told.device) as told.device:
+        for seed in range(told.seeds):
+            for name in ARMS:
+                within(told.seconds)
+                one = trained(told, name, seed, torch.device(told.device))
+                found[name].append(one)
+                one["v_ratio"] = one["v"] / found["one"][seed]["v"]
+                one["ne_percent"] = 100 * (one["ne"] / found["one"][seed]["ne"] - 1)
+                line = {"cell": f"2D of {ranks_of()} {told.device} seed {seed} {name}", "steps": told.steps, **one}
+                tell(json.dumps(line))
+                if dist.get_rank() == 0:
+                    append(told.out, line)
+        for name, runs in found.items():
+            ratio, percent = (estimate_mean([run[what] for run in runs]) for what in ("v_ratio", "ne_percent"))
+            tell(f"{name}: V over c, of one group's: {ratio}; NE beside it: {percent} %")
+
+
+if __name__ == "__main__":
+    main()
