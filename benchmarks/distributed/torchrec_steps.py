@@ -6,7 +6,8 @@
 
 MLPerf's dense sizes, 26 tables of 10,000 rows of 128 with one id a bag, in DistributedModelParallel by
 TorchRec's planner; row-wise AdaGrad, Adam for the dense part; TrainPipelineSparseDist from pinned batches.
-Bottom, cross and top are compiled, each by itself, and CUDA graphs by `--step graph`. Times are those of
+Bottom, cross and top are compiled, each by itself; in arms named `_whole` as one but for the tables, which Dynamo
+leaves to Python. CUDA graphs by `--step graph`. Times are those of
 steps.py; `groups_us` splits rank 0's.
 """
 
@@ -26,14 +27,17 @@ from shared import CANDIDATES, Arms, Made, options, planned
 
 import loka
 from loka.cli.torchrun import process_group
+from loka.core.compiling import compile_in_place
 from loka.core.exchange import ranks_of
 from loka.distributed.tables.embedding_bags import torchrec
-from loka.distributed.tables.sharded_tables import shard_tables
+from loka.distributed.tables.sharded_tables import EXCHANGES, shard_tables
 from loka.measurement.settings import COARSE
 from loka.train import TrainConfig
 from loka.train.optim import build_optimizers
 from loka.train.steps.step_time import compiled
 
+WHOLE = "_whole"
+ARMS = ("bf16", "loka", "bf16_whole", "loka_whole")
 FIELDS, DENSE, ROWS = [f"f{i}" for i in range(26)], 13, 10_000
 
 
@@ -91,16 +95,14 @@ def by_rows(model: torch.nn.Module, device: torch.device) -> Any:
 
 def made(name: str, told: argparse.Namespace) -> Made:
     device, size = torch.device(told.device), told.batch_size
-    plan = plan_of(told, device) if name == "loka" else None
+    plan = plan_of(told, device) if name.startswith("loka") else None
     model = dlrm(told, device)
     placement = by_rows(model, device) if told.tables == "row_wise" else None
-    model = shard_tables(model, device=device, batch_size=size, lr=0.02, placement=placement)
+    model = shard_tables(model, device=device, batch_size=size, lr=0.02, exchange=told.qcomm, placement=placement)
     optimizers = build_optimizers(model, TrainConfig(batch_size=size, sparse_lr=0.02)).values()
     if plan:
         loka.convert(model, plan)
     replayed = told.step == "graph" and device.type == "cuda"
-    if told.step != "eager":
-        compiled(next(m for m in model.modules() if type(m).__name__ == "DLRM_DCN"), replayed=replayed)
 
     def forward(batch: Any) -> Any:
         with torch.autocast(device.type, torch.bfloat16):
@@ -122,6 +124,14 @@ def made(name: str, told: argparse.Namespace) -> Made:
         return found
 
     feed = itertools.cycle(batches(size, pinned=device.type == "cuda"))
+    if told.step != "eager":
+        inner = next(m for m in model.modules() if type(m).__name__ == "DLRM_DCN")
+        if name.endswith(WHOLE):
+            pipeline.progress(feed)  # it rewrites the model, by a trace that meets nothing compiled
+            inner.sparse_arch.forward = torch._dynamo.disable(inner.sparse_arch.forward)
+            compile_in_place(inner, replayed=replayed)
+        else:
+            compiled(inner, replayed=replayed)
 
     def step() -> None:
         if replayed:
@@ -135,10 +145,13 @@ def main() -> None:
     parser = options()
     parser.add_argument("--shrink", type=int, default=1, help="divides all widths")
     parser.add_argument("--measured", action="store_true", help="plan by probe and measure, on all ranks at once")
+    parser.add_argument("--arms", nargs="+", choices=ARMS[1:], default=["loka"], help=f"besides {ARMS[0]}")
+    parser.add_argument("--qcomm", choices=EXCHANGES, default="fp32", help="of embeddings and their gradients")
     parser.add_argument("--tables", choices=["planner", "row_wise"], default="planner", help="where they lie")
     told = parser.parse_args()
     with process_group(told.device, of_one=True) as told.device:
-        Arms(f"DLRM_DCN / {told.shrink} {told.tables}", told, partial(made, told=told)).run("bf16", ["loka"])
+        key = f"DLRM_DCN / {told.shrink} {told.tables} {told.qcomm}"
+        Arms(key, told, partial(made, told=told)).run(ARMS[0], told.arms)
 
 
 if __name__ == "__main__":

@@ -125,7 +125,7 @@ def ne(model: nn.Module, told: Any, device: torch.device) -> float:
             batch = batch.to(device)
             logits = model(batch.dense, batch.sparse).float()
             loss = nn.functional.binary_cross_entropy_with_logits(logits, batch.label, reduction="sum")
-            sums += torch.stack([loss, batch.label.sum(), torch.tensor(float(len(logits)))]).double().cpu()
+            sums += torch.tensor([loss.item(), batch.label.sum().item(), len(logits)], dtype=torch.float64)
     loss, positives, count = _summed(sums, model)
     rate = positives / count
     return loss / count / -(rate * math.log(rate) + (1 - rate) * math.log(1 - rate))
@@ -163,6 +163,7 @@ def trained(told: Any, name: str, seed: int, device: torch.device) -> dict[str, 
 
 def main() -> None:
     parser = options()
+    parser.set_defaults(narrowest=64)
     parser.add_argument("--rows", type=int, default=2048, help="of a rank in a step")
     parser.add_argument("--steps", type=int, default=500)
     parser.add_argument("--every", type=int, default=10)

@@ -158,6 +158,24 @@ def test_the_probe_ends_when_it_knows_enough(monkeypatch):
     assert auto.timeline.events[1].step == 8
 
 
+def test_few_samples_do_not_tell_how_far_a_model_moves(monkeypatch):
+    """Two of 40 steps are sampled, one of them of a model that has learnt nothing; two looks are of models that
+    have."""
+    rows = SyntheticClicks(rows=256 * 60, seed=0)
+
+    def factor():
+        torch.manual_seed(0)
+        model, said = build("dlrm", dense_features=rows.dense_features, vocab_sizes=rows.vocab_sizes), []
+        config = AutoConfig(every=20, least_steps=40, most_steps=40, candidates=("emulated:rowwise_e4m3",))
+        train(model, rows, config=TrainConfig(batch_size=256), callback=Auto(config, say=said.append))
+        (line,) = [line for line in said if "2 of 40 steps sampled" in line]
+        return float(line.rpartition(" ")[2])
+
+    with_looks = factor()
+    monkeypatch.setattr(module, "next_look", lambda looks, first: 0)
+    assert with_looks < factor() / 2
+
+
 @pytest.mark.parametrize(("most", "ends"), [(20, 12), (10, 10)])
 def test_the_probe_goes_on_while_effects_move_by_orders_of_magnitude(most, ends, monkeypatch, tmp_path):
     """Asked again at twice the steps, or at the most; a run killed meanwhile goes on alike."""

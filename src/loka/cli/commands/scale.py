@@ -26,6 +26,7 @@ from loka.report.pages.across import across_page
 from loka.scaling import scale as scale_model
 from loka.scaling.cluster.across import default_gpus
 from loka.scaling.cluster.calibrate import SIZES, calibrate
+from loka.scaling.cluster.fitting import parsed_step
 from loka.scaling.cluster.tables import parsed
 from loka.scaling.inputs import fake_mode, rows_of
 from loka.scaling.lengths import LengthTimes, waits
@@ -80,9 +81,15 @@ def scale(
         list[str] | None, typer.Option(help="With --network: tables in place of the model's, such as 26x1000000x128.")
     ] = None,
     qcomm: Annotated[str, typer.Option(help="With --network: embeddings in fp32, bf16 or fp8.")] = "bf16",
-    tables_by: Annotated[str, typer.Option(help="Tables placed by size, or by torchrec's planner.")] = "size",
+    tables_by: Annotated[str, typer.Option(help="Tables placed by size, by rows, or by torchrec's planner.")] = "size",
     table_group: Annotated[int, typer.Option(min=0, help="GPUs that share tables (2D).")] = 0,
     sync_every: Annotated[int, typer.Option(min=0, help="Steps between syncs of such groups.")] = 0,
+    step: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="With --network: a measured step to fit compute to, such as ddp@2=29.9/22.9: ms in bf16, by plan."
+        ),
+    ] = None,
 ) -> None:
     """Will eight bits help? The sites of a model, their share of the FLOPs, and what they would take.
 
@@ -91,9 +98,9 @@ def scale(
     """
     checked(gpu=gpu, batch_size=batch_size, kernels=kernels)  # before anything is built
     placed = tables_by != "size" or table_group or sync_every or qcomm != "bf16"
-    if network is None and any((plan, gpus, engine, group, unit, table, ids is not None, page, placed)):
+    if network is None and any((plan, gpus, engine, group, unit, table, ids is not None, page, placed, step)):
         raise LokaError(
-            "--page, --plan, --gpus, --engine, --group, --unit and options of tables are of steps on many GPUs",
+            "--page, --plan, --gpus, --engine, --group, --unit, --step and options of tables are of steps on many GPUs",
             way_out="give --network too, such as examples/h200-ib.json",
         )
     ask = _on_one(gpu=gpu, batch_size=batch_size, kernels=kernels)
@@ -116,6 +123,7 @@ def scale(
                 "tables_by": tables_by,
                 "table_group": table_group,
                 "sync_every": sync_every,
+                "measured": [parsed_step(one) for one in step or ()],
             },
         )
     build = _of_rows(model, data, schema) if is_of_zoo(model) else _own(model, inputs, batch_size, data, schema)

@@ -51,15 +51,22 @@ class Quantity:
 def _positive(own: Own) -> None:
     if not (0 < own.latency < math.inf and 0 < own.bandwidth < math.inf):
         raise ValueError(f"shares are above 0, not {own.latency}, {own.bandwidth}")
+    sizes, times = ([point[side] for point in own.carried] for side in (0, 1))
+    if sizes != sorted({*sizes}) or times != sorted(times) or (sizes and not (sizes[0] > 0 <= times[0])):
+        raise ValueError("carried: bytes rise from above 0, and microseconds do not fall")
+    if sizes and not 0 < times[-1] < math.inf:
+        raise ValueError("carried: the most bytes take no time")
 
 
 @record(check=_positive)
 @dataclass(frozen=True, kw_only=True)
 class Own:
-    """Of one collective, over what the link says: `latency` of launch and hops, `bandwidth`."""
+    """Of one collective, over what the link says: `latency` of launch and hops, `bandwidth`; or, where it was measured,
+    what bytes of a GPU over its link take in microseconds, (bytes, us), instead of bytes over a bandwidth."""
 
     latency: float
     bandwidth: float
+    carried: tuple[tuple[float, float], ...] = sparse(default=())
 
 
 SAME = Own(latency=1.0, bandwidth=1.0)

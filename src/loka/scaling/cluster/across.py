@@ -5,15 +5,14 @@ price   GEMM times (compute.py), alpha and bandwidth (collectives.py), then stre
 ends    of a ratio: each input alone shows which of its ends lowers it; then all lie there at once
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torch import nn
 
 from loka.core.error import Estimate
 from loka.core.exceptions import LokaError, PlanMismatch, UnknownName
-from loka.core.records.across import Across, AcrossRow, Parts, Swing
+from loka.core.records.across import Across, AcrossRow, Swing
 from loka.core.records.network import Network, Quantity
 from loka.core.records.plan import Plan
 from loka.nn.linears import signature
@@ -31,11 +30,11 @@ from loka.scaling.cluster.compute import (
     planned_times,
 )
 from loka.scaling.cluster.engines import ENGINES, Engine, EngineStep, traced_step
+from loka.scaling.cluster.fitting import AGAIN, MEASURED, Fit, MeasuredStep, Steps, by_engine
 from loka.scaling.cluster.memory import CAPACITY, held
 from loka.scaling.cluster.notes import notes_of, of_tables, origins
 from loka.scaling.cluster.placement import Placer
-from loka.scaling.cluster.pricing import BETWEEN, GAINS, PRODUCTS, TIMES, Formats, Priced, step_of
-from loka.scaling.cluster.schedule import Timeline, schedule
+from loka.scaling.cluster.pricing import BETWEEN, GAINS, PRODUCTS, TIMES, Formats, step_of
 from loka.scaling.cluster.tables import Exchange, QComm, Tables, exchange
 from loka.scaling.cluster.wires import check_traced
 from loka.scaling.inputs import fake_batch, fake_mode, fake_model, mode_of, rows_of
@@ -67,6 +66,7 @@ def scale_across(
     tables_by: Placer = "size",
     table_group: int = 0,
     sync_every: int = 0,
+    measured: Sequence[MeasuredStep] = (),
 ) -> Across:
     """What eight bits would give a training step of `model` on many GPUs, under DDP, FSDP2 and HSDP.
 
@@ -84,13 +84,15 @@ def scale_across(
         units: patterns of paths that FSDP2 and HSDP shard each for itself.
         ids: that a sample looks up in each table, in the mean; None: tables are left out.
         tables: rows and widths, in place of the model's own; `qcomm`: how their embeddings travel.
-        tables_by: size, or torchrec, whose planner is asked where they lie.
+        tables_by: size, rows, or torchrec, whose planner is asked where they lie.
         table_group: GPUs that share them, as under DMPCollection, 0: all; whose replicas of them are made
             equal every `sync_every` steps.
+        measured: a step of an engine on few GPUs, which all that computes is fitted to (fitting.py).
 
     Raises:
         LokaError: no number of GPUs or one that fills no nodes, groups that do not fit, a model that does not
-            run without numbers, more than 5 % of its FLOPs at shapes nobody measured near, an untimed plan.
+            run without numbers, more than 5 % of its FLOPs at shapes nobody measured near, an untimed plan, a
+            measured step of no engine that is told, or shorter than its collectives.
         PlanMismatch: the plan is of another model, or of other shapes.
         UnknownName, NotConverted: as `loka.scale`. MissingLibrary: TorchRec, where its planner is asked.
     """
@@ -119,34 +121,50 @@ def scale_across(
         options: Any = {"qcomm": qcomm, "by": tables_by, "group": table_group, "every": sync_every}
         shapes = tuple(tables) or steps[0].tables
         asked = Tables(shapes=shapes, ids=1.0 if ids is None else ids, **options)
-        lie = {n: exchange(asked, n, found.batch_size, network, capacity) for n in sorted(gpus, reverse=True)}
+        every = {*gpus, *(one.gpus for one in measured)}
+        lie = {n: exchange(asked, n, found.batch_size, network, capacity) for n in sorted(every, reverse=True)}
     told: dict[str, Placed] = {step.engine: placed(step, times) for step in steps}
     fp8 = frozenset(f"{layer.path}.weight" for layer in layers_in_fp8(found, plan))
     fp8 &= {param.name for param in steps[0].params}  # a plain parameter is gathered in its own dtype
     copied = cast_weights(found, plan)
-    inputs = _inputs(network)
+    inputs = _inputs(network) | (_AGAIN if measured else {})
     rate, rows = mean_rate(times), []
     memory = {}
+
+    def told_of(step: EngineStep, ranks: int, group: int, formats: Sequence[Formats], fit: Fit | None = None) -> Steps:
+        priced = {
+            one: step_of(
+                step,
+                told[step.engine],
+                ranks,
+                formats=one,
+                in_fp8=fp8 if one.gather == "fp8" else frozenset(),
+                tables=lie.get(ranks),
+                group=group,
+            )
+            for one in formats
+        }
+        return Steps(f"hsdp/{group}" if group else step.engine, ranks, rate, network, priced, fit)
+
+    each = {
+        f"hsdp/{group}" if group else step.engine: (step, group)
+        for step in steps
+        for group in (groups if step.engine == "hsdp" else (0,))
+    }
+    known, fits = by_engine(measured, {name: group for name, (_, group) in each.items()}, network), {}
+    for name, (step, group) in each.items():
+        if name in known:
+            plain = _plain(step.engine)
+            few = told_of(step, known[name].gpus, group, [plain])
+            fits[name] = Fit(few, plain, known[name]).checked()
     for ranks in dict.fromkeys(gpus):
-        lies = lie.get(ranks)
-        for step in steps:
-            for group in [one for one in groups if one < ranks] if step.engine == "hsdp" else [0]:
-                name = f"hsdp/{group}" if group else step.engine
-                priced = {
-                    formats: step_of(
-                        step,
-                        told[step.engine],
-                        ranks,
-                        formats=formats,
-                        in_fp8=fp8 if formats.gather == "fp8" else frozenset(),
-                        tables=lies,
-                        group=group,
-                    )
-                    for formats in _FORMATS[step.engine]
-                }
-                made = _Steps(name, ranks, rate, network, priced)
-                rows += [_row(made, formats, inputs) for formats in priced]
-                memory[f"{ranks} {name}"] = held(step, group or ranks, copied, lies.held if lies else 0.0)
+        for name, (step, group) in each.items():
+            if group >= ranks:
+                continue
+            made = told_of(step, ranks, group, _FORMATS[step.engine], fits.get(name))
+            rows += [_row(made, formats, inputs) for formats in made.priced]
+            lies = lie.get(ranks)
+            memory[f"{ranks} {name}"] = held(step, group or ranks, copied, lies.held if lies else 0.0)
     return Across(
         model=found.model,
         batch_size=found.batch_size,
@@ -158,7 +176,11 @@ def scale_across(
         units=max((step.units for step in steps), key=len),
         memory=memory,
         capacity=capacity,
-        notes=(*notes_of(found, steps, told, plan, len(fp8), network), *of_tables(asked, lie, steps[0].tables)),
+        notes=(
+            *(fit.note for fit in fits.values()),
+            *notes_of(found, steps, told, plan, len(fp8), network),
+            *of_tables(asked, lie, steps[0].tables),
+        ),
     )
 
 
@@ -196,36 +218,12 @@ def _steps(
     return steps
 
 
-@dataclass
-class _Steps:
-    engine: str
-    ranks: int
-    rate: float
-    network: Network
-    priced: Mapping[Formats, Priced]
-    known: dict[tuple[Any, ...], float] = field(default_factory=dict)
-
-    def us(self, formats: Formats, ends: _Ends, *, planned: bool) -> float:
-        """Microseconds of the step with inputs at the ends that are given."""
-        key = (formats, planned, tuple(sorted(ends.items())))
-        if key not in self.known:
-            self.known[key] = self._line(formats, ends, planned=planned).total
-        return self.known[key]
-
-    def parts(self, formats: Formats, *, planned: bool) -> Parts:
-        line, priced = self._line(formats, {}, planned=planned), self.priced[formats]
-        gemms = priced.gemm_us(planned=planned)
-        return Parts(
-            gemms=gemms, other=line.compute - gemms, exposed=line.exposed, wire=line.wire, sent=priced.sent_bytes
-        )
-
-    def _line(self, formats: Formats, ends: _Ends, *, planned: bool) -> Timeline:
-        priced = self.priced[formats]
-        return schedule(priced.items(self.network, self.ranks, rate=self.rate, planned=planned, ends=ends))
+def _plain(engine: str) -> Formats:
+    return Formats("-" if engine == "ddp" else "bf16", "bf16")
 
 
-def _row(steps: _Steps, formats: Formats, inputs: Mapping[str, Any]) -> AcrossRow:
-    plain = Formats("-" if steps.engine == "ddp" else "bf16", "bf16")
+def _row(steps: Steps, formats: Formats, inputs: Mapping[str, Any]) -> AcrossRow:
+    plain = _plain(steps.engine)
 
     def bf16(ends: _Ends) -> float:
         return steps.us(plain, ends, planned=False)
@@ -242,8 +240,8 @@ def _row(steps: _Steps, formats: Formats, inputs: Mapping[str, Any]) -> AcrossRo
         engine=steps.engine,
         gather=formats.gather,
         gradients=formats.gradients,
-        bf16=_time(bf16, inputs),
-        planned=_time(planned, inputs),
+        bf16=_time(bf16, inputs, fitted=steps.fit is not None),
+        planned=_time(planned, inputs, fitted=steps.fit is not None),
         speedup=speedup,
         format_gain=gain,
         bf16_parts=steps.parts(plain, planned=False),
@@ -275,22 +273,30 @@ def _guess(at: Estimate, comment: str) -> Quantity:
     return Quantity(value=at.value, low=at.low, high=at.high, origin="assumed", comment=comment)
 
 
+_AGAIN: dict[str, Quantity | None] = {
+    name: _guess(AGAIN, "of the step that --step names: another time, on other GPUs of the kind; a guess")
+    for name in MEASURED.values()
+}
+
 _FASTER = {"bandwidth inside a node", "bandwidth between nodes", "memory bandwidth", GAINS}
 _ROUNDS = 2  # over all inputs, from each start
 _TRIED: tuple[End, ...] = ("low", "high")
 
 
-def _all_at(fast: bool, inputs: Iterable[str]) -> dict[str, End]:
+def _all_at(fast: bool, inputs: Mapping[str, Any]) -> dict[str, End]:
     return {name: "high" if (name in _FASTER) is fast else "low" for name in inputs}
 
 
-def _time(value: Callable[[_Ends], float], inputs: Iterable[str]) -> Estimate:
+def _time(value: Callable[[_Ends], float], inputs: Mapping[str, Any], *, fitted: bool) -> Estimate:
     """A step time. No start of the schedule falls when something takes longer, so its ends are those of all
-    inputs at their fast and at their slow ends."""
+    inputs at their fast and at their slow ends; but where a slower wire means that less was computed in a step that
+    was measured."""
+    if fitted:
+        return _ratio(value, inputs)[0]
     return Estimate(value({}), value(_all_at(True, inputs)), value(_all_at(False, inputs)))
 
 
-def _ratio(value: Callable[[_Ends], float], inputs: Iterable[str]) -> tuple[Estimate, dict[str, Swing]]:
+def _ratio(value: Callable[[_Ends], float], inputs: Mapping[str, Any]) -> tuple[Estimate, dict[str, Swing]]:
     """A ratio of step times, which an input may move either way, and the more the less another hides it: its
     ends are searched for, one input after the other moved to its best end. Where a fast wire makes way for
     GEMMs and a slow one hides them, that stops short of the best, so it begins in the middle and at both

@@ -5,7 +5,8 @@
 A line has the least sum of squared relative errors: sizes span four orders of magnitude, and absolute errors
 would leave `fixed` to the noise of the largest. `fixed` is a launch and hops, whose number is known
 (collectives.py). Groups of several sizes tell the two apart; of one size, the split is NCCL's own tuner's.
-At the ends of intervals lines lie below, or above, every time that was fitted.
+What is beyond `fixed` is no line: NCCL changes its protocol with the size. Of the largest group it is kept as it was
+measured, size by size (`Own.carried`). At the ends of intervals every time that was measured lies between.
 """
 
 import math
@@ -66,15 +67,19 @@ def relative_line(x: Sequence[float], times: Sequence[float]) -> tuple[float, fl
     return (a, (total * sloped - first * right) / determinant) if a >= 0 else (0.0, sloped / second)
 
 
-def fitted_network(template: Network, samples: Sequence[Sample]) -> Network:
-    """`template` with what `samples` say of launch and links. Raises LokaError for times that do not grow."""
-    alone = [one for one in samples if one.nodes == 1]
-    across = [one for one in samples if one.nodes > 1]
-    found = _fitted(template, alone, known=False) if alone else template
-    return _fitted(found, across, known=bool(alone)) if across else found
+def fitted_network(template: Network, samples: Sequence[Sample], held_out: Sequence[Sample] = ()) -> Network:
+    """`template` with what `samples` say of launch and links, and ends that hold `held_out` too. Raises LokaError for
+    times that do not grow."""
+
+    def fitted(network: Network, *, several: bool, known: bool) -> Network:
+        mine, others = ([one for one in part if (one.nodes > 1) is several] for part in (samples, held_out))
+        return _fitted(network, mine, others, known=known) if mine else network
+
+    alone = fitted(template, several=False, known=False)
+    return fitted(alone, several=True, known=any(one.nodes == 1 for one in samples))
 
 
-def _fitted(network: Network, samples: Sequence[Sample], *, known: bool) -> Network:
+def _fitted(network: Network, samples: Sequence[Sample], held_out: Sequence[Sample], *, known: bool) -> Network:
     lines = _lines(samples)
     outer = lines[0].nodes > 1
     size = max(line.inner for line in lines)
@@ -101,7 +106,11 @@ def _fitted(network: Network, samples: Sequence[Sample], *, known: bool) -> Netw
     own: dict[str, Own] = {}
     for line in whole:
         said = launch + (line.latency(inside, alpha) if outer else line.latency(alpha, 0))
-        own[line.op] = Own(latency=max(line.fixed, _LEAST) / said, bandwidth=line.gbps / bandwidth)
+        own[line.op] = Own(
+            latency=max(line.fixed, _LEAST) / said,
+            bandwidth=line.gbps / bandwidth,
+            carried=_carried(line, [one for one in samples if one.key == (line.op, line.nodes, line.inner)]),
+        )
     link = Link(
         alpha_us=_exactly(alpha, how + where),
         bandwidth_gbps=_exactly(bandwidth, f"middle of what collectives reached; {where}"),
@@ -110,7 +119,17 @@ def _fitted(network: Network, samples: Sequence[Sample], *, known: bool) -> Netw
     found = replace(network, between=link) if outer else replace(network, inside=link)
     if not known:
         found = replace(found, launch_us=_exactly(launch, f"besides hops and bytes; {where}"))
-    return _widened(found, samples, link, split)
+    return _widened(found, [*samples, *held_out], link, split)
+
+
+def _carried(line: _Line, samples: Sequence[Sample]) -> tuple[tuple[float, float], ...]:
+    """What bytes take beyond what is fixed, by what was measured; more of them never less."""
+    known = {volumes(one.op, one.size, one.nodes, one.inner)[int(line.nodes > 1)]: one.us.value for one in samples}
+    found, most = [], 0.0
+    for moved, us in sorted(known.items()):
+        most = max(most, us - max(line.fixed, _LEAST))
+        found.append((moved, most))
+    return tuple(found) if most > 0 else ()
 
 
 def _lines(samples: Sequence[Sample]) -> list[_Line]:

@@ -23,8 +23,8 @@ from loka.core.storage.codec import decode, encode
 from loka.scaling.cluster.alpha_beta import Sample, checked, fitted_network, told
 from loka.scaling.cluster.rounds import Buffers, memory_gbps, timed, whole
 
-SIZES = tuple((64 << 10) << step for step in range(13))
-"""Bytes, 64 KB to 256 MB. Every second one is held out of the fit."""
+SIZES = tuple((64 << 10) << step for step in range(15))
+"""Bytes, 64 KB to 1 GB. Every second one is held out of the fit."""
 
 _FEWEST = 5  # sizes: three for a line, two to check it
 _PART = 4  # of the free memory
@@ -62,7 +62,7 @@ def calibrate(
         [one for one in samples if one.size in {whole(size, one.nodes * one.inner) for size in part}]
         for part in (sizes[::2], sizes[1::2])
     )
-    network = fitted_network(_template(base, inner=inner, nodes=ranks // inner, memory=memory), fitted)
+    network = fitted_network(_template(base, inner=inner, nodes=ranks // inner, memory=memory), fitted, held_out)
     machine = fingerprint(device)
     how = Calibration(
         machine=machine,

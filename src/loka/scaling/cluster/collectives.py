@@ -15,12 +15,13 @@ once, so a group has its own GPUs' cards and no others'.
 """
 
 import math
+from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 from loka.core.exceptions import LokaError
-from loka.core.records.network import SAME, Network, Op
+from loka.core.records.network import SAME, Link, Network, Op
 
 End = Literal["low", "value", "high"]
 
@@ -102,14 +103,29 @@ def picked_wire_us(wire: Wire, ranks: int, network: Network, picked: Mapping[str
     """The same of numbers that were picked."""
     nodes, inner = spread(wire.ranks or ranks, wire.stride, network.gpus_per_node)
     inside, between = volumes(wire.op, wire.size, nodes, inner)
-    carried = inside / picked["bandwidth inside a node"] / network.inside.own.get(wire.op, SAME).bandwidth
+    carried = _carried_us(wire.op, inside, network.inside, picked["bandwidth inside a node"])
     own = network.link(nodes).own.get(wire.op, SAME)
     if nodes > 1:
-        carried = max(carried, between / picked["bandwidth between nodes"] / own.bandwidth)
+        carried = max(carried, _carried_us(wire.op, between, network.link(nodes), picked["bandwidth between nodes"]))
     alphas = (picked["alpha inside a node"], picked.get("alpha between nodes", 0.0))
     fixed = picked["launch of a collective"] + latency(wire.op, nodes, inner, alphas, hops)
     codecs = wire.moved / picked["memory bandwidth"]
-    return fixed * own.latency + (carried + codecs) / 1e3
+    return fixed * own.latency + carried + codecs / 1e3
+
+
+def _carried_us(op: Op, moved: float, link: Link, gbps: float) -> float:
+    """Of bytes over a link that has `gbps`; as measured, between sizes by a line, and beyond at their bandwidth."""
+    own = link.own.get(op, SAME)
+    if not own.carried:
+        return moved / gbps / own.bandwidth / 1e3
+    sizes, times = zip((0.0, 0.0), *own.carried, strict=True)
+    at = bisect_left(sizes, moved)
+    if at == len(sizes):
+        us = times[-1] * moved / sizes[-1]
+    else:
+        part = (moved - sizes[at - 1]) / (sizes[at] - sizes[at - 1]) if at else 0.0
+        us = times[at - 1] + part * (times[at] - times[at - 1]) if at else 0.0
+    return us * link.bandwidth_gbps.value / gbps
 
 
 def volumes(op: Op, size: float, nodes: int, inner: int) -> tuple[float, float]:

@@ -1,10 +1,12 @@
 """Where tables lie, and what the GPU that has the most of each has to do.
 
 size        table-wise: the largest first, each to the GPU that holds the fewest bytes so far
+rows        row-wise: each table cut over all GPUs
 torchrec    EmbeddingShardingPlanner's table-, row- and column-wise shards, by the network's links
 """
 
 import heapq
+import math
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -15,7 +17,7 @@ from loka.core.records.network import Network
 from loka.core.timing import first_line
 from loka.distributed.tables.embedding_bags import quiet, torchrec
 
-Placer = Literal["size", "torchrec"]
+Placer = Literal["size", "rows", "torchrec"]
 PLACERS: tuple[Placer, ...] = get_args(Placer)
 _Shapes = Sequence[tuple[int, int]]
 
@@ -45,6 +47,11 @@ def by_size(shapes: _Shapes, ranks: int) -> Load:
         heapq.heappush(gpus, (size + rows * (width + 1), gpu))
         shards.append((gpu, rows, width, 1.0))
     return _load(shards, "table-wise, the largest first to the GPU with the fewest bytes")
+
+
+def by_rows(shapes: _Shapes, ranks: int) -> Load:
+    one = [(0, math.ceil(rows / ranks), width, 1 / ranks) for rows, width in shapes]  # all GPUs are alike
+    return _load(one, "row-wise, each table cut over all GPUs")
 
 
 def by_torchrec(

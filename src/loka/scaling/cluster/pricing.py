@@ -90,10 +90,11 @@ class Priced:
         return sum(e.gemms(planned, "value", "value") for e in self._entries if isinstance(e, _Work))
 
     def items(
-        self, network: Network, ranks: int, *, rate: float, planned: bool, ends: Mapping[str, End]
+        self, network: Network, ranks: int, *, rate: float, planned: bool, ends: Mapping[str, End], longer: float = 1.0
     ) -> Iterator[Item]:
         """What `schedule` runs. `rate`: FLOPs a microsecond of products that are no site. `ends`: of the
-        network's quantities, HOPS, TIMES, GAINS, PRODUCTS and BETWEEN."""
+        network's quantities, HOPS, TIMES, GAINS, PRODUCTS and BETWEEN. `longer`: how many times as long all that
+        computes takes."""
         picked = picked_of(network, ends)
         moved = picked["elementwise share"] / picked["memory bandwidth"] / 1e3
         if planned:
@@ -105,9 +106,9 @@ class Priced:
         for entry in self._entries:
             if isinstance(entry, _Work):
                 other = entry.segment.moved * moved + entry.segment.flops * flops
-                yield Compute(entry.gemms(planned, time, gain) + other)
+                yield Compute((entry.gemms(planned, time, gain) + other) * longer)
             elif isinstance(entry, _Traffic):
-                yield Compute(entry.size / picked["memory bandwidth"] / 1e3)
+                yield Compute(entry.size / picked["memory bandwidth"] / 1e3 * longer)
             elif isinstance(entry, _Sent):
                 yield sent[next(following)]
             else:

@@ -16,7 +16,7 @@ from typing import Any, Literal
 from loka.core.exceptions import LokaError
 from loka.core.records.network import Network, Op
 from loka.scaling.cluster.collectives import Wire, spread
-from loka.scaling.cluster.placement import PLACERS, Placer, by_size, by_torchrec
+from loka.scaling.cluster.placement import PLACERS, Placer, by_rows, by_size, by_torchrec
 
 QComm = Literal["fp32", "bf16", "fp8"]
 _BYTES: dict[str, float] = {"fp32": 4, "bf16": 2, "fp8": 1}
@@ -75,8 +75,8 @@ def exchange(
     """`batch_size`: rows of each GPU. TorchRec's planner wants the network and `capacity`, a GPU's bytes."""
     shard = tables.group if 0 < tables.group < ranks else ranks
     stride = ranks // shard
-    if tables.by == "size":
-        load = by_size(tables.shapes, shard)
+    if tables.by != "torchrec":
+        load = (by_size if tables.by == "size" else by_rows)(tables.shapes, shard)
     else:
         assert network is not None
         local = spread(shard, stride, network.gpus_per_node)[1]

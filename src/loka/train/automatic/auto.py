@@ -12,10 +12,8 @@ model, its weights stay gathered throughout a sampled step, which goes backward 
 """
 
 import gc
-import itertools
 import json
 import math
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
@@ -44,12 +42,11 @@ from loka.planner import agree
 from loka.planner import plan as plan_report
 from loka.probe import Probe
 from loka.probe.merging import gather_stats
-from loka.probe.model_effects.movement import Horizon
-from loka.train.automatic.as_it_is import as_they_are, batches_needed, effect_lines, relative_width, renew
+from loka.train.automatic.as_it_is import as_they_are, relative_width
+from loka.train.automatic.looks import Look, look_at, next_look, renewed
 from loka.train.automatic.timeline import Event, Timeline
 from loka.train.ranks import by_the_first, first_rank, together
 from loka.train.run import Callback, Run
-from loka.train.running import label_rates
 from loka.train.schedule import rate_factor
 from loka.train.steps.step import Sight
 
@@ -140,6 +137,7 @@ class Auto(Callback):
         self._sampled = 0  # steps, in this process
         self._looked_at = 0
         self._least = 0  # steps of the probe's phase, once it was found too early to end it
+        self._looks: list[Look] = []  # at ever twice the steps
         self._step = ExitStack()  # in which FSDP2 keeps weights whole: a sampled one
 
     def identity(self) -> dict[str, Any]:
@@ -191,6 +189,10 @@ class Auto(Callback):
         self._step.close()
         if self.phase == "probe" and self._enough(run):
             self._end_probe(run)
+        elif self.phase == "probe" and run.step == next_look(self._looks, self._half(run)):
+            assert self._probe is not None
+            found = self._renewed(run, self._probe.stats(), until=run.step, say=lambda text: None)
+            self._looks = [*self._looks[-1:], look_at(found)]
 
     def stop(self, run: Run, error: BaseException | None) -> None:
         self._step.close()
@@ -205,6 +207,7 @@ class Auto(Callback):
         return {
             "phase": self.phase,
             "least": self._least,
+            "looks": json.dumps(encode(self._looks)),
             "stats": torch.frombuffer(bytearray(to_bytes(stats)), dtype=torch.uint8) if stats else None,
             "timeline": json.dumps(encode(self.timeline.events)),
             "seconds": self.timeline.seconds,
@@ -213,6 +216,7 @@ class Auto(Callback):
 
     def restore(self, state: Mapping[str, Any]) -> None:
         self.phase, self._least = state["phase"], state.get("least", 0)
+        self._looks = list(decode(tuple[Look, ...], json.loads(state.get("looks", "[]")), at="looks"))
         if state["stats"] is not None:
             if (before := state.get("ranks", ranks_of())) != ranks_of():
                 raise CheckpointRefused(
@@ -225,14 +229,20 @@ class Auto(Callback):
         self.timeline = Timeline(events, seconds=state["seconds"], file=self._timeline_file(self._folder))
 
     def _enough(self, run: Run) -> bool:
-        least = self.config.least_steps or max(int(run.steps * run.config.warmup), 100)
         if run.step >= self._most(run):
             return True
-        if run.step < max(least, self._least) or run.step % _LOOK_EVERY:
+        if run.step < max(self._least_steps(run), self._least) or run.step % _LOOK_EVERY:
             return False
         looks, self._looked_at = self._sampled > self._looked_at, self._sampled
         _, narrow = together(lambda: looks and first_rank() and self._narrow())
         return narrow[0] == str(True)
+
+    def _least_steps(self, run: Run) -> int:
+        return self.config.least_steps or max(int(run.steps * run.config.warmup), 100)
+
+    def _half(self, run: Run) -> int:
+        """Of the way to where the probe may end first."""
+        return max(min(self._least_steps(run), self._most(run)) // 2, 1)
 
     def _most(self, run: Run) -> int:
         return self.config.most_steps or max(run.steps // 5, 1)
@@ -247,8 +257,8 @@ class Auto(Callback):
         self._probe.__exit__(None, None, None)
         self._probe = None
         run.close()  # compiled code and graphs of bf16 are of no more use
-        with gathered_throughout(run.model):
-            stats, _ = together(lambda: self._renewed(run, stats), lambda renewed: "")
+        # Beyond twice the steps so far nobody knows how a model moves.
+        stats = self._renewed(run, stats, until=min(run.steps, 2 * run.step), say=self._tell)
         merged = replace(gather_stats(stats), final_rate=rate_factor(max(run.step - 1, 0), run.steps, run.config))
         vague = ", ".join(name for name, p in merged.parts.items() if not p.unknown and p.width > p.allowed)
         width = relative_width(merged)
@@ -266,29 +276,10 @@ class Auto(Callback):
         run.save_due = True  # a run killed while measuring need not probe again
         self._begin("measure", run, note=said)
 
-    def _renewed(self, run: Run, stats: Stats) -> Stats:
-        """With effects of the model as it is, from the next rows, that hold for twice the steps so far.
-
-        Beyond that nobody knows how a model moves. Rows of a second epoch are not fresh: then `stats`.
-        """
-        batches = list(itertools.islice(run.unused(), batches_needed(run.config.batch_size)))
-        if not batches:
-            self._tell("effects on KL/H are those of sampled steps: no row is left that was not trained on")
-            return stats
-        began = time.perf_counter()
-        renewed = renew(
-            run.model,
-            stats,
-            batches,
-            config=run.config,
-            base_rate=self.config.base_rate or label_rates(run.running.state_dict()),
-            horizon=Horizon.of_probe(stats, until=min(run.steps, 2 * run.step)),
-            tasks=run.tasks,
-            seed=torch.distributed.get_rank() if ranks_of() > 1 else 0,
-        )
-        for line in effect_lines(renewed, time.perf_counter() - began):
-            self._tell(line)
-        return renewed
+    def _renewed(self, run: Run, stats: Stats, *, until: int, say: Callable[[str], None]) -> Stats:
+        given: dict[str, Any] = {"until": until, "base_rate": self.config.base_rate, "say": say}
+        with gathered_throughout(run.model):
+            return together(lambda: renewed(run, stats, self._looks, **given), lambda made: "")[0]
 
     def _turn_to_fp8(self, run: Run) -> None:
         assert self._stats is not None
@@ -307,7 +298,7 @@ class Auto(Callback):
         else:
             assert self.plan is not None
             self.phase, note = ("fp8" if run.plan else "bf16"), self.plan.summary()
-        self._stats = None
+        self._stats, self._looks = None, []
         run.save_due = True
         self._tell(f"step {run.step}: {note}")
         self._begin(self.phase, run, note=note)
