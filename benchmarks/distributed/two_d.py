@@ -16,6 +16,7 @@ A line of JSON for each seed and arm: NE of the held-out rows, and momentum V ov
 tables, over that of `one`. At the end means over seeds, and NE against `one` with Student's 95 % interval.
 """
 
+import itertools
 import json
 import math
 import sys
@@ -113,15 +114,20 @@ def _summed(mine: torch.Tensor, model: nn.Module) -> list[float]:
     return found.tolist()
 
 
-def batches(rows: int, seed: int, size: int) -> Iterator[Any]:
-    return SyntheticClicks(rows=rows, seed=seed, shard=dist.get_rank(), shards=ranks_of()).batches(size)
+def batches(told: Any, seed: int, *, held_out: bool) -> Iterator[Any]:
+    """Of one world: the first to train on, those behind them to judge by."""
+    first = told.steps * told.rows * ranks_of()
+    every = SyntheticClicks(rows=first + told.held_out, seed=seed, shard=dist.get_rank(), shards=ranks_of())
+    if held_out:
+        return every.batches(told.rows, start=told.steps)
+    return itertools.islice(every.batches(told.rows), told.steps)
 
 
-def ne(model: nn.Module, told: Any, device: torch.device) -> float:
+def ne(model: nn.Module, told: Any, seed: int, device: torch.device) -> float:
     """Of `told.held_out` rows, by the labels: log loss over the entropy of their mean."""
     sums = torch.zeros(3, dtype=torch.float64)
     with torch.no_grad(), torch.autocast(device.type, torch.bfloat16):
-        for batch in batches(told.held_out, 10_000, told.rows):
+        for batch in batches(told, seed, held_out=True):
             batch = batch.to(device)
             logits = model(batch.dense, batch.sparse).float()
             loss = nn.functional.binary_cross_entropy_with_logits(logits, batch.label, reduction="sum")
@@ -140,7 +146,7 @@ def trained(told: Any, name: str, seed: int, device: torch.device) -> dict[str, 
     sync, replicas = None, 1 if name == "one" else 2
     if name == "rows":
         sync = row_sync(model, model._ctxs[0].device_mesh.get_group("replicate"), every=told.every)
-    for step, batch in enumerate(batches(told.steps * told.rows * ranks_of(), seed, told.rows)):
+    for step, batch in enumerate(batches(told, seed, held_out=False)):
         batch = batch.to(device)
         optimizer.zero_grad()
         with torch.autocast(device.type, torch.bfloat16):
@@ -155,7 +161,7 @@ def trained(told: Any, name: str, seed: int, device: torch.device) -> dict[str, 
         sync.flush()
     elif replicas > 1:
         model.sync()
-    found: dict[str, Any] = {"v": momentum(model, replicas=replicas) / ARMS[name], "ne": ne(model, told, device)}
+    found: dict[str, Any] = {"v": momentum(model, replicas=replicas) / ARMS[name], "ne": ne(model, told, seed, device)}
     if sync:
         found["traffic"] = str(sync.traffic)
     return found | {"fp8": sum(d.candidate != "hp" for d in plan.decisions.values())}
