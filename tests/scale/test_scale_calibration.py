@@ -73,6 +73,30 @@ def test_every_fitted_time_lies_between_the_ends(seed, name):
         assert most >= one.us.high * (1 - 1e-9)
 
 
+def test_a_protocol_that_changes_with_the_size_is_told_as_it_was_measured():
+    """As NCCL's: from 2 MB on another one, of more latency and bandwidth. A line misses both."""
+
+    def changed(one):
+        us = one.us.value if one.size < 2 << 20 else 0.5 * one.us.value + 12
+        return replace(one, us=Estimate(us, us * 0.99, us * 1.01))
+
+    fitting, held_out = ([changed(one) for one in samples("pair", sizes)] for sizes in (SIZES[::2], SIZES[1::2]))
+    found = fitted_network(network(per_node=2), fitting, held_out)
+    as_a_line = replace(
+        found, inside=replace(found.inside, own={op: replace(own, carried=()) for op, own in found.inside.own.items()})
+    )
+    for one in fitting:  # what is fixed is fitted, so the smallest need not be as they were
+        assert one.told(found) == pytest.approx(one.us.value, rel=1e-6 if one.size >= 1 << 20 else 0.15)
+    beyond = [one for one in held_out if one.size >= 8 << 20]
+    worst, of_lines = (max(abs(one.told(net) / one.us.value - 1) for one in beyond) for net in (found, as_a_line))
+    assert worst < 1e-6 < 0.1 < of_lines, (worst, of_lines)
+    for one in held_out:  # the ends hold what was not fitted too
+        ends = [{n: e[("bandwidth" in n)] for n in found.quantities} for e in (("low", "high"), ("high", "low"))]
+        least, most = (wire_us(Wire(one.op, one.size), 2, found, e) for e in ends)
+        assert least <= one.us.low * (1 + 1e-9)
+        assert most >= one.us.high * (1 - 1e-9)
+
+
 def test_the_line_has_the_least_relative_error():
     pairs = ((1.0, 9.0), (10.0, 20.0), (100.0, 330.0), (1000.0, 1500.0))
     a, b = relative_line(*zip(*pairs, strict=True))

@@ -24,6 +24,10 @@ def test_bytes_by_hand():
     assert found.updated == 2 * 8 * 32 * 1 + 2 * 8 * 3 * (8 * 32 + 8 * 2)
     more = exchange(Tables(shapes=((100, 16),) * 4), 64, 8)  # a table on each of four, for all 64
     assert (more.held, more.pooled.size) == (4 * 100 * 17, 64 * 8 * 16 * 2)
+    rows = exchange(Tables(shapes=((101, 16), (60, 8)), ids=3, by="rows", qcomm="fp32"), 4, 8)  # of each GPU a part
+    assert (rows.held, rows.pooled.size) == (4 * (26 * 17 + 15 * 9), 0)
+    assert rows.summed.size == 4 * 8 * (16 + 8) * 4
+    assert rows.looked_up == 4 * 8 * 3 * ((16 + 8) / 4 * 4 + 2 / 4 * 8) + 4 * 8 * (16 + 8) * (4 + 4)
     assert parsed("26x1000x128") == ((1000, 128),) * 26
 
 
