@@ -186,8 +186,10 @@ def test_the_probe_goes_on_while_effects_move_by_orders_of_magnitude(most, ends,
     monkeypatch.setattr(module, "relative_width", width)
     monkeypatch.setattr(Auto, "_narrow", lambda self: True)
     monkeypatch.setattr(module, "_LOOK_EVERY", 2)
-    config = replace(AUTO, least_steps=6, most_steps=most, every=1)
+    config, looks, look_at = replace(AUTO, least_steps=6, most_steps=most, every=1), [], module.look_at
+    monkeypatch.setattr(module, "look_at", lambda stats: (looks.append(stats.steps), look_at(stats))[1])
     model, auto, straight, said = run(config)
+    assert looks == [3, 6]
     assert [event.phase for event in auto.timeline.events][:2] == ["probe", "measure"]
     assert auto.timeline.events[1].step == ends
     assert any("not known well enough" in line for line in said)

@@ -268,6 +268,7 @@ class Auto(Callback):
         if (vague or (width or 0.0) > _RESTLESS) and run.step < self._most(run):
             self._least = min(2 * run.step, self._most(run))
             self._tell(f"{vague or 'the model'} not known well enough for a plan: probing to step {self._least}")
+            self._looks = [*self._looks[-1:], look_at(stats)]
             self._watch(run, sampled)
             return
         together(lambda: self._save(merged))
