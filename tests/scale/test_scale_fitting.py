@@ -4,7 +4,7 @@ import pytest
 from command_line import loka as run
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from networks import EXAMPLE, across, exactly, network, row, with_module
+from networks import EXAMPLE, across, exactly, network, row
 
 from loka.core.exceptions import LokaError
 from loka.core.records.network import Network, Own
@@ -55,6 +55,8 @@ def test_a_step_in_bf16_alone_fits_both():
         across(gpus=(2,), network=network(inside=(1e-6, 1e6)), measured=steps("ddp", planned=False)), 2, "ddp", "-"
     )
     assert fitted.bf16.value == pytest.approx(9000, rel=1e-4)
+    assert MEASURED[False] in fitted.swings
+    assert MEASURED[True] not in fitted.swings
     assert fitted.speedup.value == pytest.approx(plain.speedup.value, rel=1e-3)  # nothing but compute takes time
 
 
@@ -96,32 +98,13 @@ def test_steps_that_cannot_be(wrong, told):
     assert told in str(raised.value)
 
 
-MODELS = """
-import torch
-from torch import nn
-
-def build():
-    return nn.Sequential(nn.Linear(2048, 2048), nn.ReLU(), nn.Linear(2048, 2048)), torch.randn(4, 2048)
-"""
-
-
-@pytest.fixture
-def folder(tmp_path):
-    yield from with_module(tmp_path, "my_fitted_models", MODELS)
-
-
-def test_the_command(folder):
-    text = run(
-        "scale", "my_fitted_models:build", "--network", EXAMPLE, "--gpus", "2,8", "--step", "ddp@2=5.5/4.25",
-        "--engine", "ddp", cwd=folder,
-    )  # fmt: skip
+def test_the_command(tmp_path):
+    options = ("--network", EXAMPLE, "--gpus", "2,8", "--engine", "ddp")
+    text = run("scale", "dcnv2:mlperf", *options, "--step", "ddp@2=5.5/4.25", cwd=tmp_path)
     assert "ddp: fitted to a step on 2 GPUs, 5.500 ms in bf16 and 4.250 by plan" in text
     assert parsed_step("hsdp/8@16=61.2") == MeasuredStep(engine="hsdp/8", gpus=16, bf16=61_200.0)
-    for arguments, told in (
-        (("--step", "ddp@2=5.5"), "--network too"),
-        (("--network", EXAMPLE, "--step", "2"), "--step '2'"),
-    ):
-        assert told in run("scale", "my_fitted_models:build", *arguments, cwd=folder, fails=2)
+    for arguments, told in ((("--step", "ddp@2=5.5"), "--network too"), ((*options, "--step", "2"), "--step '2'")):
+        assert told in run("scale", "dcnv2:mlperf", *arguments, cwd=tmp_path, fails=2)
 
 
 CURVE = ((100e3, 0.0), (1e6, 6.0), (8e6, 20.0))

@@ -127,7 +127,7 @@ def scale_across(
     fp8 = frozenset(f"{layer.path}.weight" for layer in layers_in_fp8(found, plan))
     fp8 &= {param.name for param in steps[0].params}  # a plain parameter is gathered in its own dtype
     copied = cast_weights(found, plan)
-    inputs = _inputs(network) | (_AGAIN if measured else {})
+    inputs = _inputs(network) | _again(measured)
     rate, rows = mean_rate(times), []
     memory = {}
 
@@ -273,10 +273,12 @@ def _guess(at: Estimate, comment: str) -> Quantity:
     return Quantity(value=at.value, low=at.low, high=at.high, origin="assumed", comment=comment)
 
 
-_AGAIN: dict[str, Quantity | None] = {
-    name: _guess(AGAIN, "of the step that --step names: another time, on other GPUs of the kind; a guess")
-    for name in MEASURED.values()
-}
+def _again(measured: Sequence[MeasuredStep]) -> dict[str, Quantity | None]:
+    """By plan alone where some step was measured by plan."""
+    times = {False: [one.bf16 for one in measured], True: [one.planned for one in measured if one.planned is not None]}
+    comment = "of the step that was measured: another time, on other GPUs of the kind; a guess"
+    return {MEASURED[planned]: _guess(AGAIN, comment) for planned, of in times.items() if of}
+
 
 _FASTER = {"bandwidth inside a node", "bandwidth between nodes", "memory bandwidth", GAINS}
 _ROUNDS = 2  # over all inputs, from each start

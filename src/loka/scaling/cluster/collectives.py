@@ -15,10 +15,11 @@ once, so a group has its own GPUs' cards and no others'.
 """
 
 import math
-from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
+
+import numpy as np
 
 from loka.core.exceptions import LokaError
 from loka.core.records.network import SAME, Link, Network, Op
@@ -119,13 +120,8 @@ def _carried_us(op: Op, moved: float, link: Link, gbps: float) -> float:
     if not own.carried:
         return moved / gbps / own.bandwidth / 1e3
     sizes, times = zip((0.0, 0.0), *own.carried, strict=True)
-    at = bisect_left(sizes, moved)
-    if at == len(sizes):
-        us = times[-1] * moved / sizes[-1]
-    else:
-        part = (moved - sizes[at - 1]) / (sizes[at] - sizes[at - 1]) if at else 0.0
-        us = times[at - 1] + part * (times[at] - times[at - 1]) if at else 0.0
-    return us * link.bandwidth_gbps.value / gbps
+    beyond = max(moved / sizes[-1], 1.0)
+    return float(np.interp(moved, sizes, times)) * beyond * link.bandwidth_gbps.value / gbps
 
 
 def volumes(op: Op, size: float, nodes: int, inner: int) -> tuple[float, float]:
