@@ -299,7 +299,11 @@ def test_times_on_a_gpu(stats, tmp_path):
     assert set(report.quantize_once_savings) == set(stats.layers)
     assert {"weight", "input", "grad_output"} == set(report.quantize_once_savings["3"])
     again = loka.measure(stats, device="cuda", settings=quick, cache=tmp_path)
-    assert again.sites == report.sites, "every time came from the cache"
+
+    def times(found):
+        return {(name, each): m.microseconds for name, s in found.sites.items() for each, m in s.measurements.items()}
+
+    assert times(again) == times(report), "every time came from the cache"  # errors of two calls may differ in a bit
 
 
 def test_a_folder_where_the_entry_belongs_is_told(tmp_path):

@@ -2,9 +2,11 @@ import math
 
 import pytest
 import torch
+from gpu import nothing_synchronizes
 from torch import nn
 
 from loka.train import RowwiseAdagrad, TrainConfig, build_optimizers
+from loka.train.optim import _summed_by_row
 
 ROWS, WIDTH, LR, EPS = 12, 6, 0.1, 1e-8
 
@@ -60,6 +62,35 @@ def test_sparse_equals_dense_and_leaves_other_rows_alone():
     start = nn.Embedding(ROWS, WIDTH).weight.detach()
     assert torch.equal(sparse[ROWS // 2 :], start[ROWS // 2 :])
     assert not torch.equal(sparse[: ROWS // 2], start[: ROWS // 2])
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize(("values", "rows"), [(1, 3), (40, 5), (300, 1000), (0, 5)])
+def test_sums_by_row_are_those_of_coalesce_and_wait_for_nothing(values, rows, device):
+    torch.manual_seed(0)
+    ids, by_value = torch.randint(rows, (1, values)), torch.randn(values, WIDTH)
+    by_value[5:6] = math.nan
+    gradient = torch.sparse_coo_tensor(ids, by_value, (rows, WIDTH), check_invariants=True).to(device)
+    with nothing_synchronizes():
+        found, sums = _summed_by_row(gradient)
+    expected = gradient.coalesce()
+    count = expected._nnz()
+    assert torch.equal(found[:count], expected.indices()[0])
+    # Both add up to 60 float32 numbers of size 1 in some order.
+    torch.testing.assert_close(sums[:count], expected.values(), rtol=1e-5, atol=1e-5, equal_nan=True)
+    assert found[count:].eq(found[count - 1 :][:1]).all()
+    assert not sums[count:].any()
+
+
+def test_a_row_that_is_not_finite_leaves_the_others_alone():
+    table = nn.Embedding(ROWS, WIDTH, sparse=True)
+    before = table.weight.detach().clone()
+    table(torch.tensor([2, 2, 4, 4])).sum().backward()
+    table.weight.grad._values()[2:] = math.inf
+    RowwiseAdagrad(table.parameters()).step()
+    changed = (table.weight.detach() != before).any(dim=1)
+    assert changed.nonzero().flatten().tolist() == [2, 4]
+    assert table.weight[[row for row in range(ROWS) if row != 4]].isfinite().all()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

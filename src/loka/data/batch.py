@@ -30,6 +30,10 @@ class Batch:
         """A copy on `device`; from pinned memory it does not wait for the device."""
         return Batch(**{name: t.to(device, non_blocking=True) for name, t in self.tensors().items()})
 
+    def pinned(self) -> Batch:
+        """A copy in pinned memory; itself where it lies there, or on a device."""
+        return Batch(**{name: t if t.is_cuda else t.pin_memory() for name, t in self.tensors().items()})
+
     def tensors(self) -> dict[str, torch.Tensor]:
         """The fields by name, without those that are absent."""
         found = {field.name: getattr(self, field.name) for field in fields(self)}

@@ -6,7 +6,7 @@ interrupt too), what has not begun is cancelled and the threads end before it re
 
 import os
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from threading import Event
 from typing import Protocol, TypeVar
@@ -32,7 +32,7 @@ def processors() -> int:
     return max(present // int(os.environ.get("LOCAL_WORLD_SIZE", "1")), 1)
 
 
-def in_order(function: Callable[[T], R], items: Iterable[T], *, workers: int, ahead: int) -> Iterator[R]:
+def in_order(function: Callable[[T], R], items: Iterable[T], *, workers: int, ahead: int) -> Generator[R, None, None]:
     """`function` of each item in the items' order; at most `ahead` results are begun or wait to be taken."""
     pool = ThreadPoolExecutor(workers, thread_name_prefix="loka-data")
     waiting: deque[Future[R]] = deque()

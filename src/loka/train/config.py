@@ -61,7 +61,8 @@ class TrainConfig:
         average_share: fraction of the steps that the mean covers; the time constant of "ema".
         precision: bf16 autocasts the model; tf32 lets a GPU multiply float32 matrices in TF32 (on a CPU it is
             fp32). Weights and loss are float32 in all cases.
-        checkpoint_every: steps between checkpoints; the last step always writes one.
+        checkpoint_every: steps between checkpoints; the last step always writes one. None: 200, or as many more
+            as it takes for saving to be at most a twentieth of the time.
         grad_clip: largest norm of the dense gradients together; tables are not clipped.
         accumulate: parts that a batch goes through the model in, one update for all: memory of a part only.
         step: how a step runs: "eager", with its blocks compiled, or compiled and captured in a CUDA graph,
@@ -94,7 +95,7 @@ class TrainConfig:
     precision: Precision = "bf16"
     grad_clip: float | None = None
     device: str = "cpu"
-    checkpoint_every: int = 1000
+    checkpoint_every: int | None = None
     keep_checkpoints: int = 2
     log_every: int = 100
     accumulate: int = 1
@@ -109,8 +110,8 @@ class TrainConfig:
     def __post_init__(self) -> None:
         counts = ("batch_size", "epochs", "checkpoint_every", "keep_checkpoints", "log_every", "accumulate")
         for name in (*counts, "window"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} is {getattr(self, name)}; it has to be at least 1")
+            if (value := getattr(self, name)) is not None and value < 1:
+                raise ValueError(f"{name} is {value}; it has to be at least 1")
         if self.max_rows is not None and self.max_rows < 1:
             raise ValueError(f"max_rows is {self.max_rows}; use None to train on every row")
         for name, whole in (("warmup", "steps"), ("final_rate", "peak")):

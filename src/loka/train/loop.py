@@ -8,7 +8,8 @@ log lines. A run that is killed and resumed ends with the same bits as one that 
 import math
 import time
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,9 @@ from loka.data.batch import Batch, Source, tasks_of
 from loka.distributed import Fp8AllGather
 from loka.distributed.tables.sharded_tables import sharded_modules
 from loka.nn import unwrap
+from loka.train.ahead import ahead_of
 from loka.train.checkpointing.checkpoint import Checkpoint, CheckpointNotSaved, holds_checkpoints, load_newest
+from loka.train.checkpointing.rhythm import Rhythm
 from loka.train.checkpointing.state import identity_of, layout, plan_text, rows_identity
 from loka.train.config import Precision, TrainConfig
 from loka.train.interrupt import deferred_interrupt
@@ -39,7 +42,6 @@ from loka.train.running import Reading
 from loka.train.schedule import rate_factor
 from loka.train.segments import Segments
 from loka.train.steps.forward import arguments, matrix_precision, predict, repeatable, tasks_in
-from loka.train.steps.pipelined import Ahead
 
 Track = Callable[[Iterable[Batch], str, int], Iterable[Batch]]
 
@@ -173,7 +175,8 @@ def train(
     callback = callback or Callback()
     length = Length.of(source, config)
     # What all ranks do together has to come at the same steps on each.
-    saves = f"a checkpoint every {config.checkpoint_every}" if checkpoints else "no checkpoints"
+    rhythm = Rhythm(config.checkpoint_every)
+    saves = rhythm if checkpoints else "no checkpoints"
     parts = f", the last batches in {last_parts(source, config, length)} parts" if config.accumulate > 1 else ""
     _, told = together(lambda: f"{length.steps} steps{parts}, a log line every {config.log_every}, {saves}")
     if len(set(told)) > 1:
@@ -197,7 +200,12 @@ def train(
     torch.manual_seed(config.seed)
     found = _open(checkpoints, identity, length.steps, resume=resume) if checkpoints else None
     run = Run(model, config, steps=length.steps, segments=segments, tasks=tasks_of(source), say=say, before=found)
-    run.unused = lambda: unused_batches(source, config, length, step=run.step)
+
+    def unused() -> Iterator[Batch]:
+        found = unused_batches(source, config, length, step=run.step)
+        return run.coming.beside(found) if run.coming is not None else found
+
+    run.unused = unused
     if plan and not found:
         run.adopt(plan)
     if found:
@@ -221,7 +229,8 @@ def train(
             return
         beside = {"given_plan": plan_text(plan), "beside": callback.state()}
         try:
-            run.save(checkpoints, beside=beside, identity=identity)
+            with rhythm.saving():
+                run.save(checkpoints, beside=beside, identity=identity)
         except CheckpointNotSaved as error:
             if last:
                 raise
@@ -237,7 +246,7 @@ def train(
         try:
             run.open_wire(batches_from(source, config, length, step=run.step))
             callback.start(run)
-            run.coming = Ahead(batches_from(source, config, length, step=run.step))
+            run.coming = ahead_of(batches_from(source, config, length, step=run.step), run.device)
             for batch in track(run.coming, "train", length.steps - run.step):
                 sight = callback.before(run)
                 between_steps = False
@@ -252,7 +261,7 @@ def train(
                     line = log.line()
                     if on_log:
                         on_log(line)
-                if checkpoints and (run.step % config.checkpoint_every == 0 or last or run.save_due):
+                if checkpoints and (last or run.save_due or rhythm.due(run.step)):
                     together(finish_checks)
                     save_now(last=last)
                 if on_step:
@@ -269,6 +278,8 @@ def train(
             raise
         finally:
             reason, exchange = run.step_reason, run.exchange
+            if run.coming is not None:
+                run.coming.close()
             callback.stop(run, failed)
             run.close()
     seconds = time.perf_counter() - started
@@ -313,14 +324,19 @@ def evaluate(
 
     The model runs in eval mode without gradients; the mode of each module is put back.
     """
-    model.to(device)
+    there = torch.device(device)
+    model.to(there)
     training = [module for module in model.modules() if module.training]
     logits, labels = [], []
     total = -(-source.rows // batch_size)
     model.eval()
     try:
-        with torch.no_grad(), matrix_precision(precision, torch.device(device)):
-            for batch in track(source.batches(batch_size), "evaluate", total):
+        with (
+            torch.no_grad(),
+            matrix_precision(precision, there),
+            closing(ahead_of(source.batches(batch_size), there)) as batches,
+        ):
+            for batch in track(batches, "evaluate", total):
                 inputs = arguments(batch.to(device))
                 logits.append(predict(model, inputs, precision, tasks=tasks_in(batch)))
                 labels.append(batch.label)

@@ -55,11 +55,13 @@ class RowwiseAdagrad(torch.optim.Optimizer):
             accumulated = state["sum"].add_(gradient.square().mean(dim=1))
             table.sub_((_rate(accumulated, lr, eps) * gradient).to(table.dtype))
             return
-        gradient = gradient.coalesce()
-        rows, values = gradient.indices()[0], gradient.values().float()
-        accumulated = state["sum"][rows] + values.square().mean(dim=1)
-        # Rows are unique after coalescing, so these writes have one order and stay deterministic.
-        state["sum"][rows] = accumulated
+        if gradient.is_cuda:
+            rows, values = _summed_by_row(gradient)
+        else:  # how many rows there are is no secret, and zeros behind them are work
+            gradient = gradient.coalesce()
+            rows, values = gradient.indices()[0], gradient.values().float()
+        # A row stands once, or adds zeros besides, so these sums have one order.
+        accumulated = state["sum"].index_add_(0, rows, values.square().mean(dim=1))[rows]
         table.index_add_(0, rows, (-_rate(accumulated, lr, eps) * values).to(table.dtype))
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -70,6 +72,20 @@ class RowwiseAdagrad(torch.optim.Optimizer):
         for index, saved in state_dict["state"].items():
             table = tables[index]
             self.state[table]["sum"] = saved["sum"].to(table.device, torch.float32, copy=True)
+
+
+def _summed_by_row(gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rows int64 [N] and float32 sums [N, width] of a sparse gradient of N values: each row once with its sum, in
+    order of their numbers, and behind these the last row again with zeros. How many there are only the device
+    knows: `coalesce` would wait for it, at every table of every step."""
+    if gradient._nnz() == 0:
+        return gradient._indices()[0], gradient._values().float()
+    ids, order = gradient._indices()[0].sort(stable=True)
+    place = torch.cat([ids.new_zeros(1), (ids[1:] != ids[:-1]).long()]).cumsum(0)
+    lengths = torch.zeros_like(ids).index_add_(0, place, torch.ones_like(ids))
+    values = gradient._values()[order].float()
+    sums = torch.segment_reduce(values, "sum", lengths=lengths, unsafe=True, initial=0.0)
+    return ids[-1:].repeat(len(ids)).index_copy_(0, place, ids), sums
 
 
 def _rate(accumulated: torch.Tensor, lr: float, eps: float) -> torch.Tensor:

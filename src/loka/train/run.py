@@ -34,6 +34,7 @@ from loka.distributed.gradient_gate import STEPS
 from loka.distributed.tables.sharded_tables import sharded_modules
 from loka.nn.fp8_state_dict import carry_over, fp8_state_dict
 from loka.planner import convert, revert
+from loka.train.ahead import Ahead
 from loka.train.average import Weights, averaged_weights, due
 from loka.train.checkpointing import state as run_state
 from loka.train.checkpointing.checkpoint import Checkpoint, save
@@ -45,7 +46,6 @@ from loka.train.optim import build_optimizers
 from loka.train.running import RunningTasks
 from loka.train.schedule import rate_factor, schedulers
 from loka.train.segments import Segments
-from loka.train.steps.pipelined import Ahead
 from loka.train.steps.step import Sight, Step
 
 
@@ -115,7 +115,7 @@ class Run:
         self.interrupt = Interrupt()
         self.unused: Callable[[], Iterator[Batch]] = lambda: iter(())  # batches that no step has trained on
         self.save_due = False  # a callback sets it where the next step may not be the same again
-        self.coming: Ahead | None = None  # the batches that steps are called with, for TorchRec's pipeline
+        self.coming: Ahead | None = None  # the batches that steps are called with
         self._step: Step | None = None
 
     @property

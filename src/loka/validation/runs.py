@@ -34,6 +34,7 @@ from loka.core.storage.record_file import RecordFile
 from loka.data.batch import Source, tasks_of
 from loka.nn import check_finite, fp8_runs
 from loka.train.average import as_averaged
+from loka.train.checkpointing.rhythm import EVERY
 from loka.train.config import TrainConfig, as_recorded
 from loka.train.length import Length
 from loka.train.loop import Track, TrainLog, evaluate, train
@@ -200,7 +201,7 @@ def _config(bench: Bench, seed: int) -> TrainConfig:
     """Log lines and checkpoints fall on the same steps, so that a resumed curve has no seam."""
     steps = Length.of(bench.train, bench.config).steps
     every = max(steps // _POINTS, 1)
-    between = -(-bench.config.checkpoint_every // every) * every
+    between = -(-(bench.config.checkpoint_every or EVERY) // every) * every
     return replace(bench.config, seed=seed, log_every=every, checkpoint_every=between)
 
 

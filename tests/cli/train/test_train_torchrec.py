@@ -20,10 +20,10 @@ from loka.core.exceptions import LokaError
 from loka.core.records.plan import Plan
 from loka.distributed import EmbeddingBags, shard_tables, with_embedding_bags
 from loka.train import TrainConfig, train
+from loka.train.ahead import Ahead
 from loka.train.checkpointing.sharded import read_tensors
 from loka.train.run import Callback
 from loka.train.steps import step as steps
-from loka.train.steps.pipelined import Ahead
 from loka.zoo import HistoryTable, build
 
 pytest.importorskip("torchrec")

@@ -267,7 +267,7 @@ def test_a_plan_that_cannot_run_is_said_and_bf16_goes_on(monkeypatch):
 
 def test_measuring_ends_after_a_minute_and_without_times_bf16_goes_on(monkeypatch):
     measure = module.measure
-    monkeypatch.setattr(module, "measure", lambda *a, time_limit, **o: measure(*a, time_limit=time_limit - 55, **o))
+    monkeypatch.setattr(module, "measure", lambda *a, time_limit, **o: measure(*a, time_limit=time_limit - 45, **o))
     monkeypatch.setattr(module, "timeable", lambda device: True)
     _, auto, _, said = run()
     assert auto.phase == "bf16"
@@ -289,7 +289,7 @@ def test_another_budget_is_another_run(tmp_path):
 @pytest.mark.gpu
 def test_on_a_gpu_in_graphs(tmp_path):
     """Of two phases each captures its own graph, with tables beside it; NE stays that of float32, which batches
-    this large make slower than FP8."""
+    this large make slower than FP8 (in regions; DLRM's small layers are faster in bf16 at any size)."""
     rows = SyntheticClicks(rows=16384 * 40, seed=0)
     config = TrainConfig(batch_size=16384, device="cuda", step="graph", log_every=20, checkpoint_every=20)
     auto = Auto(
@@ -305,7 +305,7 @@ def test_on_a_gpu_in_graphs(tmp_path):
     found = []
     for callback in (None, auto):
         torch.manual_seed(0)
-        model = build("dlrm", dense_features=rows.dense_features, vocab_sizes=rows.vocab_sizes)
+        model = build("dlrm", size="mlperf", dense_features=rows.dense_features, vocab_sizes=rows.vocab_sizes)
         loka.mods.apply(model, [loka.mods.NoBias(), loka.mods.BlockNorm(256), loka.mods.HardSwish()])
         found.append(train(model, rows, config=config, callback=callback))
         assert found[-1].step_reason is None

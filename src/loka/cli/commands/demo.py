@@ -275,7 +275,7 @@ def _probed(
     with Probe(model, every=every, save_to=folder, resume=_saved_stats(folder), base_rate=base_rate) as probe:
 
         def keep(step: int) -> None:
-            if step % config.checkpoint_every == 0:
+            if step % _CHECKPOINT_EVERY == 0:
                 probe.stats().save(folder)
 
         yield keep

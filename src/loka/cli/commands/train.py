@@ -82,7 +82,9 @@ def train(
     checkpoints: Annotated[
         Path | None, typer.Option(help="Folder to save to; a run found there is continued, by its plan.")
     ] = None,
-    checkpoint_every: Annotated[int, typer.Option(min=1, help="Steps between checkpoints.")] = 200,
+    checkpoint_every: Annotated[
+        int | None, typer.Option(min=1, help="Steps between checkpoints; 200, or more where saving takes long.")
+    ] = None,
     precision: Annotated[str, typer.Option(help="bf16, tf32 or fp32; of what no plan has in FP8.")] = "bf16",
     step: StepName = "eager",
     rows: Rows = None,
@@ -118,7 +120,7 @@ def train(
     ] = None,
     measure_seconds: Annotated[
         float, typer.Option(min=0, help="Of --auto: after which nothing new is measured; inf: all is.")
-    ] = 55.0,
+    ] = 45.0,
     base_rate: Annotated[
         float | None, typer.Option(help="Of --auto: share of positive labels, which NE is relative to.")
     ] = None,

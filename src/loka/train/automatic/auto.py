@@ -92,7 +92,7 @@ class AutoConfig:
     budget: Budget | None = None
     candidates: tuple[str, ...] | None = None
     settings: Settings = field(default_factory=Settings)
-    measure_seconds: float | None = 55.0
+    measure_seconds: float | None = 45.0
     cache: Path | None = None
 
     def __post_init__(self) -> None:

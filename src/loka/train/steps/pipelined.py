@@ -12,7 +12,6 @@ another.
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -24,28 +23,10 @@ from loka.core.timing import first_line
 from loka.data.batch import Batch
 from loka.distributed.tables.embedding_bags import EmbeddingBags, quiet, torchrec
 from loka.nn import unwrap
+from loka.train.ahead import Ahead
 from loka.train.steps.forward import arguments
 
 Forward = Callable[[tuple[Any, ...], torch.Tensor], tuple[torch.Tensor, Any]]
-
-
-class Ahead(Iterator[Batch]):
-    """The batches of a run, of which a pipeline takes some before the loop does; both get each once."""
-
-    def __init__(self, batches: Iterator[Batch]) -> None:
-        self._batches = batches
-        self._taken: deque[Batch] = deque()
-
-    def __next__(self) -> Batch:
-        return self._taken.popleft() if self._taken else next(self._batches)
-
-    def early(self, device: torch.device) -> Iterator[Batch]:
-        """Those that the loop will come to, moved to the device by the stream of the caller. One at a time is
-        read; a later one begins with what an earlier one took and the loop has not come to."""
-        yield from tuple(self._taken)
-        for batch in self._batches:
-            self._taken.append(batch.to(device))
-            yield self._taken[-1]
 
 
 class Pipelined:

@@ -28,12 +28,13 @@ from loka.distributed.tables.sharded_tables import sharded_modules
 from loka.nn import unwrap
 from loka.nn.fp8_state_dict import fp8_state_dict, load_fp8_state_dict
 from loka.nn.unwrap import device_of
+from loka.train.ahead import Ahead
 from loka.train.config import TrainConfig
 from loka.train.steps.agreement import disagreement
 from loka.train.steps.extent import Extent, extent_of
 from loka.train.steps.forward import arguments, predict, rows_of, tasks_in
 from loka.train.steps.graphed import GraphedStep, graphed
-from loka.train.steps.pipelined import Ahead, Pipelined, pipelined
+from loka.train.steps.pipelined import Pipelined, pipelined
 from loka.train.steps.step_time import compiled, uncompiled
 from loka.zoo import look_up
 

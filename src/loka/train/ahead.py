@@ -1,0 +1,74 @@
+"""The batches of a run before its steps come to them.
+
+CPU     read when they are asked for
+GPU     by a thread of their own, one after the other, two at most, into pinned memory: reading takes no time
+        of the GPU's, and a copy to the GPU does not wait for what it computes
+"""
+
+import itertools
+from collections import deque
+from collections.abc import Generator, Iterator
+from contextlib import closing
+from threading import Lock
+
+import torch
+
+from loka.data.batch import Batch
+from loka.data.workers import in_order
+
+_AT_MOST = 3  # that which is asked for, and two
+
+
+class Ahead(Iterator[Batch]):
+    """Each batch once, though TorchRec's pipeline takes some before the loop comes to them.
+
+    Args:
+        by_thread: reads ahead, for a GPU. Nothing else may read of the same source meanwhile but by `beside`.
+        pin: into pinned memory.
+    """
+
+    def __init__(self, batches: Iterator[Batch], *, by_thread: bool = False, pin: bool = False) -> None:
+        self._taken: deque[Batch] = deque()
+        self._reading = Lock()
+        self._batches = self._by_thread(batches, pin=pin) if by_thread else batches
+        self._close = self._batches.close if isinstance(self._batches, Generator) and by_thread else None
+
+    def __next__(self) -> Batch:
+        return self._taken.popleft() if self._taken else next(self._batches)
+
+    def early(self, device: torch.device) -> Iterator[Batch]:
+        """Those that the loop will come to, moved to the device by the stream of the caller. One at a time is
+        read; a later one begins with what an earlier one took and the loop has not come to."""
+        yield from tuple(self._taken)
+        for batch in self._batches:
+            self._taken.append(batch.to(device))
+            yield self._taken[-1]
+
+    def beside(self, batches: Iterator[Batch]) -> Iterator[Batch]:
+        """Others of the same source, which need not know of threads: it is read by one at a time."""
+        while True:
+            with self._reading:
+                batch = next(batches, None)
+            if batch is None:
+                return
+            yield batch
+
+    def close(self) -> None:
+        """No thread reads afterwards."""
+        if self._close is not None:
+            self._close()
+
+    def _by_thread(self, batches: Iterator[Batch], *, pin: bool) -> Generator[Batch, None, None]:
+        def read(_: int) -> Batch | None:
+            with self._reading:
+                batch = next(batches, None)
+            return batch.pinned() if batch is not None and pin else batch
+
+        with closing(in_order(read, itertools.count(), workers=1, ahead=_AT_MOST)) as found:
+            yield from itertools.takewhile(lambda batch: batch is not None, found)
+
+
+def ahead_of(batches: Iterator[Batch], device: torch.device) -> Ahead:
+    """As the module's text says, for steps on `device`; to be closed."""
+    cuda = device.type == "cuda"
+    return Ahead(batches, by_thread=cuda, pin=cuda)

@@ -1,0 +1,38 @@
+"""How often a run saves, where saving takes long."""
+
+import time
+
+import torch
+from torch import nn
+
+from loka.data import SyntheticClicks
+from loka.train import TrainConfig, train
+from loka.train.checkpointing import rhythm
+from loka.train.run import Run
+from loka.zoo import build
+
+ROWS = SyntheticClicks(rows=8 * 40, seed=0, vocab_sizes=(5, 7))
+
+
+def saves_of(monkeypatch, tmp_path, every):
+    saved, save = [], Run.save
+
+    def slow(run, *given, **named):
+        time.sleep(0.3)  # 19 times this is longer than the run
+        saved.append(run.step)
+        save(run, *given, **named)
+
+    monkeypatch.setattr(rhythm, "EVERY", 4)
+    monkeypatch.setattr(Run, "save", slow)
+    torch.manual_seed(0)
+    model: nn.Module = build("dlrm", dense_features=ROWS.dense_features, vocab_sizes=ROWS.vocab_sizes)
+    train(model, ROWS, config=TrainConfig(batch_size=8, checkpoint_every=every), checkpoints=tmp_path)
+    return saved
+
+
+def test_saving_takes_a_twentieth_of_the_time_where_nobody_said(monkeypatch, tmp_path):
+    assert saves_of(monkeypatch, tmp_path, None) == [4, 40], "the first, and the last step"
+
+
+def test_what_was_asked_for_is_kept(monkeypatch, tmp_path):
+    assert saves_of(monkeypatch, tmp_path, 10) == [10, 20, 30, 40]

@@ -1,0 +1,86 @@
+"""A thread that reads ahead: the same batches, errors that arrive, no thread left."""
+
+import itertools
+import threading
+import time
+
+import pytest
+import torch
+
+from loka.data.batch import Batch
+from loka.train.ahead import Ahead
+
+
+def batch(number):
+    rows = torch.full((2, 1), float(number))
+    return Batch(dense=rows, sparse=rows.long(), label=rows[:, 0])
+
+
+def numbers(batches):
+    return [int(one.label[0]) for one in batches]
+
+
+def readers():
+    return [thread for thread in threading.enumerate() if thread.name.startswith("loka-data")]
+
+
+@pytest.mark.parametrize("by_thread", [False, True])
+def test_each_batch_comes_once_in_order_and_also_to_a_pipeline(by_thread):
+    ahead = Ahead(map(batch, range(7)), by_thread=by_thread)
+    assert numbers([next(ahead)]) == [0]
+    early = ahead.early(torch.device("cpu"))
+    assert numbers(itertools.islice(early, 2)) == [1, 2]
+    assert numbers([next(ahead)]) == [1]
+    assert numbers(itertools.islice(ahead.early(torch.device("cpu")), 2)) == [2, 3], "what was taken comes first"
+    assert numbers(ahead) == [2, 3, 4, 5, 6]
+    assert not readers()
+
+
+def test_two_batches_are_read_ahead_and_no_more():
+    read = []
+
+    def some():
+        for number in range(9):
+            read.append((number, threading.current_thread().name))
+            yield batch(number)
+
+    ahead = Ahead(some(), by_thread=True)
+    assert numbers([next(ahead)]) == [0]
+    deadline = time.monotonic() + 10
+    while len(read) < 3 and time.monotonic() < deadline:
+        time.sleep(0.001)
+    time.sleep(0.05)
+    assert [number for number, _ in read] == [0, 1, 2]
+    assert all(name.startswith("loka-data") for _, name in read)
+    ahead.close()
+    assert not readers()
+    assert len(read) == 3
+
+
+def test_an_error_of_the_source_comes_behind_the_batches_before_it():
+    def broken():
+        yield batch(0)
+        raise OSError("the disk is gone")
+
+    ahead = Ahead(broken(), by_thread=True)
+    assert numbers([next(ahead)]) == [0]
+    with pytest.raises(OSError, match="the disk is gone"):
+        next(ahead)
+    assert not readers()
+
+
+def test_the_source_is_read_by_one_at_a_time():
+    inside = []
+
+    def watched(count):
+        for number in range(count):
+            inside.append(1)
+            time.sleep(0.002)
+            assert sum(inside) == 1, "two threads read"
+            inside.pop()
+            yield batch(number)
+
+    ahead = Ahead(watched(20), by_thread=True)
+    assert numbers([next(ahead)]) == [0]
+    assert numbers(ahead.beside(watched(10))) == list(range(10))
+    assert numbers(ahead) == list(range(1, 20))
