@@ -10,7 +10,7 @@ from loka.validation.runs import Run
 from loka.validation.variance import PairVariance
 from loka.validation.verdicts import ERROR
 
-_SHIFT = 0.01  # of logits: what e4m3 does to some models (benchmarks/formats)
+_SHIFT = 0.01  # of logits: what e4m3 does to some models (formats, benchmarks/README.md)
 
 
 def validation_table(validation: Validation) -> str:
