@@ -16,6 +16,10 @@ def batch(number):
     return Batch(dense=rows, sparse=rows.long(), label=rows[:, 0])
 
 
+def clone(one):
+    return Batch(**{name: tensor.clone() for name, tensor in one.tensors().items()})
+
+
 def numbers(batches):
     return [int(one.label[0]) for one in batches]
 
@@ -24,9 +28,9 @@ def readers():
     return [thread for thread in threading.enumerate() if thread.name.startswith("loka-data")]
 
 
-@pytest.mark.parametrize("by_thread", [False, True])
-def test_each_batch_comes_once_in_order_and_also_to_a_pipeline(by_thread):
-    ahead = Ahead(map(batch, range(7)), by_thread=by_thread)
+@pytest.mark.parametrize("copied", [None, clone])
+def test_each_batch_comes_once_in_order_and_also_to_a_pipeline(copied):
+    ahead = Ahead(map(batch, range(7)), copied=copied)
     assert numbers([next(ahead)]) == [0]
     early = ahead.early(torch.device("cpu"))
     assert numbers(itertools.islice(early, 2)) == [1, 2]
@@ -44,7 +48,7 @@ def test_two_batches_are_read_ahead_and_no_more():
             read.append((number, threading.current_thread().name))
             yield batch(number)
 
-    ahead = Ahead(some(), by_thread=True)
+    ahead = Ahead(some(), copied=clone)
     assert numbers([next(ahead)]) == [0]
     deadline = time.monotonic() + 10
     while len(read) < 3 and time.monotonic() < deadline:
@@ -62,7 +66,7 @@ def test_an_error_of_the_source_comes_behind_the_batches_before_it():
         yield batch(0)
         raise OSError("the disk is gone")
 
-    ahead = Ahead(broken(), by_thread=True)
+    ahead = Ahead(broken(), copied=clone)
     assert numbers([next(ahead)]) == [0]
     with pytest.raises(OSError, match="the disk is gone"):
         next(ahead)
@@ -80,7 +84,31 @@ def test_the_source_is_read_by_one_at_a_time():
             inside.pop()
             yield batch(number)
 
-    ahead = Ahead(watched(20), by_thread=True)
+    ahead = Ahead(watched(20), copied=clone)
     assert numbers([next(ahead)]) == [0]
     assert numbers(ahead.beside(watched(10))) == list(range(10))
     assert numbers(ahead) == list(range(1, 20))
+
+
+def test_a_source_may_fill_the_same_memory_again():
+    def one_buffer():
+        buffer = batch(0)
+        for number in range(5):
+            buffer.label.fill_(number)
+            yield buffer
+
+    ahead = Ahead(one_buffer(), copied=clone)
+    first = next(ahead)
+    time.sleep(0.05)
+    assert numbers([first, *ahead]) == [0, 1, 2, 3, 4]
+
+
+@pytest.mark.gpu
+def test_pinned_batches_are_copies():
+    held = batch(3)
+    for one in (held, held.pinned(), held.to("cuda")):
+        copy = one.pinned()
+        assert numbers([copy]) == [3]
+        for mine, other in zip(one.tensors().values(), copy.tensors().values(), strict=True):
+            assert mine.data_ptr() != other.data_ptr()
+            assert other.is_cuda or other.is_pinned()

@@ -31,8 +31,12 @@ class Batch:
         return Batch(**{name: t.to(device, non_blocking=True) for name, t in self.tensors().items()})
 
     def pinned(self) -> Batch:
-        """A copy in pinned memory; itself where it lies there, or on a device."""
-        return Batch(**{name: t if t.is_cuda else t.pin_memory() for name, t in self.tensors().items()})
+        """A copy in pinned memory; of what lies on a GPU, there."""
+
+        def copied(tensor: torch.Tensor) -> torch.Tensor:
+            return tensor.clone() if tensor.is_cuda else torch.empty_like(tensor, pin_memory=True).copy_(tensor)
+
+        return Batch(**{name: copied(tensor) for name, tensor in self.tensors().items()})
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """The fields by name, without those that are absent."""

@@ -7,7 +7,7 @@ GPU     by a thread of their own, one after the other, two at most, into pinned 
 
 import itertools
 from collections import deque
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import closing
 from threading import Lock
 
@@ -23,15 +23,15 @@ class Ahead(Iterator[Batch]):
     """Each batch once, though TorchRec's pipeline takes some before the loop comes to them.
 
     Args:
-        by_thread: reads ahead, for a GPU. Nothing else may read of the same source meanwhile but by `beside`.
-        pin: into pinned memory.
+        copied: of what a thread reads ahead; a source may fill the same memory again. None: no thread. Beside a
+            thread the source may be read through `beside` alone.
     """
 
-    def __init__(self, batches: Iterator[Batch], *, by_thread: bool = False, pin: bool = False) -> None:
+    def __init__(self, batches: Iterator[Batch], *, copied: Callable[[Batch], Batch] | None = None) -> None:
         self._taken: deque[Batch] = deque()
         self._reading = Lock()
-        self._batches = self._by_thread(batches, pin=pin) if by_thread else batches
-        self._close = self._batches.close if isinstance(self._batches, Generator) and by_thread else None
+        self._thread = None if copied is None else self._by_thread(batches, copied)
+        self._batches = self._thread or batches
 
     def __next__(self) -> Batch:
         return self._taken.popleft() if self._taken else next(self._batches)
@@ -55,14 +55,14 @@ class Ahead(Iterator[Batch]):
 
     def close(self) -> None:
         """No thread reads afterwards."""
-        if self._close is not None:
-            self._close()
+        if self._thread is not None:
+            self._thread.close()
 
-    def _by_thread(self, batches: Iterator[Batch], *, pin: bool) -> Generator[Batch, None, None]:
+    def _by_thread(self, batches: Iterator[Batch], copied: Callable[[Batch], Batch]) -> Generator[Batch, None, None]:
         def read(_: int) -> Batch | None:
             with self._reading:
                 batch = next(batches, None)
-            return batch.pinned() if batch is not None and pin else batch
+                return None if batch is None else copied(batch)
 
         with closing(in_order(read, itertools.count(), workers=1, ahead=_AT_MOST)) as found:
             yield from itertools.takewhile(lambda batch: batch is not None, found)
@@ -70,5 +70,4 @@ class Ahead(Iterator[Batch]):
 
 def ahead_of(batches: Iterator[Batch], device: torch.device) -> Ahead:
     """As the module's text says, for steps on `device`; to be closed."""
-    cuda = device.type == "cuda"
-    return Ahead(batches, by_thread=cuda, pin=cuda)
+    return Ahead(batches, copied=Batch.pinned if device.type == "cuda" else None)
