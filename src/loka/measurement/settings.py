@@ -21,8 +21,7 @@ class Settings:
         quantize_once_rounds: the same for what one pass for both copies of a tensor saves.
         tie: candidates within this share of the fastest are equal to it.
         seed: of the draws.
-        keep_tails: operands are drawn with the tails that were learnt (statistics/tails.py), which takes two
-        to
+        keep_tails: operands are drawn with the tails that were learnt (statistics/tails.py), which takes two to
             three times as long; without, they are Gaussian (docs/depth.md says where that is enough).
     """
 

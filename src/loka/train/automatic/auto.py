@@ -16,7 +16,7 @@ import json
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -36,7 +36,7 @@ from loka.core.storage.codec import decode, encode
 from loka.kernels.gemm.registry import candidate_named
 from loka.measurement import measure
 from loka.measurement.measure import timeable
-from loka.measurement.settings import Settings
+from loka.measurement.settings import COARSE, Settings
 from loka.nn.fsdp_units import gathered_throughout
 from loka.planner import agree
 from loka.planner import plan as plan_report
@@ -77,7 +77,7 @@ class AutoConfig:
             `Budget()`.
         candidates: to measure; by default three of torch's on a GPU, which take a minute, and all on a CPU.
             UnknownName is raised for one that does not exist.
-        settings: how finely to measure.
+        settings: how finely to measure; coarsely by default, for the clock sets how much.
         measure_seconds: after which measuring begins nothing new; the largest layers come first, and what was
             not timed stays in bf16. The next run goes on from `cache`. None: until all is measured.
         cache: folder of times measured before.
@@ -91,7 +91,7 @@ class AutoConfig:
     width: float = 1.5
     budget: Budget | None = None
     candidates: tuple[str, ...] | None = None
-    settings: Settings = field(default_factory=Settings)
+    settings: Settings = COARSE
     measure_seconds: float | None = 45.0
     cache: Path | None = None
 
