@@ -1,14 +1,20 @@
 """A thread that reads ahead: the same batches, errors that arrive, no thread left."""
 
 import itertools
+import os
+import signal
 import threading
 import time
 
 import pytest
 import torch
 
+from loka.data import SyntheticClicks
 from loka.data.batch import Batch
+from loka.train import TrainConfig, loop, train
 from loka.train.ahead import Ahead
+from loka.train.run import Callback
+from loka.zoo import build
 
 
 def batch(number):
@@ -112,3 +118,32 @@ def test_pinned_batches_are_copies():
         for mine, other in zip(one.tensors().values(), copy.tensors().values(), strict=True):
             assert mine.data_ptr() != other.data_ptr()
             assert other.is_cuda or other.is_pinned()
+
+
+class Slow(SyntheticClicks):
+    """Its fifth batch takes two seconds to read."""
+
+    def batches(self, batch_size, *, start=0):
+        for number, one in enumerate(super().batches(batch_size, start=start)):
+            time.sleep(2.0 if number == 4 else 0.0)
+            yield one
+
+
+def test_an_interrupt_while_the_source_is_waited_for_hides_no_error(monkeypatch):
+    monkeypatch.setattr(loop, "ahead_of", lambda batches, device: Ahead(batches, copied=clone))
+    rows, stopped = Slow(rows=8 * 10, seed=0, vocab_sizes=(5, 7)), []
+    callback = Callback()
+    callback.stop = lambda run, error: stopped.append(error)
+
+    def broken(step):
+        if step == 3:
+            threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()
+            threading.Timer(0.6, os.kill, (os.getpid(), signal.SIGINT)).start()
+            raise ValueError("the step's own error")
+
+    model = build("dlrm", dense_features=rows.dense_features, vocab_sizes=rows.vocab_sizes)
+    with pytest.raises(ValueError, match="the step's own error") as raised:
+        train(model, rows, config=TrainConfig(batch_size=8), callback=callback, on_step=broken)
+    assert stopped == [raised.value]
+    for thread in readers():
+        thread.join(10)

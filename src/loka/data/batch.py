@@ -31,10 +31,14 @@ class Batch:
         return Batch(**{name: t.to(device, non_blocking=True) for name, t in self.tensors().items()})
 
     def pinned(self) -> Batch:
-        """A copy in pinned memory; of what lies on a GPU, there."""
+        """A copy in pinned memory; of what lies on a GPU, there, when it is done."""
 
         def copied(tensor: torch.Tensor) -> torch.Tensor:
-            return tensor.clone() if tensor.is_cuda else torch.empty_like(tensor, pin_memory=True).copy_(tensor)
+            if not tensor.is_cuda:
+                return torch.empty_like(tensor, pin_memory=True).copy_(tensor)
+            copy = tensor.clone()
+            torch.cuda.current_stream(tensor.device).synchronize()  # readers have other streams
+            return copy
 
         return Batch(**{name: copied(tensor) for name, tensor in self.tensors().items()})
 
@@ -81,7 +85,8 @@ class Source(Protocol):
         ...
 
     def batches(self, batch_size: int, *, start: int = 0) -> Iterator[Batch]:
-        """Batches `start`, `start` + 1, ...; the last one may be short."""
+        """Batches `start`, `start` + 1, ...; the last one may be short. For a GPU they are read by a thread of
+        their own: who iterates elsewhere meanwhile, in a callback say, needs a source that several may read."""
         ...
 
     def account(self) -> dict[str, int]:

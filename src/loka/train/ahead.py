@@ -53,10 +53,15 @@ class Ahead(Iterator[Batch]):
                 return
             yield batch
 
-    def close(self) -> None:
-        """No thread reads afterwards."""
-        if self._thread is not None:
-            self._thread.close()
+    def close(self, failed: BaseException | None = None) -> None:
+        """No thread reads afterwards. An interrupt while it waits for one ends the waiting, and does not take the
+        place of what `failed` before."""
+        try:
+            if self._thread is not None:
+                self._thread.close()
+        except KeyboardInterrupt:
+            if failed is None:
+                raise
 
     def _by_thread(self, batches: Iterator[Batch], copied: Callable[[Batch], Batch]) -> Generator[Batch, None, None]:
         def read(_: int) -> Batch | None:
@@ -70,4 +75,12 @@ class Ahead(Iterator[Batch]):
 
 def ahead_of(batches: Iterator[Batch], device: torch.device) -> Ahead:
     """As the module's text says, for steps on `device`; to be closed."""
-    return Ahead(batches, copied=Batch.pinned if device.type == "cuda" else None)
+    if device.type != "cuda":
+        return Ahead(batches)
+    index = torch.cuda.current_device() if device.index is None else device.index
+
+    def on_device() -> Iterator[Batch]:
+        torch.cuda.set_device(index)  # which is current is each thread's own
+        yield from batches
+
+    return Ahead(on_device(), copied=Batch.pinned)

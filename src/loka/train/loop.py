@@ -9,7 +9,7 @@ import math
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import closing
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -278,10 +278,11 @@ def train(
             raise
         finally:
             reason, exchange = run.step_reason, run.exchange
-            if run.coming is not None:
-                run.coming.close()
-            callback.stop(run, failed)
-            run.close()
+            with ExitStack() as ends:  # each of them, in this order from below, whatever another raises
+                ends.callback(run.close)
+                ends.callback(callback.stop, run, failed)
+                if run.coming is not None:
+                    ends.callback(run.coming.close, failed)
     seconds = time.perf_counter() - started
     _, reasons = together(lambda: reason or "")  # compilers may err on one rank alone
     others = [f"rank {rank}: {why}" for rank, why in enumerate(reasons) if why]
@@ -339,7 +340,7 @@ def evaluate(
             for batch in track(batches, "evaluate", total):
                 inputs = arguments(batch.to(device))
                 logits.append(predict(model, inputs, precision, tasks=tasks_in(batch)))
-                labels.append(batch.label)
+                labels.append(batch.label.clone())  # pageable: pinned memory is for the batches to come
     finally:
         for module in training:
             module.training = True

@@ -58,8 +58,8 @@ class RowwiseAdagrad(torch.optim.Optimizer):
         if gradient.is_cuda:
             rows, values = _summed_by_row(gradient)
         else:  # how many rows there are is no secret, and zeros behind them are work
-            gradient = gradient.coalesce()
-            rows, values = gradient.indices()[0], gradient.values().float()
+            gradient = gradient.float().coalesce()
+            rows, values = gradient.indices()[0], gradient.values()
         # A row stands once, or adds zeros besides, so these sums have one order.
         accumulated = state["sum"].index_add_(0, rows, values.square().mean(dim=1))[rows]
         table.index_add_(0, rows, (-_rate(accumulated, lr, eps) * values).to(table.dtype))

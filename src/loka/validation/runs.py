@@ -198,7 +198,7 @@ def folder_of(out: Path, arm: str, seed: int) -> Path:
 
 
 def _config(bench: Bench, seed: int) -> TrainConfig:
-    """Log lines and checkpoints fall on the same steps, so that a resumed curve has no seam."""
+    """Log lines and checkpoints fall on the same steps, fixed ones, so that a resumed curve has no seam."""
     steps = Length.of(bench.train, bench.config).steps
     every = max(steps // _POINTS, 1)
     between = -(-(bench.config.checkpoint_every or EVERY) // every) * every

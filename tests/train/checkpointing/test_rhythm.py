@@ -2,11 +2,12 @@
 
 import time
 
+import pytest
 import torch
 from torch import nn
 
 from loka.data import SyntheticClicks
-from loka.train import TrainConfig, train
+from loka.train import CheckpointNotSaved, TrainConfig, train
 from loka.train.checkpointing import rhythm
 from loka.train.run import Run
 from loka.zoo import build
@@ -14,12 +15,14 @@ from loka.zoo import build
 ROWS = SyntheticClicks(rows=8 * 40, seed=0, vocab_sizes=(5, 7))
 
 
-def saves_of(monkeypatch, tmp_path, every):
+def saves_of(monkeypatch, tmp_path, every, *, refused=0):
     saved, save = [], Run.save
 
     def slow(run, *given, **named):
         time.sleep(0.3)  # 19 times this is longer than the run
         saved.append(run.step)
+        if len(saved) <= refused:
+            raise CheckpointNotSaved("the disk is full")
         save(run, *given, **named)
 
     monkeypatch.setattr(rhythm, "EVERY", 4)
@@ -36,3 +39,8 @@ def test_saving_takes_a_twentieth_of_the_time_where_nobody_said(monkeypatch, tmp
 
 def test_what_was_asked_for_is_kept(monkeypatch, tmp_path):
     assert saves_of(monkeypatch, tmp_path, 10) == [10, 20, 30, 40]
+
+
+def test_a_save_that_fails_takes_its_time_too(monkeypatch, tmp_path):
+    with pytest.warns(RuntimeWarning, match="the disk is full"):
+        assert saves_of(monkeypatch, tmp_path, None, refused=1) == [4, 40]

@@ -18,10 +18,10 @@ class Rhythm:
         self._every, self._took, self._since = every, 0.0, time.perf_counter()
 
     def __str__(self) -> str:
-        return f"a checkpoint every {self._every or f'{EVERY} and more'}"
+        return f"a checkpoint every {self._every or EVERY} steps{'' if self._every else ' or more seldom'}"
 
     def due(self, step: int) -> bool:
-        """A collective."""
+        """A collective where nobody said after how many steps."""
         if step % (self._every or EVERY):
             return False
         if self._every:
@@ -32,6 +32,8 @@ class Rhythm:
     @contextmanager
     def saving(self) -> Iterator[None]:
         began = time.perf_counter()
-        yield
-        self._since = time.perf_counter()
-        self._took = self._since - began
+        try:
+            yield
+        finally:  # a disk that is full may take long to say so
+            self._since = time.perf_counter()
+            self._took = self._since - began
