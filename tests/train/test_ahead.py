@@ -12,7 +12,7 @@ import torch
 from loka.data import SyntheticClicks
 from loka.data.batch import Batch
 from loka.train import TrainConfig, loop, train
-from loka.train.ahead import Ahead
+from loka.train.ahead import Ahead, ahead_of
 from loka.train.run import Callback
 from loka.zoo import build
 
@@ -106,7 +106,18 @@ def test_a_source_may_fill_the_same_memory_again():
     ahead = Ahead(one_buffer(), copied=clone)
     first = next(ahead)
     time.sleep(0.05)
+    assert numbers(list(ahead.beside(one_buffer()))) == [0, 1, 2, 3, 4]
     assert numbers([first, *ahead]) == [0, 1, 2, 3, 4]
+
+
+def test_for_a_gpu_a_thread_reads_on_its_device(monkeypatch):
+    seen = []
+    monkeypatch.setattr(torch.cuda, "set_device", lambda index: seen.append((index, threading.current_thread().name)))
+    monkeypatch.setattr(Batch, "pinned", clone)
+    assert numbers(ahead_of(map(batch, range(4)), torch.device("cuda", 3))) == [0, 1, 2, 3]
+    ((index, name),) = seen
+    assert index == 3
+    assert name.startswith("loka-data")
 
 
 @pytest.mark.gpu

@@ -29,8 +29,8 @@ class Ahead(Iterator[Batch]):
 
     def __init__(self, batches: Iterator[Batch], *, copied: Callable[[Batch], Batch] | None = None) -> None:
         self._taken: deque[Batch] = deque()
-        self._reading = Lock()
-        self._thread = None if copied is None else self._by_thread(batches, copied)
+        self._reading, self._copied = Lock(), copied
+        self._thread = None if copied is None else self._by_thread(batches)
         self._batches = self._thread or batches
 
     def __next__(self) -> Batch:
@@ -46,12 +46,7 @@ class Ahead(Iterator[Batch]):
 
     def beside(self, batches: Iterator[Batch]) -> Iterator[Batch]:
         """Others of the same source, which need not know of threads: it is read by one at a time."""
-        while True:
-            with self._reading:
-                batch = next(batches, None)
-            if batch is None:
-                return
-            yield batch
+        return iter(lambda: self._read(batches), None)
 
     def close(self, failed: BaseException | None = None) -> None:
         """No thread reads afterwards. An interrupt while it waits for one ends the waiting, and does not take the
@@ -63,14 +58,15 @@ class Ahead(Iterator[Batch]):
             if failed is None:
                 raise
 
-    def _by_thread(self, batches: Iterator[Batch], copied: Callable[[Batch], Batch]) -> Generator[Batch, None, None]:
-        def read(_: int) -> Batch | None:
-            with self._reading:
-                batch = next(batches, None)
-                return None if batch is None else copied(batch)
+    def _read(self, batches: Iterator[Batch]) -> Batch | None:
+        with self._reading:
+            batch = next(batches, None)
+            return batch if batch is None or self._copied is None else self._copied(batch)
 
-        with closing(in_order(read, itertools.count(), workers=1, ahead=_AT_MOST)) as found:
-            yield from itertools.takewhile(lambda batch: batch is not None, found)
+    def _by_thread(self, batches: Iterator[Batch]) -> Generator[Batch, None, None]:
+        reads = in_order(lambda _: self._read(batches), itertools.count(), workers=1, ahead=_AT_MOST)
+        with closing(reads):
+            yield from itertools.takewhile(lambda batch: batch is not None, reads)
 
 
 def ahead_of(batches: Iterator[Batch], device: torch.device) -> Ahead:

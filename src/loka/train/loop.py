@@ -278,7 +278,7 @@ def train(
             raise
         finally:
             reason, exchange = run.step_reason, run.exchange
-            with ExitStack() as ends:  # each of them, in this order from below, whatever another raises
+            with ExitStack() as ends:  # each of them, the last first, whatever another raises
                 ends.callback(run.close)
                 ends.callback(callback.stop, run, failed)
                 if run.coming is not None:
@@ -338,7 +338,7 @@ def evaluate(
             closing(ahead_of(source.batches(batch_size), there)) as batches,
         ):
             for batch in track(batches, "evaluate", total):
-                inputs = arguments(batch.to(device))
+                inputs = arguments(batch.to(there))
                 logits.append(predict(model, inputs, precision, tasks=tasks_in(batch)))
                 labels.append(batch.label.clone())  # pageable: pinned memory is for the batches to come
     finally:

@@ -55,11 +55,7 @@ class RowwiseAdagrad(torch.optim.Optimizer):
             accumulated = state["sum"].add_(gradient.square().mean(dim=1))
             table.sub_((_rate(accumulated, lr, eps) * gradient).to(table.dtype))
             return
-        if gradient.is_cuda:
-            rows, values = _summed_by_row(gradient)
-        else:  # how many rows there are is no secret, and zeros behind them are work
-            gradient = gradient.float().coalesce()
-            rows, values = gradient.indices()[0], gradient.values()
+        rows, values = (_summed_by_row if gradient.is_cuda else _coalesced)(gradient)
         # A row stands once, or adds zeros besides, so these sums have one order.
         accumulated = state["sum"].index_add_(0, rows, values.square().mean(dim=1))[rows]
         table.index_add_(0, rows, (-_rate(accumulated, lr, eps) * values).to(table.dtype))
@@ -72,6 +68,12 @@ class RowwiseAdagrad(torch.optim.Optimizer):
         for index, saved in state_dict["state"].items():
             table = tables[index]
             self.state[table]["sum"] = saved["sum"].to(table.device, torch.float32, copy=True)
+
+
+def _coalesced(gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """As `_summed_by_row`, without zeros behind, which would be work for a CPU: there a count is no secret."""
+    gradient = gradient.float().coalesce()
+    return gradient.indices()[0], gradient.values()
 
 
 def _summed_by_row(gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
