@@ -52,7 +52,9 @@ def _normed_gemm(
     else empty. a_scale: float32 [1], or [rows] in any shape; b_scale: float32, all one number."""
     note_launch("gemm")
     epilogue = Epilogue(block=block, eps=eps, activation=Activation(activation))
-    made = gemm_normed(a, b, a_scale.reshape(-1), b_scale.reshape(-1)[:1], epilogue, keep=keep, fast=kernel != "torch")
+    made = gemm_normed(
+        a, b, a_scale.reshape(-1), b_scale.reshape(-1).narrow(0, 0, 1), epilogue, keep=keep, fast=kernel != "torch"
+    )
     if made.z is None:
         return made.data, made.inverse_rms, *_nothing(a)
     return made.data, made.inverse_rms, *made.z

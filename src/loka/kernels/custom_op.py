@@ -6,6 +6,8 @@ from typing import Any
 
 import torch
 
+_IMPLEMENTATIONS: dict[Any, Callable[..., Any]] = {}
+
 
 def registered(name: str, function: Callable[..., Any], fake: Callable[..., Any]) -> Any:
     """The op `name` without side effects, whose `fake` takes what it reads of the op's arguments, by their names.
@@ -21,4 +23,11 @@ def registered(name: str, function: Callable[..., Any], fake: Callable[..., Any]
     torch.library.define(name, torch.library.infer_schema(function, mutates_args=()))
     torch.library.impl(name, ("CPU", "CUDA"), function)
     torch.library.register_fake(name, of_what_is_read)
-    return getattr(torch.ops.loka, name.partition("::")[2]).default
+    op = getattr(torch.ops.loka, name.partition("::")[2]).default
+    _IMPLEMENTATIONS[op] = function
+    return op
+
+
+def implementation_of(op: Any) -> Callable[..., Any]:
+    """The function that a registered op calls."""
+    return _IMPLEMENTATIONS[op]

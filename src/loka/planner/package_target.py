@@ -15,8 +15,7 @@ def plan_package(
     """`decide` among what can go into a package. The plan notes each site that would otherwise run another
     candidate, and the time of all GEMMs both ways where it was measured."""
     sites = {name: _packaged(site) for name, site in report.sites.items()}
-    # Regions are a pass of loka's in the user's own torch.compile; a package has none.
-    made = decide(replace(report, sites=sites, region_times={}), budget, force=force)
+    made = decide(replace(report, sites=sites), budget, force=force)
     free = decide(report, budget, force=force)
     return replace(made, notes=(*made.notes, *_costs(made, free)))
 

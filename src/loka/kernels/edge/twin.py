@@ -137,7 +137,7 @@ def scale_above(amax: torch.Tensor) -> torch.Tensor:
 
 def _step(step: Step, values: list[torch.Tensor], full: tuple[int, int, int]) -> torch.Tensor:
     device = values[0].device
-    args = [values[a] if isinstance(a, int) else torch.tensor(a, device=device) for a in step.args]
+    args = [values[a] if isinstance(a, int) else torch.full((), a, device=device) for a in step.args]
     if step.op == "where":
         return torch.where(args[0].bool(), args[1], args[2])
     if step.op == "block_sum":

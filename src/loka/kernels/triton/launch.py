@@ -8,7 +8,7 @@ arguments alike in all of these, its allocations and launches are made again wit
 
 import contextlib
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -26,7 +26,7 @@ def cdiv(a: int, b: int) -> int:
 
 def launching_on(tensor: torch.Tensor) -> contextlib.AbstractContextManager[object]:
     """Triton launches on the current device, which need not be the operand's."""
-    there = tensor.is_cuda and tensor.device.index != torch.cuda.current_device()
+    there = tensor.is_cuda and not _local.traced and tensor.device.index != torch.cuda.current_device()
     return torch.cuda.device_of(tensor) if there else _HERE
 
 
@@ -114,9 +114,27 @@ class Recording:
 
 class _Local(threading.local):
     recording: Recording | None = None
+    traced: bool = False
 
 
 _local = _Local()
+
+
+@contextlib.contextmanager
+def traced_launches() -> Iterator[None]:
+    """Inside, launches of this thread become nodes of the graph that `make_fx` writes: for a file that runs
+    without LoKA."""
+    _local.traced = True
+    try:
+        yield
+    finally:
+        _local.traced = False
+
+
+def launches_are_traced() -> bool:
+    return _local.traced
+
+
 _RECORDINGS: dict[Any, tuple[Recording, Any]] = {}
 
 
@@ -173,6 +191,9 @@ def launch(
     **options: int,
 ) -> None:
     """`kernel[grid](*args, **constants, num_warps=..., ...)`; `args` are tensors and integers, in order."""
+    if _local.traced:
+        torch.library.wrap_triton(kernel)[grid](*args, **constants, num_warps=num_warps, **options)
+        return
     compiled = kernel[grid](*args, **constants, num_warps=num_warps, **options)
     if _local.recording is not None and not INTERPRETED:
         values = tuple(constants[name] for name in kernel.arg_names[len(args) :])

@@ -1,8 +1,9 @@
 """package: a frozen version as one file that AOTInductor runs without loka, in Python or C++.
 
-The graph is aten alone: the cast of the input, which Inductor fuses into what makes it, and the GEMM of the
-kernel, `aten._scaled_mm` or its emulation. FP8 weights and scales are constants of the file. It has no alarm,
-no buckets, no shadow and no refresh: it is one version of the weights for any number of rows within `batch`.
+Sites that were frozen for graphs are joined into regions, whose kernels are written into the file
+(compiler/packaged.py). Others are aten alone: the cast of the input, which Inductor fuses into what makes it, and
+the GEMM of the kernel, `aten._scaled_mm` or its emulation. FP8 weights and scales are constants of the file. It has
+no alarm, no buckets, no shadow and no refresh: it is one version of the weights for any number of rows within `batch`.
 """
 
 import copy
@@ -19,12 +20,14 @@ import torch
 from torch import nn
 
 from loka.core.compiling import mend_compilers
-from loka.core.exceptions import MissingLibrary, ServeRefused, WrongResults
-from loka.core.numerics.reference import Quantized, quantize, scaled_mm
-from loka.core.recipe import Gemm, Granularity
+from loka.core.error import sqnr_db
+from loka.core.exceptions import LokaError, MissingLibrary, ServeRefused, WrongResults
+from loka.core.numerics.reference import Quantized, quantize
+from loka.core.recipe import Gemm
 from loka.core.records.plan import Plan
 from loka.core.storage.files import tensors_from_bytes, tensors_to_bytes
 from loka.graph.attach import attach, detach
+from loka.kernels.gemm.aten import aten_gemm
 from loka.kernels.gemm.registry import candidate_named
 from loka.nn.unwrap import named_modules
 from loka.planner.convert import fp8_layers
@@ -36,13 +39,14 @@ from loka.serve.sites import FrozenSite, HighPrecisionSite, as_rows
 from loka.serve.version import Version
 
 SHARE_OF_FP8 = 0.1
-"""Mean |package - server| allowed, in what FP8 itself changes the answers by on average."""
+"""Mean |package - server| allowed without regions, in what FP8 itself changes the answers by on average."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Packaged:
-    """What a fresh process without loka found: outputs for `rows` rows of each batch size against the
-    server's. `equal`: the share that is equal bit for bit."""
+    """What a fresh process without loka found: outputs for `rows` rows of each batch size against those of the
+    frozen model, run eagerly. `equal`: the share that is equal bit for bit. `sqnr_db`: how far all agree.
+    `joined`: how many sites are in regions."""
 
     path: Path
     batch: tuple[int, int]
@@ -50,17 +54,20 @@ class Packaged:
     equal: float
     mean_abs: float
     max_abs: float
+    sqnr_db: float
+    joined: int
 
     def __str__(self) -> str:
         return (
-            f"{self.path}: {self.batch[0]} to {self.batch[1]} rows; run without loka at {self.sizes}: "
-            f"{self.equal:.1%} of the outputs are equal bit for bit, the others differ by at most "
-            f"{self.max_abs:.2e} ({self.mean_abs:.2e} on average over all)"
+            f"{self.path}: {self.batch[0]} to {self.batch[1]} rows, {self.joined} sites in regions; run without "
+            f"loka at {self.sizes}: {self.equal:.1%} of the outputs are equal bit for bit to those of the model run "
+            f"eagerly, the others differ by at most {self.max_abs:.2e} ({self.mean_abs:.2e} on average over all; "
+            f"{self.sqnr_db:.1f} dB)"
         )
 
 
 class PackagedSite(nn.Module):
-    """A frozen site in aten ops that torch.export traces with any number of rows."""
+    """A frozen site as torch.export traces it with any number of rows: one that a region may join, or aten ops."""
 
     weight: torch.Tensor
     scale: torch.Tensor
@@ -70,31 +77,24 @@ class PackagedSite(nn.Module):
         super().__init__()
         self.site, self.sides, self.dtype = site.name, site.weight.sides, site.weight.dtype
         self.candidate = candidate_named(site.candidate)
+        self.traced = None if site.weight.joined is None else site
+        if self.traced is not None:
+            return
         self.register_buffer("weight", site.weight.low.data)
         self.register_buffer("scale", site.weight.low.scale)
         self.register_buffer("input_scale", site.input_scale)
 
     def forward(self, x: torch.Tensor, weight: torch.Tensor | None = None) -> torch.Tensor:
         """x [..., K] -> [..., N], as FrozenSite."""
+        if self.traced is not None:
+            return self.traced(x, weight)
         rows = as_rows(self.site, x, self.sides[1], self.dtype)
         casts = self.candidate.recipe.casts(Gemm.OUTPUT)
         assert casts is not None
         with torch.autocast(rows.device.type, enabled=False):
             low = quantize(rows, casts[0], padded=(rows.shape[0], self.weight.shape[1]), scale=self.input_scale)
-            b = Quantized(self.weight, self.scale, casts[1])
-            if self.candidate.kernel.emulates:
-                y = scaled_mm(low, b, dtype=rows.dtype)
-            else:
-                y = _scaled_mm(low, b, rows.dtype, fast=self.candidate.kernel.fast)
+            y = aten_gemm(self.candidate.kernel.name, low, Quantized(self.weight, self.scale, casts[1]), rows.dtype)
         return y[:, : self.sides[0]].reshape(*x.shape[:-1], self.sides[0])
-
-
-def _scaled_mm(a: Quantized, b: Quantized, dtype: torch.dtype, *, fast: bool) -> torch.Tensor:
-    """As kernels/gemm/adapters/torch_scaled.py does it, without looking at addresses."""
-    tensor = a.cast.granularity is Granularity.TENSOR
-    scale_a = a.scale.reshape(()) if tensor else a.scale
-    scale_b = b.scale.reshape(()) if tensor else b.scale.t()
-    return torch._scaled_mm(a.data, b.data.t(), scale_a, scale_b, out_dtype=dtype, use_fast_accum=fast)
 
 
 class _Exported(nn.Module):
@@ -128,19 +128,20 @@ def package_version(path: Path, card: Card, plan: Plan, version: Version, *, bat
         MissingLibrary: there is no C++ compiler.
         WrongResults: the package's answers are further from the server's than its bound; no file is left.
     """
-    device = next(t.device for t in [*version.module.parameters(), *version.module.buffers()] if not t.is_meta)
+    device = _device_of(version)
     _check(device, plan, batch, by_rows=any(card.in_hp))
     run = Runner(form=card.form, autocast=None if card.autocast is None else getattr(torch, card.autocast))
     exported = _exported(version.module, plan, run)
-    example = pad(card.form.check_rows(device), min(max(batch[0], 2) + 3, batch[1]), card.form)
-    rows = torch.export.Dim("rows", min=batch[0], max=batch[1])
+    joined = sum(site.weight.joined is not None for site in frozen_sites(version.module).values())
+    # Kernels are laid out for as many rows as the example has; an odd number is a multiple of nothing, which
+    # code for any number may not rely on.
+    example = pad(card.form.check_rows(device), max(batch[1] - 1 + batch[1] % 2, batch[0]), card.form)
+    shapes = None
+    if batch[0] < batch[1]:
+        rows = torch.export.Dim("rows", min=batch[0], max=batch[1])
+        shapes = {"columns": tuple({0: rows} for _ in example)}
     try:
-        program = torch.export.export(
-            exported,
-            tuple(example),
-            dynamic_shapes={"columns": tuple({0: rows} for _ in example)} if batch[0] < batch[1] else None,
-            strict=False,
-        )
+        program = torch.export.export(exported, tuple(example), dynamic_shapes=shapes, strict=False)
     except Exception as error:  # torch.export raises of all kinds on what it cannot trace
         raise ServeRefused(
             f"torch.export does not take this {card.model}",
@@ -150,22 +151,38 @@ def package_version(path: Path, card: Card, plan: Plan, version: Version, *, bat
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=path.parent) as folder:
         made = Path(folder) / "model.pt2"
-        mend_compilers()
-        torch._inductor.aoti_compile_and_package(
-            program,
-            package_path=str(made),
-            # Without it Inductor keeps in float32 what eager rounds to bf16, and FP8 rounds otherwise.
-            inductor_configs={"emulate_precision_casts": True},
-        )
-        found = _checked(made, path, card, version, run, batch)
+        try:
+            torch._inductor.aoti_compile_and_package(program, package_path=str(made), inductor_configs=_options(joined))
+        except LokaError:
+            raise
+        except Exception as error:  # compilers raise what they like
+            raise ServeRefused(
+                f"AOTInductor does not compile this {card.model}",
+                why=str(error).splitlines()[:5],
+                way_out="serve it from Python (`save`, `load`); for a GPU AOTInductor needs CUDA's headers (CUDA_HOME)",
+            ) from error
+        found = _checked(made, path, card, version, run, batch, joined)
         os.replace(made, path)
     return found
 
 
+def _options(joined: int) -> dict[str, Any]:
+    """Of Inductor."""
+    from torch._inductor import config
+
+    from loka.compiler.packaged import PackagePass  # here, so that `import loka` loads no compiler
+
+    mend_compilers()
+    if joined:
+        return {"joint_custom_pre_pass": PackagePass(config.joint_custom_pre_pass)}
+    # Without it Inductor keeps in float32 what eager rounds to bf16, and FP8 rounds otherwise.
+    return {"emulate_precision_casts": True}
+
+
 def _check(device: torch.device, plan: Plan, batch: tuple[int, int], *, by_rows: bool) -> None:
     why = [f"{path}: {reason}" for path, reason in unpackaged(plan).items()]
-    if device.type != "cpu":
-        why.append(f"on {device.type} no package was ever run; package on a CPU")
+    if device.type not in ("cpu", "cuda"):
+        why.append(f"on {device.type} no package was ever run")
     if by_rows:
         why.append("it has plans by numbers of rows, and a package has one: freeze with one plan")
     if not 1 <= batch[0] <= batch[1]:
@@ -209,47 +226,61 @@ sys.meta_path.insert(0, Hidden())
 import torch
 from safetensors.torch import load_file, save_file
 from torch.utils._pytree import tree_leaves
-model = torch._inductor.aoti_load_package(sys.argv[1])
-given, found = load_file(sys.argv[2]), {}
+device = torch.device(sys.argv[4])
+if device.type == "cuda":
+    torch.cuda.set_device(device)
+model = torch._inductor.aoti_load_package(sys.argv[1], device_index=-1 if device.index is None else device.index)
+given, found = load_file(sys.argv[2], device=sys.argv[4]), {}
 for size in sorted({name.partition("/")[0] for name in given}):
     columns = [given[f"{size}/{place}"] for place in range(sum(n.startswith(size + "/") for n in given))]
     for place, leaf in enumerate(tree_leaves(model(*columns))):
-        found[f"{size}/{place}"] = leaf.contiguous().clone()
+        found[f"{size}/{place}"] = leaf.cpu().contiguous().clone()
 assert not any(name.partition(".")[0] == "loka" for name in sys.modules)
 save_file(found, sys.argv[3])
 """
 
 
-def _checked(made: Path, path: Path, card: Card, version: Version, run: Runner, batch: tuple[int, int]) -> Packaged:
-    sizes = tuple(sorted({batch[0], min(batch[0] + 36, batch[1]), min(batch[1], 4096)}))
-    device = torch.device("cpu")
+def _checked(
+    made: Path, path: Path, card: Card, version: Version, run: Runner, batch: tuple[int, int], joined: int
+) -> Packaged:
+    sizes = tuple(sorted({batch[0], min(batch[0] + 36, batch[1]), min(max(batch[0], 4096), batch[1])}))
+    device = _device_of(version)
     inputs = {size: _rows(card.form, size, device) for size in sizes}
     given = {f"{size}/{n}": column for size, columns in inputs.items() for n, column in enumerate(columns)}
     rows, answers = made.with_name("rows.safetensors"), made.with_name("answers.safetensors")
     rows.write_bytes(tensors_to_bytes(given))
     done = subprocess.run(
-        [sys.executable, "-c", _FRESH, str(made), str(rows), str(answers)], capture_output=True, text=True, timeout=600
+        [sys.executable, "-c", _FRESH, str(made), str(rows), str(answers), str(device)],
+        capture_output=True,
+        text=True,
+        timeout=600,
     )
     if done.returncode:
         raise WrongResults(
             "the package does not run in a process without loka",
-            why=done.stderr.splitlines()[-5:],
-            way_out="serve it from Python; please report it with the versions that `loka doctor` prints",
+            why=[*done.stderr.splitlines()[-5:], f"it ended with {done.returncode}"],
+            way_out="serve it from Python; or, where a signal ended it as it loaded, name by CXX a compiler that links "
+            "libstdc++ dynamically, as torch does",
         )
     found = tensors_from_bytes(answers.read_bytes())
     got, want = [], []
     for size in sizes:
         outputs = leaves(run(version.module, inputs[size]))
-        want += [leaf.double().flatten() for leaf in outputs]
+        want += [leaf.double().flatten().cpu() for leaf in outputs]
         got += [found[f"{size}/{place}"].double().flatten() for place in range(len(outputs))]
-    apart = (torch.cat(got) - torch.cat(want)).abs()
+    one, other = torch.cat(got), torch.cat(want)
+    apart, agreement = (one - other).abs(), sqnr_db(one, other)
     mean = float(apart.mean())
-    if not mean <= SHARE_OF_FP8 * card.answers.mean_abs:
+    # A region rounds once what eager code rounds twice, and last bits move values to the next FP8 value: two
+    # computations of one answer, as a server's graphs are beside it.
+    enough = agreement >= card.answers.least_db if joined else mean <= SHARE_OF_FP8 * card.answers.mean_abs
+    if not enough:
+        bound = f"{card.answers.least_db:.1f} dB are asked for" if joined else "a tenth is allowed"
         raise WrongResults(
             "the package answers otherwise than the server",
             why=[
-                f"by {mean:.2e} on average, {float(apart.max()):.2e} at most",
-                f"FP8 itself changes answers by {card.answers.mean_abs:.2e} on average; a tenth is allowed",
+                f"by {mean:.2e} on average, {float(apart.max()):.2e} at most; they agree to {agreement:.1f} dB",
+                f"FP8 itself changes answers by {card.answers.mean_abs:.2e} on average; {bound}",
             ],
             way_out="serve it from Python; please report it with the versions that `loka doctor` prints",
         )
@@ -260,7 +291,13 @@ def _checked(made: Path, path: Path, card: Card, version: Version, run: Runner, 
         equal=float((apart == 0).double().mean()),
         mean_abs=mean,
         max_abs=float(apart.max()),
+        sqnr_db=agreement,
+        joined=joined,
     )
+
+
+def _device_of(version: Version) -> torch.device:
+    return next(t.device for t in [*version.module.parameters(), *version.module.buffers()] if not t.is_meta)
 
 
 def _rows(form: Form, count: int, device: torch.device) -> list[torch.Tensor]:
@@ -269,7 +306,7 @@ def _rows(form: Form, count: int, device: torch.device) -> list[torch.Tensor]:
     for column, check in zip(form.columns, form.check_rows(device), strict=True):
         shape = (count, *column.sides)
         if check.dtype.is_floating_point:
-            made.append(torch.randn(shape, generator=generator).to(check.dtype))
+            made.append(torch.randn(shape, generator=generator).to(device, check.dtype))
         else:
-            made.append(torch.zeros(shape, dtype=check.dtype))
+            made.append(torch.zeros(shape, dtype=check.dtype, device=device))
     return made

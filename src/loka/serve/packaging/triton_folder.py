@@ -53,7 +53,8 @@ def config_of(name: str, form: Form, outputs: Sequence[torch.Tensor], batching: 
     """The text of config.pbtxt; form and order of the fields are those of the server's model_config.proto.
 
     Args:
-        outputs: of some rows, [rows, ...] each, in the order in which the package returns them.
+        outputs: of some rows, [rows, ...] each, in the order in which the package returns them; they lie on the
+            kind of device that the package is for.
 
     Raises:
         ServeRefused: the name is none for a folder; a dtype that the server has not; an output without rows.
@@ -75,6 +76,7 @@ def config_of(name: str, form: Form, outputs: Sequence[torch.Tensor], batching: 
             why=why,
             way_out="another --name, other dtypes in the model's forward, or one value a row",
         )
+    kind = "KIND_GPU" if any(output.is_cuda for output in outputs) else "KIND_CPU"
     inputs = len(form.columns)
     lines = [f'name: "{name}"', 'platform: "torch_aoti"', f"max_batch_size: {batching.most}"]
     for place, (_, dtype, sides) in enumerate(told):
@@ -85,7 +87,7 @@ def config_of(name: str, form: Form, outputs: Sequence[torch.Tensor], batching: 
         lines.append(f"{side} [{{ {named} data_type: {TYPES[dtype]} {dims} }}]")
     lines += [
         f"dynamic_batching {{ max_queue_delay_microseconds: {batching.delay_us} }}",
-        "instance_group [{ count: 1 kind: KIND_CPU }]",
+        f"instance_group [{{ count: 1 kind: {kind} }}]",
     ]
     return "\n".join(lines) + "\n"
 

@@ -20,7 +20,7 @@ from loka.kernels.edge.triton.rows import RowLaunch, Sides, row_parameters, row_
 from loka.kernels.edge.triton.tall import TallLaunch, fits, summing, tall_parameters, tall_source
 from loka.kernels.edge.triton.values import Code, power_above, power_below
 from loka.kernels.edge.twin import run_program
-from loka.kernels.triton.launch import allocated, cdiv, launch, launching_on, recorded
+from loka.kernels.triton.launch import allocated, cdiv, launch, launches_are_traced, launching_on, recorded
 from loka.kernels.triton.pack import INTERPRETED
 from loka.kernels.triton.processors import multiprocessors
 from loka.kernels.triton.source import compiled
@@ -123,6 +123,9 @@ class Launch(NamedTuple):
         return [spare if (value := arguments.get(name)) is None else value for name in self.parameters]
 
 
+_ANY = 1
+"""Stands for a symbolic number of rows in a plan: no group of several rows is known to be whole."""
+
 _RESIDENT: dict[Any, tuple[int, int]] = {}
 _SPILLS: dict[Any, bool] = {}
 _MANY, _TOO_MANY = 128, 200  # registers of a thread, above which a multiprocessor holds less than 16 warps
@@ -172,7 +175,7 @@ def run_program_fused(
     if rows == 0:
         return run_program(program, leaves, rows, input_scale, gradient_scale, tops)
     given = (*leaves, *map(_contiguous, (input_scale, gradient_scale, tops)))
-    if INTERPRETED or not leaves[0].is_cuda:
+    if INTERPRETED or not leaves[0].is_cuda or launches_are_traced():
         return _run(program, leaves, rows, *given[len(leaves) :])
     lying = tuple(None if tensor is None else (tensor.shape, tensor.stride(), tensor.dtype) for tensor in given)
     with launching_on(leaves[0]):
@@ -198,7 +201,7 @@ def _run(
     dtypes = tuple(str(leaf.dtype).removeprefix("torch.") for leaf in leaves)
     given: dict[str, Any] = {"input_scale_ptr": input_scale, "gradient_scale_ptr": gradient_scale, "given_ptr": tops}
     given["count"] = 0 if tops is None else tops.numel()
-    plan, device = plan_of(program, dtypes, rows, scales), leaves[0].device
+    plan, device = plan_of(program, dtypes, rows if isinstance(rows, int) else _ANY, scales), leaves[0].device
     if plan.turns and plan.rows is not None:
         trial = given | _arguments(program, plan, leaves, rows, unwritten(program, rows, device))
         with launching_on(leaves[0]):

@@ -18,7 +18,7 @@ the kernel reads and writes float32 and the casts are torch's; all else is the s
 """
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -28,7 +28,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from loka.kernels.gemm.epilogue import Activation, Epilogue, Normed, Rounded
 from loka.kernels.gemm.triton.rounded import step_of, to_byte
-from loka.kernels.triton.launch import launching_on
+from loka.kernels.triton.launch import cdiv, launch, launches_are_traced, launching_on
 from loka.kernels.triton.pack import inverse_of_power
 from loka.kernels.triton.processors import multiprocessors
 
@@ -108,7 +108,7 @@ def _store(place, tile, row, column, rows, columns, BLOCK_R: tl.constexpr, BLOCK
 def _normalize(
     acc,
     scale,
-    eps,
+    EPS: tl.constexpr,
     inverse_ptr,
     steps_ptr,
     row,
@@ -127,7 +127,7 @@ def _normalize(
     The sum is of unscaled squares, which neither overflow nor vanish: e4m3 products lie in 2^-18 .. 2^18.
     """
     mean = _sum_of_blocks(acc * acc, BLOCK_M, WIDTH, BLOCK) * (1.0 / BLOCK) * scale * scale
-    inverse = tl.rsqrt(mean + eps)
+    inverse = tl.rsqrt(mean + EPS)
     inverse = tl.where(inverse > 0.0, inverse, float("nan"))  # a mean that is infinite
     r = row + tl.arange(0, BLOCK_M)
     b = column // BLOCK + tl.arange(0, WIDTH // BLOCK)
@@ -244,7 +244,7 @@ def _gemm(
     rows,
     columns,
     inner,
-    eps,
+    EPS: tl.constexpr,
     NORM: tl.constexpr,
     ACTIVATION: tl.constexpr,
     INVERSE: tl.constexpr,
@@ -293,7 +293,7 @@ def _gemm(
             scale = tl.load(scale_a_ptr) * scale_w
         if PARTS == 1 or NORM == BLOCK_N:
             factor, parts = _normalize(
-                acc, scale, eps, inverse_ptr, steps_ptr, row, column, rows, columns,
+                acc, scale, EPS, inverse_ptr, steps_ptr, row, column, rows, columns,
                 KEEP, BLOCK_M, BLOCK_N, NORM,
             )  # fmt: skip
         if PARTS == 1:
@@ -307,7 +307,7 @@ def _gemm(
             half = column + BLOCK_N // 2
             if NORM < BLOCK_N:
                 factor, parts = _normalize(
-                    first, scale, eps, inverse_ptr, steps_ptr, row, column, rows, columns,
+                    first, scale, EPS, inverse_ptr, steps_ptr, row, column, rows, columns,
                     KEEP, BLOCK_M, BLOCK_N // 2, NORM,
                 )  # fmt: skip
             _finish(
@@ -316,7 +316,7 @@ def _gemm(
             )  # fmt: skip
             if NORM < BLOCK_N:
                 factor, parts = _normalize(
-                    second, scale, eps, inverse_ptr, steps_ptr, row, half, rows, columns,
+                    second, scale, EPS, inverse_ptr, steps_ptr, row, half, rows, columns,
                     KEEP, BLOCK_M, BLOCK_N // 2, NORM,
                 )  # fmt: skip
             _finish(
@@ -334,6 +334,7 @@ CONFIGS = {
     "low": Config(block_m=64, stages=4, warps=4, flatten=False),
     "low, in halves": Config(block_m=64, stages=4, warps=4, parts=2),
 }
+_MANY = 4096  # rows, where their number is a symbol
 EXACT = Config(block_n=128, stages=3)
 EXACT_WIDE = Config(block_m=64, stages=3, parts=2)
 
@@ -365,7 +366,10 @@ def gemm_normed_fused(
     """Arguments and what is legal: kernels/gemm/normed_gemm.py, which checks them. `config`: None chooses."""
     rows, columns = a.shape[0], w.shape[0]
     if config is None:
-        config = choose(rows=rows, columns=columns, block=epilogue.block, fast=fast, keep=keep)
+        known = rows if isinstance(rows, int) else _MANY
+        config = choose(rows=known, columns=columns, block=epilogue.block, fast=fast, keep=keep)
+        if launches_are_traced():  # a file that runs without LoKA makes no descriptors for the accelerator of loads
+            config = replace(config, tma=False, flatten=False)  # 56 us with either, 71 with one pipeline and no TMA
     held = torch.float32 if _INTERPRETED else torch.float8_e4m3fn
     out = torch.empty(rows, columns, dtype=held, device=a.device)
     inverse = torch.empty(rows, columns // epilogue.block, dtype=torch.float32, device=a.device)
@@ -398,7 +402,7 @@ def _launch(
     norm = epilogue.block
     block_n = max(norm, min(config.block_n, triton.next_power_of_2(max(out.shape[1], 64))))
     programs = _PROGRAMS_INTERPRETED if _INTERPRETED else config.per_sm * multiprocessors(a.device)
-    tiles = triton.cdiv(out.shape[0], config.block_m) * triton.cdiv(out.shape[1], block_n)
+    tiles = cdiv(out.shape[0], config.block_m) * cdiv(out.shape[1], block_n)
     operands: list[Any] = [a, w, out, z.values if z is not None else out]
     if config.tma:
         part = (config.block_m, block_n // config.parts)
@@ -406,30 +410,24 @@ def _launch(
         operands = [
             TensorDescriptor.from_tensor(operand, list(tile)) for operand, tile in zip(operands, tiling, strict=True)
         ]
-    _gemm[(min(programs, tiles),)](
-        *operands,
-        inverse,
-        z.steps if z is not None else inverse,
-        scale_a,
-        scale_w,
-        *out.shape,
-        a.shape[1],
-        epilogue.eps,
-        NORM=norm,
-        ACTIVATION=_ACTIVATIONS[epilogue.activation].value,
-        INVERSE=1.0 / epilogue.scale,
-        KEEP=z is not None,
-        ROWS=scale_a.numel() > 1,
-        FAST=fast,
-        HARDWARE=not _INTERPRETED,
-        TMA=config.tma,
-        BLOCK_M=config.block_m,
-        BLOCK_N=block_n,
-        BLOCK_K=config.block_k,
-        PARTS=config.parts,
-        GROUP=config.group,
-        FLATTEN=config.flatten,
-        PROGRAMS=programs,
-        num_warps=config.warps,
-        num_stages=config.stages,
-    )
+    constants = {
+        "EPS": epilogue.eps,
+        "NORM": norm,
+        "ACTIVATION": _ACTIVATIONS[epilogue.activation].value,
+        "INVERSE": 1.0 / epilogue.scale,
+        "KEEP": z is not None,
+        "ROWS": scale_a.numel() > 1,
+        "FAST": fast,
+        "HARDWARE": not _INTERPRETED,
+        "TMA": config.tma,
+        "BLOCK_M": config.block_m,
+        "BLOCK_N": block_n,
+        "BLOCK_K": config.block_k,
+        "PARTS": config.parts,
+        "GROUP": config.group,
+        "FLATTEN": config.flatten,
+        "PROGRAMS": programs,
+    }
+    arguments = (*operands, inverse, z.steps if z is not None else inverse, scale_a, scale_w, *out.shape, a.shape[1])
+    grid = (torch.sym_min(programs, tiles), 1)
+    launch(_gemm, grid, arguments, constants, num_warps=config.warps, num_stages=config.stages)

@@ -1,0 +1,114 @@
+"""Regions in packages: LoKA's ops are written out, as aten on a CPU, as Triton kernels for a GPU."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from served import plan_for
+from test_serve_graphs import POW2, backend, frozen, inputs, wide  # noqa: F401
+from torch import nn
+
+from loka.core.error import sqnr_db
+from loka.core.recording import record
+from loka.core.timing import warm_up
+from loka.nn import BlockNorm
+from loka.serve import freeze
+
+
+@pytest.mark.slow
+def test_regions_go_into_the_file(backend, monkeypatch, tmp_path):  # noqa: F811
+    """Of a server with graphs: what its compiled code answers but for the last bits of sums, by aten alone."""
+    server = frozen(wide())
+    requests = [inputs(count) for count in (1, 5, 16)]
+    expected = [server(request).output for request in requests]
+    monkeypatch.undo()  # the real Inductor
+    torch._dynamo.reset()
+    found = server.package(tmp_path / "ranker.pt2", batch=(1, 64))
+    assert found.joined == 2
+    assert "2 sites in regions" in str(found)
+    loaded = torch._inductor.aoti_load_package(str(found.path))
+    for request, answer in zip(requests, expected, strict=True):
+        # The stand-in for Inductor rounds to bfloat16 between ops, and a package does where it stores.
+        assert sqnr_db(loaded(request), answer) > server.card.answers.least_db
+
+
+SCRIPT = Path(__file__).with_name("written_for_a_gpu.py")
+
+
+def test_for_a_gpu_they_are_triton_kernels():
+    """Written without one: each edge, and the GEMM with a norm behind it, is one launch for any number of rows,
+    and no op of LoKA's is left."""
+    environment = {**os.environ, "TRITON_INTERPRET": "0"}
+    done = subprocess.run([sys.executable, str(SCRIPT)], capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.split() == ["edge_rows", "_gemm", "edge_rows"]
+
+
+class Normed(nn.Module):
+    """x [B, 64] -> logits [B]: a norm that its GEMM takes, and one that it does not; a norm over tokens that is
+    read as one row."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second, self.third = nn.Linear(64, 256), nn.Linear(256, 256), nn.Linear(256, 512)
+        self.norm, self.layer_norm, self.tokens = BlockNorm(256), nn.LayerNorm(256), nn.LayerNorm(64)
+        self.last, self.logit = nn.Linear(512, 64), nn.Linear(64, 1)
+
+    def forward(self, x):
+        x = torch.relu(self.norm(self.first(x)))
+        x = nn.functional.silu(self.layer_norm(self.second(x)))
+        x = self.tokens(self.third(x).view(-1, 64, 8).transpose(1, 2)).flatten(1)
+        return self.logit(torch.relu(self.last(x))).squeeze(1).float()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("graphs", [True, False])
+def test_on_a_gpu(graphs, tmp_path):
+    """Loaded here, called with any rows, and recorded: with graphs, bits of the server's for most rows."""
+    torch.manual_seed(0)
+    model = Normed().cuda().eval()
+    sites = dict.fromkeys(("first", "second", "third", "last"), POW2.replace("emulated", "torch_fast"))
+    rows = [torch.randn(count, 64, generator=torch.Generator().manual_seed(count)).cuda() for count in (1, 37, 300, 512)]
+    server = freeze(
+        model, plan_for(model, sites), calibration=rows[2:], autocast=torch.bfloat16, buckets=(512,), graphs=graphs
+    )
+    found = server.package(tmp_path / "ranker.pt2", batch=(1, 512))
+    assert found.joined == (4 if graphs else 0)
+    loaded = torch._inductor.aoti_load_package(str(found.path), run_single_threaded=True)
+    for request in rows:
+        assert sqnr_db(loaded(request), server(request).output) > server.card.answers.least_db
+    if graphs:
+        assert bool((loaded(rows[3]) == server(rows[3]).output).float().mean() > 0.5)
+    stream = torch.cuda.Stream()
+    warm_up(lambda: loaded(rows[3]), stream)
+    recording, output = record(lambda: loaded(rows[3]), torch.device("cuda"), stream)
+    recording.replay()
+    torch.cuda.synchronize()
+    assert torch.equal(output, loaded(rows[3]))
+
+
+def test_constants_of_kernels_have_one_value_each():
+    """A kernel is written into a file with what it calls, where a name stands for one value."""
+    triton = pytest.importorskip("triton")
+    from loka.kernels.edge.triton.device import DEVICE_FUNCTIONS
+    from loka.kernels.gemm.triton.gemm import _gemm
+
+    for start in (list(DEVICE_FUNCTIONS), [_gemm]):
+        known, waiting, seen = {}, list(start), set()
+        while waiting:
+            function = waiting.pop()
+            plain = getattr(function, "fn", function)
+            if plain in seen:
+                continue
+            seen.add(plain)
+            for name in plain.__code__.co_names:
+                value = plain.__globals__.get(name)
+                if isinstance(value, triton.language.constexpr):
+                    assert known.setdefault(name, value.value) == value.value, name
+                elif hasattr(value, "fn"):
+                    assert known.setdefault(name, value) is value, name
+                    waiting.append(value)
+        assert len(seen) > 5
