@@ -19,6 +19,9 @@ def gemms_of(path: str, layer: LinearStats) -> tuple[list[Gemm], dict[str, str]]
         reason = f"squares of {' and '.join(beyond)} are no float32 numbers (too large, or below 1e-18): scale it"
         return [], {site_name(path, gemm): reason for gemm in Gemm}
     gemms, skipped = [Gemm.OUTPUT], {}
+    if not (layer.needs_input_grad or layer.needs_weight_grad):
+        reason = "neither its input nor its weight needs a gradient, so it never runs"
+        return gemms, {site_name(path, g): reason for g in (Gemm.GRAD_INPUT, Gemm.GRAD_WEIGHT)}
     unreached = "grad_output" not in layer.operands
     if unreached or _zero(layer, "grad_output"):
         reason = (

@@ -26,7 +26,7 @@ from served import (
 from loka.core.exceptions import MissingLibrary, ServeRefused, WrongResults
 from loka.serve import Server, freeze
 from loka.serve.build import frozen_sites
-from loka.serve.packaging.aot import PackagedSite, unpackaged
+from loka.serve.packaging.aot import PackagedSite, tried, unpackaged
 from loka.serve.rows import leaves
 
 
@@ -68,7 +68,7 @@ def test_raw_parameters_and_several_outputs(tmp_path):
     torch.manual_seed(0)
     model = Cross().eval()
     server = freeze(model, cross_plan(model, ROW), calibration=[torch.randn(64, 24)])
-    found = server.package(tmp_path / "cross.pt2", batch=(2, 64))
+    found = server.package(tmp_path / "cross.pt2", batch=(64, 64))
     loaded = torch._inductor.aoti_load_package(str(found.path))
     x = torch.randn(64, 24)
     for one, two in zip(leaves(loaded(x)), leaves(server(x).output), strict=True):
@@ -113,6 +113,34 @@ def test_what_cannot_go_into_a_package():
     )
     with pytest.raises(ServeRefused, match=r"(?s)second: deep_gemm.*target=.package"):
         other.package("x.pt2")
+
+
+def test_it_is_tried_with_rows_that_it_is_for():
+    assert tried((1, 300)) == (1, 37, 300)
+    assert tried((1, 8192)) == (1, 37, 4096)
+    assert tried((8192, 8192)) == (8192,)
+    assert tried((5000, 6000)) == (5000, 5036)
+
+
+def test_a_crash_is_told(monkeypatch, tmp_path):
+    """As where the compiler links another libstdc++ than torch: no word, and a signal."""
+    import loka.serve.packaging.aot as package
+
+    died = subprocess.CompletedProcess([], -11, "", "")
+    monkeypatch.setattr(torch._inductor, "aoti_compile_and_package", lambda *_, package_path, **__: package_path)
+    monkeypatch.setattr(package.subprocess, "run", lambda *_, **__: died)
+    with pytest.raises(WrongResults, match=r"(?s)it ended with -11.*CXX"):
+        served().package(tmp_path / "x.pt2")
+    assert not list(tmp_path.iterdir())
+
+
+def test_what_a_compiler_raises_is_told(monkeypatch, tmp_path):
+    def compiled(*_, **__):
+        raise RuntimeError("cuda.h: no such file")
+
+    monkeypatch.setattr(torch._inductor, "aoti_compile_and_package", compiled)
+    with pytest.raises(ServeRefused, match=r"(?s)does not compile this Tower.*cuda\.h.*CUDA_HOME"):
+        served().package(tmp_path / "x.pt2")
 
 
 def test_without_a_compiler(monkeypatch):

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 from served import ROW, frozen, rows, tower
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from loka.core.exceptions import ServeRefused
 from loka.serve.packaging.triton_folder import TYPES, Batching, add_version, config_of
@@ -48,6 +49,14 @@ def test_the_config_says_what_the_model_takes_and_gives():
     assert given.name == "OUTPUT__0"
     assert tuple(given.dims) == (tuple(output.shape[1:]) or (1,))
     assert given.HasField("reshape") == (output.dim() == 1)
+
+
+def test_the_folder_is_of_the_kind_of_device_that_answers():
+    form = Form(kind="named", columns=(Column(name="x", dtype="float32", sides=(3,)),))
+    with FakeTensorMode():
+        outputs = {kind: torch.zeros(2, device=kind) for kind in ("cpu", "cuda")}
+    for kind, told in (("cpu", "KIND_CPU"), ("cuda", "KIND_GPU")):
+        assert f"kind: {told} " in config_of("one", form, [outputs[kind]], Batching(most=8))
 
 
 def test_every_dtype_is_one_of_the_servers():

@@ -243,7 +243,7 @@ save_file(found, sys.argv[3])
 def _checked(
     made: Path, path: Path, card: Card, version: Version, run: Runner, batch: tuple[int, int], joined: int
 ) -> Packaged:
-    sizes = tuple(sorted({batch[0], min(batch[0] + 36, batch[1]), min(max(batch[0], 4096), batch[1])}))
+    sizes = tried(batch)
     device = _device_of(version)
     inputs = {size: _rows(card.form, size, device) for size in sizes}
     given = {f"{size}/{n}": column for size, columns in inputs.items() for n, column in enumerate(columns)}
@@ -294,6 +294,12 @@ def _checked(
         sqnr_db=agreement,
         joined=joined,
     )
+
+
+def tried(batch: tuple[int, int]) -> tuple[int, ...]:
+    """Numbers of rows by which a package for `batch` is checked: all of them its own."""
+    least, most = batch
+    return tuple(sorted({least, min(least + 36, most), min(max(least, 4096), most)}))
 
 
 def _device_of(version: Version) -> torch.device:
