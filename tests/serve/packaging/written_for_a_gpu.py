@@ -1,3 +1,4 @@
+# ruff: noqa: E402
 """Prints the Triton kernels of a package's graph, written for a Hopper that is not there (a CPU build's fake tensors
 say that they lie on one); fails where an op of LoKA is left, or a launch has a fixed number of rows."""
 
