@@ -31,6 +31,7 @@ def test_integers_in_a_region_win_by_time_by_a_tie_and_by_what_they_cost():
     assert names(loka.plan(slower)) == BY_GEMM
     rejected = loka.plan(slower).decisions["fc/output"].rejected
     assert rejected[REGION_INT8].startswith("speed-up in a region 1.886")
+    assert names(loka.plan(faster, target="package")) == BY_GEMM  # has regions, and no kernel of integers
     assert "165 [163.3, 166.7] us" not in loka.plan(faster).decisions["fc/output"].reason
     assert loka.plan(faster).decisions["fc/output"].sqnr_db.value == 38.0
 

@@ -18,27 +18,21 @@ def gemms_of(path: str, layer: LinearStats) -> tuple[list[Gemm], dict[str, str]]
     if beyond := [name for name in layer.operands if _beyond(layer, name)]:
         reason = f"squares of {' and '.join(beyond)} are no float32 numbers (too large, or below 1e-18): scale it"
         return [], {site_name(path, gemm): reason for gemm in Gemm}
-    gemms, skipped = [Gemm.OUTPUT], {}
-    if not (layer.needs_input_grad or layer.needs_weight_grad):
-        reason = "neither its input nor its weight needs a gradient, so it never runs"
-        return gemms, {site_name(path, g): reason for g in (Gemm.GRAD_INPUT, Gemm.GRAD_WEIGHT)}
+    skipped = {}
+    if not layer.needs_input_grad:
+        skipped[site_name(path, Gemm.GRAD_INPUT)] = "its input needs no gradient, so it never runs"
+    if not layer.needs_weight_grad:
+        skipped[site_name(path, Gemm.GRAD_WEIGHT)] = "its weight is frozen, so it never runs"
     unreached = "grad_output" not in layer.operands
-    if unreached or _zero(layer, "grad_output"):
+    wanted = [gemm for gemm in (Gemm.GRAD_INPUT, Gemm.GRAD_WEIGHT) if site_name(path, gemm) not in skipped]
+    if wanted and (unreached or _zero(layer, "grad_output")):
         reason = (
             "no gradient reached this layer while it was probed (or it is in a reentrant checkpoint)"
             if unreached
             else "every gradient that was probed was zero, which says nothing of others"
         )
-        return gemms, {site_name(path, g): reason for g in (Gemm.GRAD_INPUT, Gemm.GRAD_WEIGHT)}
-    if layer.needs_input_grad:
-        gemms.append(Gemm.GRAD_INPUT)
-    else:
-        skipped[site_name(path, Gemm.GRAD_INPUT)] = "its input needs no gradient, so it never runs"
-    if layer.needs_weight_grad:
-        gemms.append(Gemm.GRAD_WEIGHT)
-    else:
-        skipped[site_name(path, Gemm.GRAD_WEIGHT)] = "its weight is frozen, so it never runs"
-    return gemms, skipped
+        return [Gemm.OUTPUT], skipped | {site_name(path, gemm): reason for gemm in wanted}
+    return [Gemm.OUTPUT, *wanted], skipped
 
 
 def _zero(layer: LinearStats, operand: str) -> bool:

@@ -26,7 +26,7 @@ from served import (
 from loka.core.exceptions import MissingLibrary, ServeRefused, WrongResults
 from loka.serve import Server, freeze
 from loka.serve.build import frozen_sites
-from loka.serve.packaging.aot import PackagedSite, tried, unpackaged
+from loka.serve.packaging.aot import PackagedSite, _typical, tried, unpackaged
 from loka.serve.rows import leaves
 
 
@@ -120,6 +120,7 @@ def test_it_is_tried_with_rows_that_it_is_for():
     assert tried((1, 8192)) == (1, 37, 4096)
     assert tried((8192, 8192)) == (8192,)
     assert tried((5000, 6000)) == (5000, 5036)
+    assert [_typical((1, most)) for most in (1, 2, 3, 4096)] == [1, 2, 3, 4095]
 
 
 def test_a_crash_is_told(monkeypatch, tmp_path):

@@ -133,9 +133,7 @@ def package_version(path: Path, card: Card, plan: Plan, version: Version, *, bat
     run = Runner(form=card.form, autocast=None if card.autocast is None else getattr(torch, card.autocast))
     exported = _exported(version.module, plan, run)
     joined = sum(site.weight.joined is not None for site in frozen_sites(version.module).values())
-    # Kernels are laid out for as many rows as the example has; an odd number is a multiple of nothing, which
-    # code for any number may not rely on.
-    example = pad(card.form.check_rows(device), max(batch[1] - 1 + batch[1] % 2, batch[0]), card.form)
+    example = pad(card.form.check_rows(device), _typical(batch), card.form)
     shapes = None
     if batch[0] < batch[1]:
         rows = torch.export.Dim("rows", min=batch[0], max=batch[1])
@@ -294,6 +292,13 @@ def _checked(
         sqnr_db=agreement,
         joined=joined,
     )
+
+
+def _typical(batch: tuple[int, int]) -> int:
+    """Rows of the example, for which kernels are laid out: many; and odd, as code for any number may not rely on
+    what divides it. One row would be taken for a constant."""
+    least, most = batch
+    return max(most - 1 + most % 2, least, min(most, 2))
 
 
 def tried(batch: tuple[int, int]) -> tuple[int, ...]:
