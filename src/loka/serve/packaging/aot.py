@@ -33,7 +33,7 @@ from loka.nn.unwrap import named_modules
 from loka.planner.convert import fp8_layers
 from loka.serve.build import frozen_sites
 from loka.serve.card import Card
-from loka.serve.rows import Form, leaves, pad
+from loka.serve.rows import Form, leaves
 from loka.serve.run import Runner
 from loka.serve.sites import FrozenSite, HighPrecisionSite, as_rows
 from loka.serve.version import Version
@@ -133,7 +133,7 @@ def package_version(path: Path, card: Card, plan: Plan, version: Version, *, bat
     run = Runner(form=card.form, autocast=None if card.autocast is None else getattr(torch, card.autocast))
     exported = _exported(version.module, plan, run)
     joined = sum(site.weight.joined is not None for site in frozen_sites(version.module).values())
-    example = pad(card.form.check_rows(device), _typical(batch), card.form)
+    example = card.form.check_rows(device, _typical(batch))
     shapes = None
     if batch[0] < batch[1]:
         rows = torch.export.Dim("rows", min=batch[0], max=batch[1])
