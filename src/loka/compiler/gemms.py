@@ -58,10 +58,7 @@ def _region_gemm(
     note_launch("gemm")
     if rows == 0:
         return a.new_empty(0, columns, dtype=dtype)
-    if not a.is_floating_point():
-        recipe = "int8_row"  # of one row, too: it meets scales of b's rows
-    else:
-        recipe = "rowwise_e4m3" if a_scale.numel() > 1 else "tensorwise_e4m3"
+    recipe = operands_recipe(a, a_scale)
     problem = Problem(
         gemm=Gemm(gemm), m=rows, n=columns, k=a.shape[1], dtype=dtype_name(dtype), target=target_of(a.device)
     )
@@ -74,6 +71,13 @@ def _region_gemm(
     if scale_a.shape[0] != a.shape[0]:
         scale_a = torch.nn.functional.pad(scale_a, (0, 0, 0, a.shape[0] - scale_a.shape[0]), value=1.0)
     return run(Quantized(a, scale_a, cast), Quantized(b, b_scale[: b.shape[0]].view(-1, 1), cast))
+
+
+def operands_recipe(a: torch.Tensor, a_scale: torch.Tensor) -> str:
+    """By which operands that come quantized were: of one row, INT8 too meets scales of b's rows."""
+    if not a.is_floating_point():
+        return "int8_row"
+    return "rowwise_e4m3" if a_scale.numel() > 1 else "tensorwise_e4m3"
 
 
 def _region_gemm_fake(a: torch.Tensor, rows: int, columns: int, dtype: torch.dtype) -> torch.Tensor:

@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from loka.compiler.edges.nodes import args_of, value_of
 from loka.compiler.emit import VIEW, Emitter
-from loka.compiler.gemms import TOKEN, region_gemm
+from loka.compiler.gemms import TOKEN, operands_recipe, region_gemm
 from loka.compiler.joint_pass import RegionPass
 from loka.compiler.scaled_mm import call_scaled_mm
 from loka.core.exceptions import LokaError
@@ -57,7 +57,11 @@ def write_out(graph: Graph) -> None:
     """
     apart = [str(args_of(node)[3]) for node in graph.nodes if node.target is site_forward]
     if apart:
-        raise LokaError("sites run by themselves where they are to be written into a file", why=apart)
+        raise LokaError(
+            "sites run by themselves where they are to be written into a file",
+            why=apart,
+            way_out="freeze with graphs=False",
+        )
     for node in graph.find_nodes(op="call_function", target=region_gemm):
         node.update_arg(TOKEN, None)
     emitter = Emitter(graph)
@@ -117,9 +121,8 @@ def _inline(emitter: Emitter, node: Node) -> None:
 def _gemm(a: torch.Tensor, a_scale: torch.Tensor, b: torch.Tensor, b_scale: torch.Tensor, *rest: Any) -> torch.Tensor:
     """What gemms.py's op computes of operands that are padded."""
     *_, kernel, _, columns, dtype = rest
-    one = a_scale.numel() == 1 and a.is_floating_point()
-    recipe = "int8_row" if not a.is_floating_point() else "tensorwise_e4m3" if one else "rowwise_e4m3"
+    recipe = operands_recipe(a, a_scale)
     casts = RECIPES[recipe].casts(Gemm.OUTPUT)
     assert casts is not None
-    weight = b_scale.narrow(0, 0, 1 if one else columns).view(-1, 1)
+    weight = b_scale.narrow(0, 0, 1 if recipe == "tensorwise_e4m3" else columns).view(-1, 1)
     return aten_gemm(kernel, Quantized(a, a_scale.view(-1, 1), casts[0]), Quantized(b, weight, casts[1]), dtype)

@@ -135,7 +135,7 @@ class Server:
             ServeRefused: what cannot be packaged, with the reasons. MissingLibrary: no C++ compiler.
             WrongResults: the file's answers are too far from this server's; none is left.
         """
-        return package_version(Path(path), self.card, self.plan, self._current, batch=batch)
+        return package_version(Path(path), self.card, self.plan, self._current, batch=batch, device=self.device)
 
     def publish(
         self, repository: Path | str, name: str, *, most: int = 4096, delay_us: int = 0

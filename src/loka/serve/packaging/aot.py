@@ -33,7 +33,7 @@ from loka.nn.unwrap import named_modules
 from loka.planner.convert import fp8_layers
 from loka.serve.build import frozen_sites
 from loka.serve.card import Card
-from loka.serve.rows import Form, leaves
+from loka.serve.rows import leaves
 from loka.serve.run import Runner
 from loka.serve.sites import FrozenSite, HighPrecisionSite, as_rows
 from loka.serve.version import Version
@@ -59,15 +59,15 @@ class Packaged:
 
     def __str__(self) -> str:
         return (
-            f"{self.path}: {self.batch[0]} to {self.batch[1]} rows, {self.joined} sites in regions; run without "
-            f"loka at {self.sizes}: {self.equal:.1%} of the outputs are equal bit for bit to those of the model run "
-            f"eagerly, the others differ by at most {self.max_abs:.2e} ({self.mean_abs:.2e} on average over all; "
+            f"{self.path}: {self.batch[0]} to {self.batch[1]} rows; run without loka at {self.sizes}, {self.joined} "
+            f"sites in regions: {self.equal:.1%} of the outputs are equal bit for bit to those of the model run eagerly, the "
+            f"others differ by at most {self.max_abs:.2e} ({self.mean_abs:.2e} on average over all; "
             f"{self.sqnr_db:.1f} dB)"
         )
 
 
 class PackagedSite(nn.Module):
-    """A frozen site as torch.export traces it with any number of rows: one that a region may join, or aten ops."""
+    """A frozen site that no region may join, in aten ops that torch.export traces with any number of rows."""
 
     weight: torch.Tensor
     scale: torch.Tensor
@@ -77,17 +77,12 @@ class PackagedSite(nn.Module):
         super().__init__()
         self.site, self.sides, self.dtype = site.name, site.weight.sides, site.weight.dtype
         self.candidate = candidate_named(site.candidate)
-        self.traced = None if site.weight.joined is None else site
-        if self.traced is not None:
-            return
         self.register_buffer("weight", site.weight.low.data)
         self.register_buffer("scale", site.weight.low.scale)
         self.register_buffer("input_scale", site.input_scale)
 
     def forward(self, x: torch.Tensor, weight: torch.Tensor | None = None) -> torch.Tensor:
         """x [..., K] -> [..., N], as FrozenSite."""
-        if self.traced is not None:
-            return self.traced(x, weight)
         rows = as_rows(self.site, x, self.sides[1], self.dtype)
         casts = self.candidate.recipe.casts(Gemm.OUTPUT)
         assert casts is not None
@@ -120,15 +115,16 @@ def unpackaged(plan: Plan) -> dict[str, str]:
 
 
 @torch.no_grad()
-def package_version(path: Path, card: Card, plan: Plan, version: Version, *, batch: tuple[int, int]) -> Packaged:
-    """Compiles the version for `batch` rows, from least to most, and checks the file in a fresh process.
+def package_version(
+    path: Path, card: Card, plan: Plan, version: Version, *, batch: tuple[int, int], device: torch.device
+) -> Packaged:
+    """Compiles the version, on `device`, for `batch` rows, from least to most; checks the file in a fresh process.
 
     Raises:
         ServeRefused: a device, plan, model or `batch` that cannot be packaged; the reasons are listed.
         MissingLibrary: there is no C++ compiler.
         WrongResults: the package's answers are further from the server's than its bound; no file is left.
     """
-    device = _device_of(version)
     _check(device, plan, batch, by_rows=any(card.in_hp))
     run = Runner(form=card.form, autocast=None if card.autocast is None else getattr(torch, card.autocast))
     exported = _exported(version.module, plan, run)
@@ -159,7 +155,7 @@ def package_version(path: Path, card: Card, plan: Plan, version: Version, *, bat
                 why=str(error).splitlines()[:5],
                 way_out="serve it from Python (`save`, `load`); for a GPU AOTInductor needs CUDA's headers (CUDA_HOME)",
             ) from error
-        found = _checked(made, path, card, version, run, batch, joined)
+        found = _checked(made, path, card, version, run, batch, device, joined)
         os.replace(made, path)
     return found
 
@@ -196,7 +192,9 @@ def _check(device: torch.device, plan: Plan, batch: tuple[int, int], *, by_rows:
 
 
 def _exported(frozen: nn.Module, plan: Plan, run: Runner) -> _Exported:
-    sites = {name: PackagedSite(site) for name, site in frozen_sites(frozen).items()}
+    sites = {
+        name: PackagedSite(site) if site.weight.joined is None else site for name, site in frozen_sites(frozen).items()
+    }
     tensors = [*frozen.parameters(), *frozen.buffers()]
     tree = copy.deepcopy(frozen, {id(tensor): tensor for tensor in tensors})
     detach(tree)
@@ -211,7 +209,7 @@ def _exported(frozen: nn.Module, plan: Plan, run: Runner) -> _Exported:
         for name, parameter in module._parameters.items():
             if parameter is not None and parameter.is_meta:  # its FP8 copy is in the site
                 module._parameters[name] = nn.Parameter(parameter.new_empty(0, device="cpu"), requires_grad=False)
-    return _Exported(tree, list(sites.values()), run)
+    return _Exported(tree, [site for site in sites.values() if isinstance(site, PackagedSite)], run)
 
 
 _FRESH = """
@@ -239,11 +237,17 @@ save_file(found, sys.argv[3])
 
 
 def _checked(
-    made: Path, path: Path, card: Card, version: Version, run: Runner, batch: tuple[int, int], joined: int
+    made: Path,
+    path: Path,
+    card: Card,
+    version: Version,
+    run: Runner,
+    batch: tuple[int, int],
+    device: torch.device,
+    joined: int,
 ) -> Packaged:
     sizes = tried(batch)
-    device = _device_of(version)
-    inputs = {size: _rows(card.form, size, device) for size in sizes}
+    inputs = {size: card.form.check_rows(device, size) for size in sizes}
     given = {f"{size}/{n}": column for size, columns in inputs.items() for n, column in enumerate(columns)}
     rows, answers = made.with_name("rows.safetensors"), made.with_name("answers.safetensors")
     rows.write_bytes(tensors_to_bytes(given))
@@ -305,19 +309,3 @@ def tried(batch: tuple[int, int]) -> tuple[int, ...]:
     """Numbers of rows by which a package for `batch` is checked: all of them its own."""
     least, most = batch
     return tuple(sorted({least, min(least + 36, most), min(max(least, 4096), most)}))
-
-
-def _device_of(version: Version) -> torch.device:
-    return next(t.device for t in [*version.module.parameters(), *version.module.buffers()] if not t.is_meta)
-
-
-def _rows(form: Form, count: int, device: torch.device) -> list[torch.Tensor]:
-    generator = torch.Generator().manual_seed(count)
-    made = []
-    for column, check in zip(form.columns, form.check_rows(device), strict=True):
-        shape = (count, *column.sides)
-        if check.dtype.is_floating_point:
-            made.append(torch.randn(shape, generator=generator).to(device, check.dtype))
-        else:
-            made.append(torch.zeros(shape, dtype=check.dtype, device=device))
-    return made
