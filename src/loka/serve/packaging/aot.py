@@ -60,8 +60,8 @@ class Packaged:
     def __str__(self) -> str:
         return (
             f"{self.path}: {self.batch[0]} to {self.batch[1]} rows; run without loka at {self.sizes}, {self.joined} "
-            f"sites in regions: {self.equal:.1%} of the outputs are equal bit for bit to those of the model run eagerly, "
-            f"the others differ by at most {self.max_abs:.2e} ({self.mean_abs:.2e} on average over all; "
+            f"sites in regions: {self.equal:.1%} of the outputs are equal bit for bit to those of the model run "
+            f"eagerly, the others differ by at most {self.max_abs:.2e} ({self.mean_abs:.2e} on average over all; "
             f"{self.sqnr_db:.1f} dB)"
         )
 
