@@ -154,6 +154,15 @@ def refused(rank, folder):
     table = nn.Embedding(8, 4)
     tried("settings", lambda: row_sync(table, codec="int8" if rank else "e4m3"))
     tried("one cannot", lambda: row_sync(nn.Linear(2, 2) if rank else table))
+    moved = {kind: {"optimizer": kind(table.parameters(), lr=0.1)} for kind in (torch.optim.Adagrad, RowwiseAdagrad)}
+    tried("one group", lambda: row_sync(table, one_group=True, **moved[torch.optim.Adagrad]))
+    half = nn.Embedding(8, 4).bfloat16()
+    row_wise = RowwiseAdagrad(half.parameters())
+    tried("one group of 16 bits", lambda: row_sync(half, one_group=True, optimizer=row_wise))
+    tried("one group by nothing", lambda: row_sync(table, one_group=True))
+    apart = row_sync(table, one_group=True, every=1, **moved[RowwiseAdagrad])
+    moved[RowwiseAdagrad]["optimizer"].param_groups[0]["lr"] = 0.1 + rank
+    tried("rates", apart.step)
     sync = row_sync(table)
     sync._every = 2 + rank
     tried("steps", lambda: [sync.step() for _ in range(2 + rank)])
@@ -189,3 +198,26 @@ class Counted:
         finally:
             module.all_gather = real
         return {**found, "received": received[0]}
+
+
+def as_one_group(rank, folder):
+    """Rows of both ranks in one process, and by two replicas; the loss is a mean over a replica's rows."""
+    found = {}
+    for name, of in (("one", (0, 1)), ("two", (rank,))):
+        torch.manual_seed(0)
+        model = Tables()
+        optimizer = RowwiseAdagrad([model.one.weight, model.bag.weight], lr=0.1)
+        sync = row_sync(model, every=1, codec="fp32", optimizer=optimizer, one_group=True) if name == "two" else None
+        for step in range(12):
+            optimizer.zero_grad()
+            for part in of:
+                (model(*batch(part, step)) / len(of)).backward()
+            optimizer.step()
+            if sync:
+                sync.step()
+        if sync:
+            sync.flush()
+        found[name] = told(model.state_dict()) | {
+            f"V{place}": state["sum"].tolist() for place, state in enumerate(optimizer.state.values())
+        }
+    return found

@@ -7,6 +7,7 @@ from row_jobs import (
     WIDTH,
     Counted,
     Trained,
+    as_one_group,
     in_turn,
     lookups_that_train_nothing,
     mean_of_whole_tables,
@@ -132,13 +133,17 @@ def test_what_does_not_fit_is_refused(tmp_path):
         assert "torch.float64" in found["float64"]
         assert "replica 1: weight (8, 4)" in found["values"]
         assert "replica 1: weight (9, 4)" in found["shapes"]
-        assert "codec='e4m3', optimizer=NoneType\n  rank 1: every=16" in found["settings"]
-        assert "optimizer=NoneType\n  rank 1: the model has no table" in found["one cannot"]
+        assert "codec='e4m3', optimizer=NoneType, one_group=False\n  rank 1: every=16" in found["settings"]
+        assert "one_group=False\n  rank 1: the model has no table" in found["one cannot"]
         assert "rows changed that nothing had looked up" in found["all rows"]
         assert "one.weight (200, 24) torch.float32, bits" in found["all rows"]
         assert "state momentum_buffer of weight is a sparse tensor" in found["sparse state"]
         assert "one.weight, state 1 (200, 24) torch.float32, bits" in found["state of all rows"]
         assert "replica 1: weight, state 1 (8, 4)" in found["state"]
+        assert "weight: Adagrad moves it" in found["one group"]
+        assert "weight holds torch.bfloat16" in found["one group of 16 bits"]
+        assert "weight: no optimizer that was passed moves it" in found["one group by nothing"]
+        assert "replica 1: step 1, coded, 1 weights and states, rates with the sum" in found["rates"]
         assert "replica 0: step 2" in found["steps"]
         assert "replica 1: step 3" in found["steps"]
 
@@ -152,3 +157,10 @@ def test_the_same_numbers_in_other_places_are_told_apart():
     assert len(set(told)) == 4
     assert told[0] == sum_of_bits(weight.clone()) == sum_of_bits(weight.t().contiguous().t())
     assert sum_of_bits(torch.tensor(2.0)) != sum_of_bits(torch.tensor(3.0))
+
+
+def test_plain_tables_as_one_group(tmp_path):
+    """Differences of w and V in float32, and lr / D of them: 12 steps of some 2^-20 of numbers up to 4."""
+    for found in on_ranks(as_one_group, 2, tmp_path):
+        for name, right in found["one"].items():
+            np.testing.assert_allclose(found["two"][name], right, rtol=2e-4, atol=2e-4)

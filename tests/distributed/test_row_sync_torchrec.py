@@ -10,7 +10,7 @@ from ranks import on_ranks
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from loka.distributed import momentum_scaled, row_sync
+from loka.distributed import row_sync
 
 pytest.importorskip("torchrec")
 pytest.importorskip("fbgemm_gpu")
@@ -140,46 +140,30 @@ def test_replicas_of_sharded_tables_agree_to_the_bit(tmp_path):
 
 
 def by_replicas(rank, folder):
-    """Momentum of two replicas of half of the rows each, and of one group with all of them."""
+    """Two replicas of half of the rows each, and one group with all of them."""
     mesh = grid(1)
     found = {}
-    for name, part, scale in (
-        ("one", slice(None), 1.0),
-        ("two", slice(rank * BATCH // 2, (rank + 1) * BATCH // 2), 2.0),
-    ):
+    half = slice(rank * BATCH // 2, (rank + 1) * BATCH // 2)
+    for name, part, every in (("one", slice(None), 1), ("two", half, 1), ("seldom", half, 8)):
         torch.manual_seed(0)
-        options = momentum_scaled(lr=0.02, eps=1e-8, c=scale)
-        model = sharded(mesh, "tables", options)
+        model = sharded(mesh, "tables", {"lr": 0.02, "eps": 1e-8})
         start(model)
-        sync = row_sync(model, every=1, codec="fp32")
-        for step in range(400 if name == "two" or rank == 0 else 0):  # each by itself
+        sync = row_sync(model, every=every, codec="fp32", one_group=True)
+        for step in range(80 if name != "one" or rank == 0 else 0):  # each by itself
             model(*rows(step, part)).backward()
-            if name == "two":
+            if name != "one":
                 sync.step()
         found[name] = told(model)
     return found
 
 
-@pytest.mark.slow  # 400 steps; the equation of the scale is tested below
-def test_momentum_of_replicas_is_c_times_that_of_one_group(tmp_path):
-    """A row in one of two halves has a gradient twice as large there, so four times the square, halved by the
-    mean over replicas: c = 2. Labels and bags are random, so rows that both halves have add no covariance."""
+def test_replicas_are_one_group(tmp_path):
+    """80 steps of rates that V's roundings (2^-24 of it, 1e-5 where differences of it are small) change; every eight
+    steps replicas go their own ways in between."""
     found = on_ranks(by_replicas, 2, tmp_path)[0]
-    one, two = (torch.cat([torch.tensor(table) for table in found[name]["momentum"]]).sum() for name in ("one", "two"))
-    assert abs(float(two / 2.0 / one) - 1) < 0.02
-    apart = torch.cat([torch.tensor(found["one"]["weights"][0]) - torch.tensor(found["two"]["weights"][0])])
-    went = (
-        torch.tensor(found["one"]["weights"][0])
-        - torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(ROWS)) * 0.1
-    )
-    assert float(apart.norm() / went.norm()) < 0.2, "and steps are as long"
-
-
-def test_scaling_the_rate_is_scaling_the_momentum():
-    """lr g / (sqrt(v / c) + eps) for any v."""
-    v, g = torch.rand(100).double() * 10, torch.randn(100).double()
-    scaled = momentum_scaled(lr=0.3, eps=0.01, c=5.0)
-    fused = scaled["lr"] * g / (v.sqrt() + scaled["eps"])
-    torch.testing.assert_close(fused, 0.3 * g / ((v / 5.0).sqrt() + 0.01))
-    with pytest.raises(ValueError, match="c"):
-        momentum_scaled(lr=0.1, eps=1e-8, c=0.0)
+    for place in range(2):
+        one, two = (torch.tensor(found[name]["weights"][place]) for name in ("one", "two"))
+        assert (one - two).abs().max() < 1e-3 * 0.02 * 80
+    v = {name: torch.cat([torch.tensor(x) for x in found[name]["momentum"]]) for name in found}
+    torch.testing.assert_close(v["two"], v["one"], rtol=1e-3, atol=1e-9)
+    assert abs(float(v["seldom"].sum() / v["one"].sum()) - 1) < 0.1

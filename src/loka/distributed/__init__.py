@@ -8,7 +8,6 @@ from loka.distributed.gather_choice import choose_gather
 from loka.distributed.gradient_gate import choose_gradients
 from loka.distributed.gradient_wire import GradientWire, send_gradients
 from loka.distributed.tables.embedding_bags import EmbeddingBags, with_embedding_bags
-from loka.distributed.tables.momentum_scale import momentum_scaled
 from loka.distributed.tables.row_sync import RowSync, Traffic, row_sync
 from loka.distributed.tables.sharded_tables import shard_tables
 
@@ -24,7 +23,6 @@ __all__ = [
     "choose_gather",
     "choose_gradients",
     "fp8_all_gather",
-    "momentum_scaled",
     "replicated_tables",
     "row_sync",
     "send_gradients",

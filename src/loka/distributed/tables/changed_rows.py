@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
 
 from loka.distributed.tables.lookups import Lookup
+from loka.distributed.tables.one_group import Change
+
+# What all agree upon for the weight and the states of rows: from those before, and what each replica changed.
+Rule = Callable[[Sequence[torch.Tensor], Sequence[Change]], list[torch.Tensor]]
 
 
 @dataclass(kw_only=True)
@@ -52,31 +56,39 @@ class Sent:
     then: tuple[torch.Tensor, ...]
 
 
-def agree(table: Table, own: Sent, came: Sequence[tuple[torch.Tensor, list[torch.Tensor]]]) -> None:
-    """Writes w0 + the mean of what came, and on it what this replica did since it sent."""
+def agree(table: Table, own: Sent, came: Sequence[tuple[torch.Tensor, Sequence[torch.Tensor]]], rule: Rule) -> None:
+    """Writes what `rule` makes of what came, and on it what this replica did since it sent."""
     ids = torch.cat([one for one, _ in came]).unique()
     in_own, sent_here = places(own.ids, ids)
     fresh_ids = torch.cat([*table.ids, ids[:0]])
     fresh_ids, order = fresh_ids.sort()
     in_fresh, changed_since = places(fresh_ids, ids)
-    saved: list[torch.Tensor] = []
+    fresh = [_saved(table.before, place, tensor)[order] for place, tensor in enumerate(table.lookup.tensors())]
+    before, since = [], []
     for place, tensor in enumerate(table.lookup.tensors()):
-        fresh = _saved(table.before, place, tensor)[order]
         now = tensor[ids].float()
         then = now.clone()  # of rows that this replica neither sent nor changed since: as all have them
-        then[changed_since] = fresh[in_fresh[changed_since]]
-        before = then.clone()
-        before[sent_here] = own.before[place][in_own[sent_here]]
-        total = torch.zeros_like(before)
-        for one, changes in came:
-            total.index_add_(0, torch.searchsorted(ids, one), changes[place])
-        agreed = (before + total / len(came)).to(tensor.dtype).float()
-        mine = torch.where(changed_since.view(-1, *[1] * (now.dim() - 1)), agreed + (now - then), agreed)
-        tensor[ids] = mine.to(tensor.dtype)
-        fresh[in_fresh[changed_since]] = agreed[changed_since]
-        saved.append(fresh)
+        then[changed_since] = fresh[place][in_fresh[changed_since]]
+        since.append(now - then)
+        then[sent_here] = own.before[place][in_own[sent_here]]
+        before.append(then)
+    made = rule(before, [(torch.searchsorted(ids, one), changes) for one, changes in came])
+    for place, tensor in enumerate(table.lookup.tensors()):
+        agreed = made[place].to(tensor.dtype).float()
+        changed = changed_since.view(-1, *[1] * (agreed.dim() - 1))
+        tensor[ids] = torch.where(changed, agreed + since[place], agreed).to(tensor.dtype)
+        fresh[place][in_fresh[changed_since]] = agreed[changed_since]
     if len(fresh_ids):
-        table.ids, table.before = [fresh_ids], [tuple(saved)]
+        table.ids, table.before = [fresh_ids], [tuple(fresh)]
+
+
+def mean_of_replicas(before: Sequence[torch.Tensor], changes: Sequence[Change]) -> list[torch.Tensor]:
+    """w0 + the mean of what replicas changed, added in their order."""
+    totals = [torch.zeros_like(one) for one in before]
+    for at, changed in changes:
+        for total, one in zip(totals, changed, strict=True):
+            total.index_add_(0, at, one)
+    return [one + total / len(changes) for one, total in zip(before, totals, strict=True)]
 
 
 def _saved(before: Sequence[tuple[torch.Tensor, ...]], place: int, tensor: torch.Tensor) -> torch.Tensor:

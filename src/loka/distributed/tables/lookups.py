@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 from loka.core.exceptions import LokaError
 from loka.core.exchange import gather
 from loka.distributed.replicas import sum_of_bits
+from loka.distributed.tables.one_group import AdaGrad
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 TABLES = (nn.Embedding, nn.EmbeddingBag)
@@ -36,12 +37,14 @@ class Lookup:
             as the optimizer has made it.
         module: whose forward looks up.
         ids: of the arguments of that forward, the rows, in any order and number, int64.
+        adagrad: row-wise AdaGrad as it is at the moment, where nothing else moves the table; or what does.
     """
 
     name: str
     tensors: Callable[[], tuple[torch.Tensor, ...]]
     module: nn.Module
     ids: Callable[[Arguments], torch.Tensor]
+    adagrad: Callable[[], AdaGrad | str]
 
 
 def lookups_of(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> list[Lookup]:
@@ -103,7 +106,21 @@ def _plain(name: str, module: nn.Embedding | nn.EmbeddingBag, optimizer: torch.o
         args, kwargs = arguments
         return args[0] if args else kwargs["input"]
 
-    return Lookup(name=name, tensors=tensors, module=module, ids=ids)
+    def adagrad() -> AdaGrad | str:
+        groups = optimizer.param_groups if optimizer is not None else []
+        for group in groups:
+            if any(one is module.weight for one in group["params"]):
+                if type(optimizer).__name__ not in ("RowwiseAdagrad", "RowWiseAdagrad"):  # LoKA's, TorchRec's
+                    return type(optimizer).__name__
+                also = [key for key in ("weight_decay", "lr_decay", "maximize") if group.get(key)]
+                return f"row-wise AdaGrad with {', '.join(also)}" if also else _adagrad(group["lr"], group["eps"])
+        return "no optimizer that was passed"
+
+    return Lookup(name=name, tensors=tensors, module=module, ids=ids, adagrad=adagrad)
+
+
+def _adagrad(lr: float, eps: float) -> AdaGrad:
+    return AdaGrad(lr=float(lr), eps=float(eps))
 
 
 def _of_rows(state: Mapping[str, Any], weight: torch.Tensor, name: str) -> list[torch.Tensor]:
@@ -144,8 +161,20 @@ def _batched(path: str, module: Any) -> list[Lookup]:
 
         return of
 
+    def adagrad() -> AdaGrad | str:
+        told = module.optimizer_args
+        if (name := module.optimizer.name) != "EXACT_ROWWISE_ADAGRAD":
+            return f"fbgemm's {name}"
+        also = [key for key in ("weight_decay", "max_norm", "weight_decay_mode") if getattr(told, key, 0)]
+        also += ["gradient_clipping"] if told.gradient_clipping else []
+        if also:
+            return f"fbgemm's {name} with {', '.join(also)}"
+        return _adagrad(module.learning_rate_tensor, told.eps)
+
     return [
-        Lookup(name=f"{path}.{place}".lstrip("."), tensors=tensors(place), module=module, ids=ids(place))
+        Lookup(
+            name=f"{path}.{place}".lstrip("."), tensors=tensors(place), module=module, ids=ids(place), adagrad=adagrad
+        )
         for place in range(len(module.embedding_specs))
     ]
 

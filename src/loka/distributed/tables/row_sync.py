@@ -5,7 +5,8 @@ means over groups are taken now and then, of whole tables. Between two of them a
 
     before     each replica has w0, the rows that all agreed upon; it saves a row when it first looks it up
     send       x_r = w_r - w0 + e_r for the rows it changed, as codes q_r, a scale a row; x_r - q_r is e_r
-    agree      w0 = w0 + sum_r q_r / R, added in the order of replicas: the same bits on all
+    agree      w0 = w0 + sum_r q_r / R, or what one group would have made (`one_group`), added in the order of
+               replicas: the same bits on all
     late       what a replica did since it sent is added on top: w_r = w0 + (w_r - w_r then)
 
 Never weights in eight bits: a delta's rounding error is a part of one step's change, and e_r brings it later
@@ -14,8 +15,10 @@ Never weights in eight bits: a delta's rounding error is a part of one step's ch
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -25,10 +28,11 @@ from torch.utils.hooks import RemovableHandle
 from loka.core.exceptions import LokaError
 from loka.core.exchange import ranks_of, same_on_all
 from loka.distributed.gradient_codec import Codec, all_gather, codec_named
-from loka.distributed.tables.changed_rows import Sent, Table, agree, places
+from loka.distributed.tables.changed_rows import Rule, Sent, Table, agree, mean_of_replicas, places
 from loka.distributed.tables.lookups import Lookup, differences, lookups_of
+from loka.distributed.tables.one_group import AdaGrad, as_one_group
 
-_TOLD = 3  # numbers before those of rows: the step, whether exact, how many weights and states
+_TOLD = 4  # numbers before those of rows: the step, whether exact, how many weights and states, sum of the rates
 
 
 @dataclass(kw_only=True)
@@ -50,7 +54,11 @@ class Traffic:
 
 @dataclass(frozen=True, kw_only=True)
 class _Flight:
-    """An exchange under way."""
+    """An exchange under way, of what `steps` training steps did.
+
+    Attributes:
+        adagrads: row-wise AdaGrad of each table, where they become as one group's; else none.
+    """
 
     sent: list[Sent]
     counts: list[list[int]]
@@ -58,6 +66,8 @@ class _Flight:
     bytes: torch.Tensor
     work: dist.Work | None
     begun: int
+    steps: int
+    adagrads: list[AdaGrad]
 
 
 class RowSync:
@@ -72,11 +82,12 @@ class RowSync:
         exact_every: int,
         staleness: int,
         codec: str,
+        one_group: bool,
     ) -> None:
         self.traffic = Traffic()
-        self._group, self._codec_name = group, codec
+        self._group, self._codec_name, self._one_group = group, codec, one_group
         self._every, self._exact_every, self._staleness = every, exact_every, staleness
-        self._steps = 0
+        self._steps = self._begun = 0
         self._flight: _Flight | None = None
         self._tables: dict[str, Table] = {}
         self._hooks: list[RemovableHandle] = []
@@ -145,7 +156,9 @@ class RowSync:
 
     def _begin(self, *, exact: bool) -> None:
         tensors = [tensor for table in self._tables.values() for tensor in table.lookup.tensors()]
-        sent, parts, counts = [], [], [self._steps, int(exact), len(tensors)]
+        adagrads = _adagrads([table.lookup for table in self._tables.values()]) if self._one_group else []
+        rates = zlib.crc32(repr(adagrads).encode())
+        sent, parts, counts = [], [], [self._steps, int(exact), len(tensors), rates]
         for table in self._tables.values():
             taken = table.take(table.left_ids if exact else table.left_ids[:0])
             code = self._encoded(table, taken, exact=exact)
@@ -162,17 +175,28 @@ class RowSync:
             raise LokaError(
                 "replicas do not synchronize the same",
                 why=[
-                    f"replica {r}: step {step}, {'exact' if exact else 'coded'}, {held} weights and states"
-                    for r, (step, exact, held, *_) in enumerate(all_counts)
+                    f"replica {r}: step {step}, {'exact' if exact else 'coded'}, {held} weights and states, "
+                    f"rates with the sum {rates:08x}"
+                    for r, (step, exact, held, rates, *_) in enumerate(all_counts)
                 ],
-                way_out="call step() as often on every replica, with the same settings, once the optimizers "
-                "of all have stepped",
+                way_out="call step() as often on every replica, with the same settings and rates, once the "
+                "optimizers of all have stepped",
             )
         sizes = [sum(self._sizes(other[_TOLD:], exact=exact)) for other in all_counts]
         came = torch.zeros(ranks, max(sizes), dtype=torch.uint8, device=device)
         padded = torch.cat([mine, came[0, : max(sizes) - len(mine)]])
         work = all_gather(came, padded[None], group=self._group, async_op=True) if max(sizes) else None
-        self._flight = _Flight(sent=sent, counts=all_counts, exact=exact, bytes=came, work=work, begun=self._steps)
+        self._flight = _Flight(
+            sent=sent,
+            counts=all_counts,
+            exact=exact,
+            bytes=came,
+            work=work,
+            begun=self._steps,
+            steps=max(self._steps - self._begun, 1),
+            adagrads=adagrads,
+        )
+        self._begun = self._steps
         self.traffic.syncs += 1
         self.traffic.rows += sum(counts[_TOLD:])
         self.traffic.received += (ranks - 1) * (max(sizes) + told[0].nbytes)  # padded, and the counts
@@ -196,7 +220,10 @@ class RowSync:
                 ids, *codes = flight.bytes[r, at[r] : at[r] + sum(sizes)].split(sizes)
                 at[r] += sum(sizes)
                 came.append((_as(ids, torch.int64), self._decoded(table, codes, count, exact=flight.exact)))
-            agree(table, own, came)
+            rule: Rule = mean_of_replicas
+            if flight.adagrads and len(table.lookup.tensors()) > 1:  # momentum: something has moved the table
+                rule = partial(as_one_group, adagrad=flight.adagrads[place], steps=flight.steps)
+            agree(table, own, came, rule)
 
     def _encoded(self, table: Table, taken: Sent, *, exact: bool) -> torch.Tensor:
         """Codes of what a weight's rows changed by, [rows, bytes]; what they leave is kept for the next."""
@@ -247,12 +274,14 @@ def row_sync(
     staleness: int = 0,
     codec: str = "e4m3",
     optimizer: torch.optim.Optimizer | None = None,
+    one_group: bool = False,
 ) -> RowSync:
     """Keeps the tables of replicas together by the rows that they changed, in eight bits with error feedback.
 
     Replicas are the ranks of `group`, each with all of `model`'s tables, or with the same shards of them, and
     rows of its own; in TorchRec's DMPCollection the replica group, where this stands for `sync`. They agree
-    upon the mean of what each made of a row, of those that left it included. Weights that are no tables are
+    upon the mean of what each made of a row, of those that left it included, or upon what one group of all their
+    ranks would have made of it. Weights that are no tables are
     not looked at. Call it on every replica when the model is on its device, with equal tables.
 
     Args:
@@ -264,13 +293,19 @@ def row_sync(
         codec: of what weights changed by: e4m3, int8, bf16, fp32. A scale a row.
         optimizer: of tables that are plain parameters: its state is exchanged too, in float32, as that of
             table-batched embeddings always is.
+        one_group: rows of float32 become what one group's row-wise AdaGrad makes of the same batches, where the
+            loss is a mean over a replica's own rows of data: exactly so for `every=1` and codec fp32, else as
+            far as `one_group` says. Rates stay those of one group.
 
     Raises:
-        LokaError: no table was found; one cannot be synchronized; replicas differ in their tables.
+        LokaError: no table was found; one cannot be synchronized; replicas differ in their tables; `one_group`,
+            and something else than row-wise AdaGrad moves a table, or it has 16 bits.
         PlanMismatch: replicas differ in their settings, or one cannot.
         UnknownName: `codec`.
     """
-    mine: str | LokaError = f"{every=}, {exact_every=}, {staleness=}, {codec=}, optimizer={type(optimizer).__name__}"
+    mine: str | LokaError = (
+        f"{every=}, {exact_every=}, {staleness=}, {codec=}, optimizer={type(optimizer).__name__}, {one_group=}"
+    )
     try:
         codec_named(codec)
         if every < 1 or exact_every < 1 or not 0 <= staleness < every:
@@ -286,6 +321,8 @@ def row_sync(
                 why=["neither nn.Embedding, nn.EmbeddingBag nor table-batched embeddings that are trained"],
                 way_out="pass the model whose tables are replicated",
             )
+        if one_group:
+            _adagrads(lookups)
         devices = {one.tensors()[0].device for one in lookups}
         if len(devices) > 1 or not dist.is_initialized():
             raise LokaError(
@@ -303,7 +340,24 @@ def row_sync(
             why=differing,
             way_out="give all the same weights first: the same seed, a checkpoint, or a broadcast from one",
         )
-    return RowSync(lookups, group, every=every, exact_every=exact_every, staleness=staleness, codec=codec)
+    return RowSync(
+        lookups, group, every=every, exact_every=exact_every, staleness=staleness, codec=codec, one_group=one_group
+    )
+
+
+def _adagrads(lookups: Sequence[Lookup]) -> list[AdaGrad]:
+    """Of each table. Raises LokaError where one group's momentum cannot be told."""
+    told = [one.adagrad() for one in lookups]
+    others = [f"{one.name}: {by} moves it" for one, by in zip(lookups, told, strict=True) if isinstance(by, str)]
+    others += [f"{one.name} holds {x.dtype}" for one in lookups if (x := one.tensors()[0]).dtype != torch.float32]
+    if others:
+        raise LokaError(
+            "what one group would have made of these tables cannot be told",
+            why=others,
+            way_out="row-wise AdaGrad without decay on tables in float32 (fbgemm's EXACT_ROWWISE_ADAGRAD, or "
+            "optimizer=loka.train.RowwiseAdagrad(...)), or one_group=False: the mean of what replicas made",
+        )
+    return [one for one in told if isinstance(one, AdaGrad)]
 
 
 def _before_forward(lookup: Lookup, table: Table) -> RemovableHandle:

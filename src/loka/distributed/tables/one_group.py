@@ -1,0 +1,69 @@
+"""Rows that replicas trained apart, as one group of all their ranks would have made them.
+
+With a loss that is the mean over a replica's own rows of data, one group's gradient of a row is G = sum_r G_r / R,
+and row-wise AdaGrad, V += |G|^2 / D and w -= lr G / (sqrt(V) + eps), is not linear in it: the mean of replicas'
+momentum grows by mean_r |G_r|^2 / D. Of a row that one replica alone has looked up that is R times as much, the c
+of momentum-scaled AdaGrad (arXiv 2508.03854); where replicas agree it is as much, and most rows lie between.
+What a replica sends tells its gradients, summed over the K steps since the last exchange:
+
+    sum_k |G_rk|^2 = D (V_r - V0)
+    sum_k G_rk     = (w0 - w_r) (sqrt(V_r) + eps) / lr = S_r,    no longer than sqrt(K D (V_r - V0))
+    D (V - V0)     = (sum_r D (V_r - V0) + sum_{r != s} <S_r, S_s> / K) / R^2,    at least |S|^2 / K, S = sum_r S_r / R
+    w              = w0 - lr S / (sqrt(V) + eps),    no further from w0 than the furthest replica
+
+The first two bounds are Cauchy-Schwarz's; x / sqrt(V0 + x^2) grows with x, whence the last. Of one step all of it is
+exact. Of more, replicas have gone ways of their own, V_r has grown within them, and <S_r, S_s> / K is what products of
+gradients of one step sum to in expectation where any order of the steps is as likely.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+Change = tuple[torch.Tensor, Sequence[torch.Tensor]]  # of a replica: places among the rows; of w [n, D], of V
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdaGrad:
+    """Row-wise AdaGrad: its rate, and what it adds to the root of V."""
+
+    lr: float
+    eps: float
+
+
+def as_one_group(
+    before: Sequence[torch.Tensor], changes: Sequence[Change], adagrad: AdaGrad, steps: int
+) -> list[torch.Tensor]:
+    """w [rows, D] and V of all rows, from w0 and V0 and what each replica changed of them in `steps` steps.
+
+    A rate of zero hides where gradients point: they count as independent then.
+    """
+    w0, v0 = before[0], before[1].flatten()
+    replicas, width, inverse = len(changes), w0.shape[1], 1 / adagrad.lr if adagrad.lr else 0.0
+    moved, total = torch.zeros_like(w0), torch.zeros_like(w0)  # sums of lr S_r, and of S_r within its bound
+    squares, own, furthest = torch.zeros_like(v0), torch.zeros_like(v0), torch.zeros_like(v0)
+    for places, (of_w, of_v) in changes:
+        square = width * of_v.flatten().clamp_min(0)
+        step = -of_w * ((v0[places] + of_v.flatten()).clamp_min(0).sqrt() + adagrad.eps)[:, None]
+        summed = step * inverse
+        summed = _no_longer(summed, (steps * square).sqrt())
+        moved.index_add_(0, places, step)
+        total.index_add_(0, places, summed)
+        squares.index_add_(0, places, square)
+        own.index_add_(0, places, summed.square().sum(dim=1))
+        furthest[places] = torch.maximum(furthest[places], of_w.norm(dim=1))
+    together = total.square().sum(dim=1)
+    grown = torch.maximum(squares + (together - own) / steps, together / steps) / (replicas**2 * width)
+    v = v0 + grown
+    root = v.sqrt() + adagrad.eps
+    w = w0 - _no_longer(moved / (replicas * torch.where(root > 0, root, 1))[:, None], furthest)
+    return [w, v.view_as(before[1])]
+
+
+def _no_longer(x: torch.Tensor, most: torch.Tensor) -> torch.Tensor:
+    """Rows of x [rows, D], those shortened that are longer than `most`."""
+    length = x.norm(dim=1).clamp_min(torch.finfo(x.dtype).tiny)
+    return x * (most / length).clamp_max(1)[:, None]
