@@ -167,3 +167,48 @@ def test_replicas_are_one_group(tmp_path):
     v = {name: torch.cat([torch.tensor(x) for x in found[name]["momentum"]]) for name in found}
     torch.testing.assert_close(v["two"], v["one"], rtol=1e-3, atol=1e-9)
     assert abs(float(v["seldom"].sum() / v["one"].sum()) - 1) < 0.1
+
+
+@pytest.mark.parametrize("widths", [(8, 8, 8), (8, 4, 8)])
+def test_tables_of_one_width_are_one(widths):
+    """Features of table 0, 2, 0 and 1, in bags; indices that are none are row 0 of their table, as fbgemm has it."""
+    from fbgemm_gpu.split_embedding_configs import EmbOptimType
+    from fbgemm_gpu.split_table_batched_embeddings_ops_common import EmbeddingLocation
+    from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
+        ComputeDevice,
+        SplitTableBatchedEmbeddingBagsCodegen,
+    )
+
+    from loka.distributed.tables.lookups import lookups_of
+
+    sizes, tables = (5, 7, 4), (0, 2, 0, 1)
+    module = SplitTableBatchedEmbeddingBagsCodegen(
+        [(n, d, EmbeddingLocation.HOST, ComputeDevice.CPU) for n, d in zip(sizes, widths, strict=True)],
+        feature_table_map=list(tables),
+        optimizer=EmbOptimType.EXACT_ROWWISE_ADAGRAD,
+        learning_rate=0.5,
+        eps=1e-3,
+    )
+    found = lookups_of(nn.ModuleList([module]))
+    assert len(found) == (1 if len(set(widths)) == 1 else 3)
+    bags = [[[1, 4]], [[3, 9]], [[], [0]][1:], [[6, -1]]]  # by feature, of a batch of one
+    indices = torch.tensor([i for bag in bags for i in bag[0]] + [2])  # the last is in no bag
+    offsets = torch.tensor([0, 2, 4, 5, 7])
+    expected = {0: {1, 4, 0}, 1: {6, 0}, 2: {3, 0}}
+    for place, one in enumerate(found):
+        weight, momentum = one.tensors()
+        whole = [t for t in range(3) if len(found) == 1 or t == place]
+        begins = dict(zip(whole, torch.tensor([0] + [sizes[t] for t in whole]).cumsum(0).tolist(), strict=False))
+        assert set(one.ids(((indices, offsets), {})).tolist()) == {begins[t] + i for t in whole for i in expected[t]}
+        assert set(one.ids(((indices,), {"offsets": offsets})).tolist()) == set(
+            one.ids(((indices, offsets), {})).tolist()
+        )
+        for t in whole:
+            rows = slice(begins[t], begins[t] + sizes[t])
+            weight[rows], momentum[rows] = float(t), float(10 + t)
+        assert (one.adagrad().lr, one.adagrad().eps) == (0.5, 1e-3)
+    for t, (weight, (state,)) in enumerate(
+        zip(module.split_embedding_weights(), module.split_optimizer_states(), strict=True)
+    ):
+        assert (weight == t).all(), "written through"
+        assert (state == 10 + t).all()

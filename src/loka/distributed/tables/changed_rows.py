@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from loka.distributed.tables.left_over import LeftOver
 from loka.distributed.tables.lookups import Lookup
 from loka.distributed.tables.one_group import Change
 
@@ -22,8 +23,7 @@ class Table:
     seen: torch.Tensor
     ids: list[torch.Tensor] = field(default_factory=list)
     before: list[tuple[torch.Tensor, ...]] = field(default_factory=list)
-    left_ids: torch.Tensor
-    left: torch.Tensor
+    left: LeftOver
 
     def note(self, ids: torch.Tensor) -> None:
         """Saves rows that were not looked up before. An index that is none is row 0's, as fbgemm has it."""

@@ -7,6 +7,7 @@ has to look before forward. Nothing here imports TorchRec or fbgemm.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -29,10 +30,11 @@ _IN_MEMORY = ("DEVICE", "HOST", "MTIA")  # else rows lie in a cache while they a
 
 @dataclass(frozen=True, kw_only=True)
 class Lookup:
-    """A table, and who looks rows of it up.
+    """A table, or several one behind the other, and who looks rows of it up.
 
     Attributes:
-        name: of the weight in the model; of table-batched embeddings with the table's place in it.
+        name: of the weight in the model; of table-batched embeddings theirs, with the table's place in them where
+            they are not one table.
         tensors: reads the weight [rows, D] and the state that is updated with it, each [rows, ...], as far
             as the optimizer has made it.
         module: whose forward looks up.
@@ -136,28 +138,44 @@ def _of_rows(state: Mapping[str, Any], weight: torch.Tensor, name: str) -> list[
 
 
 def _batched(path: str, module: Any) -> list[Lookup]:
-    """A table has features of its own; a call has all indices, those of feature f between two offsets."""
+    """All tables as one where they lie one behind the other, as those of one width do; else a lookup for each."""
+    places = range(len(module.embedding_specs))
+    whole = _adjacent(_split(module))
+    groups = [list(places)] if whole is not None else [[place] for place in places]
 
-    def tensors(place: int) -> Callable[[], tuple[torch.Tensor, ...]]:
+    def tensors(group: list[int]) -> Callable[[], tuple[torch.Tensor, ...]]:
+        known: dict[tuple[int, ...], tuple[torch.Tensor, ...]] = {}  # by where they lie: asked for in every step
+
         def read() -> tuple[torch.Tensor, ...]:
-            weight = module.split_embedding_weights()[place].detach()
-            states = module.split_optimizer_states()
-            return (weight, *(s for s in (states[place] if states else ()) if s.shape[:1] == weight.shape[:1]))
+            where = tuple(held.data_ptr() for held in (*module.parameters(), *module.buffers()))
+            if where not in known:
+                tables = _split(module)
+                found = _adjacent([tables[place] for place in group])
+                assert found is not None  # fbgemm has a buffer for all
+                known.clear()
+                known[where] = found
+            return known[where]
 
         return read
 
-    def ids(place: int) -> Callable[[Arguments], torch.Tensor]:
-        features = [f for f, table in enumerate(module.feature_table_map) if table == place]
+    def ids(group: list[int]) -> Callable[[Arguments], torch.Tensor]:
+        begins = list(itertools.accumulate((module.embedding_specs[place][0] for place in group), initial=0))
+        tables = module.feature_table_map
+        shifts = [begins[group.index(table)] if table in group else -1 for table in tables]
+        sizes = [module.embedding_specs[table][0] for table in tables]
 
         def of(arguments: Arguments) -> torch.Tensor:
             args, kwargs = arguments
             indices, offsets = (*args, *(kwargs[name] for name in ("indices", "offsets")[len(args) :]))[:2]
             ragged = kwargs.get("batch_size_per_feature_per_rank")
-            each = (offsets.numel() - 1) // len(module.feature_table_map)
-            rows = [sum(sizes) for sizes in ragged] if ragged else [each] * len(module.feature_table_map)
-            begins = [sum(rows[:f]) for f in range(len(rows) + 1)]
-            parts = [indices[offsets[begins[f]] : offsets[begins[f + 1]]] for f in features]
-            return torch.cat(parts) if parts else indices[:0]
+            each = (offsets.numel() - 1) // len(tables)
+            rows = [sum(part) for part in ragged] if ragged else [each] * len(tables)
+            ends = offsets[torch.tensor(list(itertools.accumulate(rows)), device=offsets.device)]
+            feature = torch.bucketize(torch.arange(len(indices), device=ends.device), ends, right=True)
+            # behind the last end: no table's
+            shift, size = (torch.tensor([*of_each, -1], device=ends.device)[feature] for of_each in (shifts, sizes))
+            inside = (indices >= 0) & (indices < size)
+            return (torch.where(inside, indices, 0) + shift)[shift >= 0]
 
         return of
 
@@ -173,10 +191,38 @@ def _batched(path: str, module: Any) -> list[Lookup]:
 
     return [
         Lookup(
-            name=f"{path}.{place}".lstrip("."), tensors=tensors(place), module=module, ids=ids(place), adagrad=adagrad
+            name=path if whole is not None else f"{path}.{group[0]}".lstrip("."),
+            tensors=tensors(group),
+            module=module,
+            ids=ids(group),
+            adagrad=adagrad,
         )
-        for place in range(len(module.embedding_specs))
+        for group in groups
     ]
+
+
+def _split(module: Any) -> list[tuple[torch.Tensor, ...]]:
+    """Of each table its weight and the states that are by row."""
+    states = module.split_optimizer_states()
+    return [
+        (weight.detach(), *(s for s in (states[place] if states else ()) if s.shape[:1] == weight.shape[:1]))
+        for place, weight in enumerate(module.split_embedding_weights())
+    ]
+
+
+def _adjacent(tables: Sequence[tuple[torch.Tensor, ...]]) -> tuple[torch.Tensor, ...] | None:
+    """One tensor [sum of rows, ...] for those of all tables, in the same memory; None where there is none."""
+    joined = []
+    for parts in zip(*tables, strict=False):
+        first, at = parts[0], parts[0].data_ptr()
+        for part in parts:
+            if (part.data_ptr(), part.shape[1:], part.dtype) != (at, first.shape[1:], first.dtype):
+                return None
+            if not part.is_contiguous() or part.untyped_storage().data_ptr() != first.untyped_storage().data_ptr():
+                return None
+            at += part.numel() * part.element_size()
+        joined.append(first.as_strided((sum(len(part) for part in parts), *first.shape[1:]), first.stride()))
+    return tuple(joined) if len({len(table) for table in tables}) == 1 else None
 
 
 def differences(lookups: Sequence[Lookup], group: dist.ProcessGroup | None) -> list[str]:

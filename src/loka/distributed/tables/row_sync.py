@@ -28,7 +28,8 @@ from torch.utils.hooks import RemovableHandle
 from loka.core.exceptions import LokaError
 from loka.core.exchange import ranks_of, same_on_all
 from loka.distributed.gradient_codec import Codec, all_gather, codec_named
-from loka.distributed.tables.changed_rows import Rule, Sent, Table, agree, mean_of_replicas, places
+from loka.distributed.tables.changed_rows import Rule, Sent, Table, agree, mean_of_replicas
+from loka.distributed.tables.left_over import LeftOver
 from loka.distributed.tables.lookups import Lookup, differences, lookups_of
 from loka.distributed.tables.one_group import AdaGrad, as_one_group
 
@@ -94,14 +95,12 @@ class RowSync:
         shared: dict[int, Table] = {}
         for lookup in lookups:
             weight = lookup.tensors()[0]
-            empty = torch.empty(0, dtype=torch.int64, device=weight.device)
             table = shared.setdefault(
                 weight.data_ptr() or id(weight),
                 Table(
                     lookup=lookup,
                     seen=torch.zeros(len(weight), dtype=torch.bool, device=weight.device),
-                    left_ids=empty,
-                    left=torch.empty(0, weight.shape[1], device=weight.device),
+                    left=LeftOver(weight),
                 ),
             )
             if table.lookup is lookup:
@@ -160,7 +159,7 @@ class RowSync:
         rates = zlib.crc32(repr(adagrads).encode())
         sent, parts, counts = [], [], [self._steps, int(exact), len(tensors), rates]
         for table in self._tables.values():
-            taken = table.take(table.left_ids if exact else table.left_ids[:0])
+            taken = table.take(table.left.ids if exact else table.left.ids[:0])
             code = self._encoded(table, taken, exact=exact)
             states = [after - was for after, was in zip(taken.then[1:], taken.before[1:], strict=True)]
             parts += [_bytes(taken.ids), _bytes(code), *(_bytes(state) for state in states)]
@@ -228,18 +227,13 @@ class RowSync:
     def _encoded(self, table: Table, taken: Sent, *, exact: bool) -> torch.Tensor:
         """Codes of what a weight's rows changed by, [rows, bytes]; what they leave is kept for the next."""
         x = taken.then[0] - taken.before[0]
-        place, known = places(table.left_ids, taken.ids)
-        x[known] += table.left[place[known]]
+        x += table.left.of(taken.ids)
         codec = codec_named("fp32") if exact else self._codec(table)
         code = codec.encode(x)
-        left = torch.zeros_like(x) if exact else (x - codec.decode(code)).nan_to_num(0.0, 0.0, 0.0)
-        kept = torch.ones(len(table.left_ids), dtype=torch.bool, device=x.device)
-        kept[place[known]] = False
-        ids = torch.cat([table.left_ids[kept], taken.ids])
-        rows = torch.cat([table.left[kept], left])
-        some = (rows != 0).any(dim=1)
-        table.left_ids, order = ids[some].sort()
-        table.left = rows[some][order]
+        if exact:
+            table.left.clear()
+        elif self._codec_name != "fp32":
+            table.left.keep(taken.ids, (x - codec.decode(code)).nan_to_num(0.0, 0.0, 0.0))
         return code
 
     def _decoded(self, table: Table, codes: list[torch.Tensor], rows: int, *, exact: bool) -> list[torch.Tensor]:

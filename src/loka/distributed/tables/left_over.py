@@ -1,0 +1,45 @@
+"""What rounding left of rows' changes, in float32, for the exchange that brings it later (error feedback)."""
+
+import torch
+
+
+class LeftOver:
+    """Rows of a table, as many as were rounded since `clear`; an exchange costs as much as the rows it sends.
+
+    Memory: four bytes for each row of the table, and up to two float32 rows for each that was rounded.
+    """
+
+    def __init__(self, weight: torch.Tensor) -> None:
+        self._place = torch.full((len(weight),), -1, dtype=torch.int32, device=weight.device)
+        self._ids = torch.empty(0, dtype=torch.int64, device=weight.device)
+        self._rows = torch.empty(0, weight.shape[1], device=weight.device)
+        self._count = 0
+
+    @property
+    def ids(self) -> torch.Tensor:
+        """In no order, each once."""
+        return self._ids[: self._count]
+
+    def of(self, ids: torch.Tensor) -> torch.Tensor:
+        """[len(ids), D]; zeros of those that nothing was left of."""
+        place = self._place[ids].long()
+        found = torch.zeros(len(ids), self._rows.shape[1], device=ids.device)
+        found[place >= 0] = self._rows[place[place >= 0]]
+        return found
+
+    def keep(self, ids: torch.Tensor, rows: torch.Tensor) -> None:
+        """Instead of what was left of these rows, each named once."""
+        new = ids[self._place[ids] < 0]
+        count = self._count + len(new)
+        if count > len(self._ids):
+            room = min(2 * count, len(self._place)) - len(self._ids)
+            self._ids = torch.cat([self._ids, self._ids.new_zeros(room)])
+            self._rows = torch.cat([self._rows, self._rows.new_zeros(room, self._rows.shape[1])])
+        self._ids[self._count : count] = new
+        self._place[new] = torch.arange(self._count, count, dtype=torch.int32, device=ids.device)
+        self._count = count
+        self._rows[self._place[ids].long()] = rows
+
+    def clear(self) -> None:
+        self._place[self.ids] = -1
+        self._ids, self._rows, self._count = self._ids[:0], self._rows[:0], 0
