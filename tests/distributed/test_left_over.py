@@ -11,7 +11,7 @@ ROWS = 12
 def test_it_is_a_dictionary_of_rows(steps):
     left, known = LeftOver(torch.empty(ROWS, 3)), {}
     for step, (ids, cleared) in enumerate(steps):
-        rows = torch.arange(3.0) + torch.tensor([[100.0 * step + i] for i in ids] or torch.empty(0, 1))
+        rows = torch.arange(3.0) + torch.tensor([100.0 * step + i for i in ids])[:, None]
         left.keep(torch.tensor(ids, dtype=torch.int64), rows)
         known |= dict(zip(ids, rows, strict=True))
         assert sorted(left.ids.tolist()) == sorted(known)
