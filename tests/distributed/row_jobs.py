@@ -163,6 +163,16 @@ def refused(rank, folder):
     apart = row_sync(table, one_group=True, every=1, **moved[RowwiseAdagrad])
     moved[RowwiseAdagrad]["optimizer"].param_groups[0]["lr"] = 0.1 + rank
     tried("rates", apart.step)
+    apart.remove()
+    moved[RowwiseAdagrad]["optimizer"].param_groups[0]["weight_decay"] = float(rank)
+    alone = row_sync(table, every=1, **moved[RowwiseAdagrad])
+    alone._one_group = True
+    tried("one rank decays", alone.step)
+    tried("some states", lambda: states_of_some_tables(rank))
+    tried("unfrozen", lambda: frozen_at_first())
+    rarely = nn.Embedding(8, 4, max_norm=1.0)
+    row_wise = RowwiseAdagrad(rarely.parameters())
+    tried("max_norm", lambda: row_sync(rarely, one_group=True, optimizer=row_wise))
     sync = row_sync(table)
     sync._every = 2 + rank
     tried("steps", lambda: [sync.step() for _ in range(2 + rank)])
@@ -200,19 +210,43 @@ class Counted:
         return {**found, "received": received[0]}
 
 
+def states_of_some_tables(rank):
+    """SparseAdam makes state in a table's first step: as many on both replicas, and of other tables."""
+    torch.manual_seed(0)
+    model = nn.ModuleList(nn.Embedding(8, 4, sparse=True) for _ in range(2))
+    optimizer = torch.optim.SparseAdam(model.parameters())
+    sync = row_sync(model, every=1, optimizer=optimizer)
+    both = [table(torch.tensor([1, 2])) for table in model]
+    both[rank].sum().backward()
+    optimizer.step()
+    sync.step()
+
+
+def frozen_at_first():
+    torch.manual_seed(0)
+    model = nn.ModuleList(nn.Embedding(8, 4) for _ in range(2))
+    model[1].requires_grad_(False)
+    sync = row_sync(model, every=1)
+    model[1].requires_grad_(True)
+    sync.step()
+
+
 def as_one_group(rank, folder):
-    """Rows of both ranks in one process, and by two replicas; the loss is a mean over a replica's rows."""
+    """Rows of both ranks in one process, and by two replicas; the loss is a mean over a replica's rows. The rate
+    rises, and has risen when replicas synchronize."""
     found = {}
     for name, of in (("one", (0, 1)), ("two", (rank,))):
         torch.manual_seed(0)
         model = Tables()
         optimizer = RowwiseAdagrad([model.one.weight, model.bag.weight], lr=0.1)
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: (step + 1) / 12)
         sync = row_sync(model, every=1, codec="fp32", optimizer=optimizer, one_group=True) if name == "two" else None
         for step in range(12):
             optimizer.zero_grad()
             for part in of:
                 (model(*batch(part, step)) / len(of)).backward()
             optimizer.step()
+            schedule.step()
             if sync:
                 sync.step()
         if sync:

@@ -102,3 +102,16 @@ def test_a_rate_of_zero_and_a_number_that_is_none():
     w, v = as_one_group([w0, v0], [(at, [bad, torch.ones(2, 1)]), still[0]], AdaGrad(lr=0.1, eps=1e-8), 1)
     assert w.isfinite().all(dim=1).tolist() == [True, False, True]
     assert v.isfinite().flatten().tolist() == [True, False, True]
+
+
+def test_numbers_at_the_ends_of_float32():
+    """V of 1e18 squared is finite, times D it is not; a V beyond float32 freezes its row, as in one process."""
+    adagrad = AdaGrad(lr=0.1, eps=1e-8)
+    w0, v0, at = torch.zeros(3, 128), torch.tensor([0.0, 0.0, torch.inf]), torch.arange(3)
+    g = torch.full((3, 128), 1e18)
+    g[1] = 1e20
+    w, v = stepped(w0, v0, g, adagrad)
+    change = (at, [w - w0, v - v0])
+    made_w, made_v = as_one_group([w0, v0], [change, change], adagrad, 1)
+    torch.testing.assert_close(made_w, w, rtol=1e-5, atol=0)
+    torch.testing.assert_close(made_v, v, rtol=1e-5, atol=0)

@@ -143,7 +143,14 @@ def test_what_does_not_fit_is_refused(tmp_path):
         assert "weight: Adagrad moves it" in found["one group"]
         assert "weight holds torch.bfloat16" in found["one group of 16 bits"]
         assert "weight: no optimizer that was passed moves it" in found["one group by nothing"]
-        assert "replica 1: step 1, coded, 1 weights and states, rates with the sum" in found["rates"]
+        assert "replica 1: step 1, coded, rates" in found["rates"]
+        assert "row-wise AdaGrad with weight_decay" in found["one rank decays"] or (
+            "replica 1 says why" in found["one rank decays"]
+        )
+        assert "states of 0.weight 2, 1.weight 0" in found["some states"]
+        assert "states of 0.weight 0, 1.weight 2" in found["some states"]
+        assert "1.weight" in found["unfrozen"]
+        assert "weight: max_norm moves it" in found["max_norm"]
         assert "replica 0: step 2" in found["steps"]
         assert "replica 1: step 3" in found["steps"]
 

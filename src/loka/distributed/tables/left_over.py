@@ -42,4 +42,4 @@ class LeftOver:
 
     def clear(self) -> None:
         self._place[self.ids] = -1
-        self._ids, self._rows, self._count = self._ids[:0], self._rows[:0], 0
+        self._ids, self._rows, self._count = self._ids.new_empty(0), self._rows.new_empty(0, self._rows.shape[1]), 0

@@ -87,6 +87,12 @@ def lookups_of(model: nn.Module, optimizer: torch.optim.Optimizer | None = None)
     return found
 
 
+def frozen_tables(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Weights of tables that are not trained, by name: `lookups_of` leaves them out."""
+    tables = {f"{path}.weight": module.weight for path, module in _modules(model, "") if isinstance(module, TABLES)}
+    return {name.lstrip("."): weight for name, weight in tables.items() if not weight.requires_grad}
+
+
 def _modules(module: nn.Module, path: str) -> Iterator[tuple[str, nn.Module]]:
     """Those that TorchRec's sharded modules keep out of `named_modules` too: their lookups."""
     yield path, module
@@ -109,6 +115,8 @@ def _plain(name: str, module: nn.Embedding | nn.EmbeddingBag, optimizer: torch.o
         return args[0] if args else kwargs["input"]
 
     def adagrad() -> AdaGrad | str:
+        if module.max_norm is not None or module.scale_grad_by_freq:
+            return "max_norm" if module.max_norm is not None else "scale_grad_by_freq"
         groups = optimizer.param_groups if optimizer is not None else []
         for group in groups:
             if any(one is module.weight for one in group["params"]):
@@ -167,7 +175,7 @@ def _batched(path: str, module: Any) -> list[Lookup]:
         def of(arguments: Arguments) -> torch.Tensor:
             args, kwargs = arguments
             indices, offsets = (*args, *(kwargs[name] for name in ("indices", "offsets")[len(args) :]))[:2]
-            ragged = kwargs.get("batch_size_per_feature_per_rank")
+            ragged = kwargs.get("batch_size_per_feature_per_rank", args[4] if len(args) > 4 else None)
             each = (offsets.numel() - 1) // len(tables)
             rows = [sum(part) for part in ragged] if ragged else [each] * len(tables)
             ends = offsets[torch.tensor(list(itertools.accumulate(rows)), device=offsets.device)]

@@ -12,8 +12,9 @@ What a replica sends tells its gradients, summed over the K steps since the last
     w              = w0 - lr S / (sqrt(V) + eps),    no further from w0 than the furthest replica
 
 The first two bounds are Cauchy-Schwarz's; x / sqrt(V0 + x^2) grows with x, whence the last. Of one step all of it is
-exact. Of more, replicas have gone ways of their own, V_r has grown within them, and <S_r, S_s> / K is what products of
-gradients of one step sum to in expectation where any order of the steps is as likely.
+exact, and S_r is as long as its bound whatever the rate is by now. Of more, replicas have gone ways of their own, V_r
+has grown within them, and <S_r, S_s> / K is what products of gradients of one step sum to in expectation where any
+order of the steps is as likely.
 """
 
 from __future__ import annotations
@@ -39,31 +40,44 @@ def as_one_group(
 ) -> list[torch.Tensor]:
     """w [rows, D] and V of all rows, from w0 and V0 and what each replica changed of them in `steps` steps.
 
-    A rate of zero hides where gradients point: they count as independent then.
+    A rate of zero hides where gradients point: they count as independent then. V beyond float32 stays, and w too.
     """
     w0, v0 = before[0], before[1].flatten()
-    replicas, width, inverse = len(changes), w0.shape[1], 1 / adagrad.lr if adagrad.lr else 0.0
-    moved, total = torch.zeros_like(w0), torch.zeros_like(w0)  # sums of lr S_r, and of S_r within its bound
+    replicas, inverse = len(changes), 1 / adagrad.lr if adagrad.lr else 0.0
+    moved, total = torch.zeros_like(w0), torch.zeros_like(w0)  # sums of lr S_r, and of S_r / sqrt(D) within its bound
     squares, own, furthest = torch.zeros_like(v0), torch.zeros_like(v0), torch.zeros_like(v0)
     for places, (of_w, of_v) in changes:
-        square = width * of_v.flatten().clamp_min(0)
-        step = -of_w * ((v0[places] + of_v.flatten()).clamp_min(0).sqrt() + adagrad.eps)[:, None]
-        summed = step * inverse
-        summed = _no_longer(summed, (steps * square).sqrt())
+        square = of_v.flatten().clamp_min(0)
+        length = (steps * square).clamp_max(torch.finfo(v0.dtype).max).sqrt()
+        root = (v0[places] + of_v.flatten()).clamp(0, torch.finfo(v0.dtype).max).sqrt() + adagrad.eps
+        step = -of_w * root[:, None]
+        if steps == 1:
+            summed = _as_long(step, length)
+        else:
+            summed = _no_longer(step * inverse / w0.shape[1] ** 0.5, length)
         moved.index_add_(0, places, step)
         total.index_add_(0, places, summed)
         squares.index_add_(0, places, square)
         own.index_add_(0, places, summed.square().sum(dim=1))
         furthest[places] = torch.maximum(furthest[places], of_w.norm(dim=1))
     together = total.square().sum(dim=1)
-    grown = torch.maximum(squares + (together - own) / steps, together / steps) / (replicas**2 * width)
+    grown = torch.maximum(squares + (together - own) / steps, together / steps) / replicas**2
     v = v0 + grown
     root = v.sqrt() + adagrad.eps
     w = w0 - _no_longer(moved / (replicas * torch.where(root > 0, root, 1))[:, None], furthest)
-    return [w, v.view_as(before[1])]
+    beyond = v0.isinf()
+    return [torch.where(beyond[:, None], w0, w), torch.where(beyond, v0, v).view_as(before[1])]
 
 
 def _no_longer(x: torch.Tensor, most: torch.Tensor) -> torch.Tensor:
     """Rows of x [rows, D], those shortened that are longer than `most`."""
-    length = x.norm(dim=1).clamp_min(torch.finfo(x.dtype).tiny)
-    return x * (most / length).clamp_max(1)[:, None]
+    return x * (most / _lengths(x)).clamp_max(1)[:, None]
+
+
+def _as_long(x: torch.Tensor, length: torch.Tensor) -> torch.Tensor:
+    """Rows of x, each as long as told; those of zeros stay."""
+    return x / _lengths(x)[:, None] * length[:, None]
+
+
+def _lengths(x: torch.Tensor) -> torch.Tensor:
+    return x.norm(dim=1).clamp_min(torch.finfo(x.dtype).tiny)

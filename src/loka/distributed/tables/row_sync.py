@@ -16,7 +16,7 @@ Never weights in eight bits: a delta's rounding error is a part of one step's ch
 from __future__ import annotations
 
 import zlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -30,10 +30,8 @@ from loka.core.exchange import ranks_of, same_on_all
 from loka.distributed.gradient_codec import Codec, all_gather, codec_named
 from loka.distributed.tables.changed_rows import Rule, Sent, Table, agree, mean_of_replicas
 from loka.distributed.tables.left_over import LeftOver
-from loka.distributed.tables.lookups import Lookup, differences, lookups_of
+from loka.distributed.tables.lookups import Lookup, differences, frozen_tables, lookups_of
 from loka.distributed.tables.one_group import AdaGrad, as_one_group
-
-_TOLD = 4  # numbers before those of rows: the step, whether exact, how many weights and states, sum of the rates
 
 
 @dataclass(kw_only=True)
@@ -62,7 +60,7 @@ class _Flight:
     """
 
     sent: list[Sent]
-    counts: list[list[int]]
+    rows: list[list[int]]
     exact: bool
     bytes: torch.Tensor
     work: dist.Work | None
@@ -77,6 +75,7 @@ class RowSync:
     def __init__(
         self,
         lookups: Sequence[Lookup],
+        frozen: Mapping[str, torch.Tensor],
         group: dist.ProcessGroup | None,
         *,
         every: int,
@@ -86,7 +85,7 @@ class RowSync:
         one_group: bool,
     ) -> None:
         self.traffic = Traffic()
-        self._group, self._codec_name, self._one_group = group, codec, one_group
+        self._group, self._codec_name, self._one_group, self._frozen = group, codec, one_group, frozen
         self._every, self._exact_every, self._staleness = every, exact_every, staleness
         self._steps = self._begun = 0
         self._flight: _Flight | None = None
@@ -144,7 +143,8 @@ class RowSync:
                 "tables of replicas differ after an exchange: rows changed that nothing had looked up",
                 why=differing,
                 way_out="an optimizer that moves only rows with a gradient (RowWiseAdagrad, SparseAdam) and "
-                "decays no weights; write to tables before a new row_sync alone; or DMPCollection.sync",
+                "decays no weights; write to tables before a new row_sync alone; run a compiled model after it is made "
+                "and not before; or DMPCollection.sync",
             )
 
     def remove(self) -> None:
@@ -154,40 +154,52 @@ class RowSync:
         self._hooks = []
 
     def _begin(self, *, exact: bool) -> None:
-        tensors = [tensor for table in self._tables.values() for tensor in table.lookup.tensors()]
-        adagrads = _adagrads([table.lookup for table in self._tables.values()]) if self._one_group else []
+        failed: LokaError | None = None
+        tables, sent, parts = [*self._tables.values()], [], []
+        states, rows, adagrads = [0] * len(tables), [0] * len(tables), []
+        try:
+            adagrads = self._ready()
+            for place, table in enumerate(tables):
+                taken = table.take(table.left.ids if exact else table.left.ids[:0])
+                code = self._encoded(table, taken, exact=exact)
+                changed = [after - was for after, was in zip(taken.then[1:], taken.before[1:], strict=True)]
+                parts += [_bytes(taken.ids), _bytes(code), *(_bytes(state) for state in changed)]
+                sent.append(taken)
+                states[place], rows[place] = len(changed), len(taken.ids)
+        except LokaError as error:  # told to all, which would wait for this replica
+            failed = error
+        device, ranks = tables[0].seen.device, ranks_of(self._group)
         rates = zlib.crc32(repr(adagrads).encode())
-        sent, parts, counts = [], [], [self._steps, int(exact), len(tensors), rates]
-        for table in self._tables.values():
-            taken = table.take(table.left.ids if exact else table.left.ids[:0])
-            code = self._encoded(table, taken, exact=exact)
-            states = [after - was for after, was in zip(taken.then[1:], taken.before[1:], strict=True)]
-            parts += [_bytes(taken.ids), _bytes(code), *(_bytes(state) for state in states)]
-            sent.append(taken)
-            counts.append(len(taken.ids))
-        mine = torch.cat(parts)
-        device, ranks = mine.device, ranks_of(self._group)
+        counts = [int(failed is not None), self._steps, int(exact), rates, *states, *rows]
         told = torch.empty(ranks, len(counts), dtype=torch.int64, device=device)
         all_gather(told, torch.tensor([counts], device=device), group=self._group)
-        all_counts = told.tolist()
-        if any(other[:_TOLD] != counts[:_TOLD] for other in all_counts):
+        all_counts, head = told.tolist(), len(counts) - len(rows)
+        if unable := [r for r, (unable, *_) in enumerate(all_counts) if unable]:
+            raise failed or LokaError(
+                "a replica cannot synchronize its tables",
+                why=[f"replica {r} says why in its own log" for r in unable],
+                way_out="mend it there",
+            )
+        if any(other[:head] != counts[:head] for other in all_counts):
             raise LokaError(
                 "replicas do not synchronize the same",
                 why=[
-                    f"replica {r}: step {step}, {'exact' if exact else 'coded'}, {held} weights and states, "
-                    f"rates with the sum {rates:08x}"
-                    for r, (step, exact, held, rates, *_) in enumerate(all_counts)
+                    f"replica {r}: step {step}, {'exact' if exact else 'coded'}, rates {rates:08x}, states of "
+                    + ", ".join(f"{name} {held}" for name, held in zip(self._tables, of_each, strict=False))
+                    for r, (_, step, exact, rates, *of_each) in enumerate(all_counts)
                 ],
                 way_out="call step() as often on every replica, with the same settings and rates, once the "
-                "optimizers of all have stepped",
+                "optimizers of all have stepped; give a table its state everywhere before the first exchange",
             )
-        sizes = [sum(self._sizes(other[_TOLD:], exact=exact)) for other in all_counts]
+        all_rows = [other[head:] for other in all_counts]
+        mine = torch.cat([*parts, torch.empty(0, dtype=torch.uint8, device=device)])
+        sizes = [sum(self._sizes(other, exact=exact)) for other in all_rows]
         came = torch.zeros(ranks, max(sizes), dtype=torch.uint8, device=device)
         padded = torch.cat([mine, came[0, : max(sizes) - len(mine)]])
         work = all_gather(came, padded[None], group=self._group, async_op=True) if max(sizes) else None
         self._flight = _Flight(
             sent=sent,
-            counts=all_counts,
+            rows=all_rows,
             exact=exact,
             bytes=came,
             work=work,
@@ -197,10 +209,20 @@ class RowSync:
         )
         self._begun = self._steps
         self.traffic.syncs += 1
-        self.traffic.rows += sum(counts[_TOLD:])
+        self.traffic.rows += sum(rows)
         self.traffic.received += (ranks - 1) * (max(sizes) + told[0].nbytes)  # padded, and the counts
-        held = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+        held = sum(tensor.nbytes for table in tables for tensor in table.lookup.tensors())
         self.traffic.whole += 2 * (ranks - 1) * held // ranks
+
+    def _ready(self) -> list[AdaGrad]:
+        """Of each table, where they become as one group's. Raises LokaError where an exchange would be wrong."""
+        if trained := [name for name, weight in self._frozen.items() if weight.requires_grad]:
+            raise LokaError(
+                "tables are trained that were frozen when row_sync was made",
+                why=trained,
+                way_out="flush() and remove() it, give all replicas the same tables, and make another",
+            )
+        return _adagrads([table.lookup for table in self._tables.values()]) if self._one_group else []
 
     def _finish(self) -> None:
         """Waits for what was sent, and brings each table to what all agree upon."""
@@ -209,10 +231,10 @@ class RowSync:
             return
         if flight.work is not None:
             flight.work.wait()
-        ranks = len(flight.counts)
+        ranks = len(flight.rows)
         at = [0] * ranks
         for place, (table, own) in enumerate(zip(self._tables.values(), flight.sent, strict=True)):
-            counts = [told[_TOLD + place] for told in flight.counts]
+            counts = [rows[place] for rows in flight.rows]
             came: list[tuple[torch.Tensor, list[torch.Tensor]]] = []
             for r, count in enumerate(counts):
                 sizes = self._sizes_of(table, count, exact=flight.exact)
@@ -288,8 +310,9 @@ def row_sync(
         optimizer: of tables that are plain parameters: its state is exchanged too, in float32, as that of
             table-batched embeddings always is.
         one_group: rows of float32 become what one group's row-wise AdaGrad makes of the same batches, where the
-            loss is a mean over a replica's own rows of data: exactly so for `every=1` and codec fp32, else as
-            far as `one_group` says. Rates stay those of one group.
+            loss is a mean over a replica's own rows of data: exactly so for `every=1` and codec fp32 where a
+            step updates each table once, at a rate above 0, else as far as `one_group` says. Rates stay those of
+            one group; with `every` above 1 call `step` before the scheduler's, as its rate is taken for the window's.
 
     Raises:
         LokaError: no table was found; one cannot be synchronized; replicas differ in their tables; `one_group`,
@@ -334,9 +357,8 @@ def row_sync(
             why=differing,
             way_out="give all the same weights first: the same seed, a checkpoint, or a broadcast from one",
         )
-    return RowSync(
-        lookups, group, every=every, exact_every=exact_every, staleness=staleness, codec=codec, one_group=one_group
-    )
+    settings = {"every": every, "exact_every": exact_every, "staleness": staleness}
+    return RowSync(lookups, frozen_tables(model), group, codec=codec, one_group=one_group, **settings)
 
 
 def _adagrads(lookups: Sequence[Lookup]) -> list[AdaGrad]:
