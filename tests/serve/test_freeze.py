@@ -32,9 +32,9 @@ from loka.core.numerics.reference import quantize, scale_of
 from loka.core.recipe import RECIPES
 from loka.nn.site import site_forwards
 from loka.serve import freeze
-from loka.serve.card import AnswerError
 from loka.serve.freeze import HEADROOM, LEAST_ROWS
 from loka.serve.rows import form_of, pad
+from loka.serve.watch.agreement import AnswerError
 
 
 def answered(model, inputs, autocast):
@@ -387,4 +387,4 @@ def test_requests_of_another_form_are_refused(named):
 )
 def test_two_computations_may_be_apart_by_what_eight_bits_cost(mean_abs, expected):
     """An untrained Wukong agreed to 19.1 dB, eager and compiled, where FP8 itself cost as much."""
-    assert AnswerError(max_abs=1.0, mean_abs=mean_abs, rms=1.0).least_db == pytest.approx(expected)
+    assert AnswerError(changed=1.0, max_abs=1.0, mean_abs=mean_abs, rms=1.0).least_db == pytest.approx(expected)

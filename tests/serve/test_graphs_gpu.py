@@ -8,8 +8,8 @@ from test_serve_graphs import BUCKETS, inputs, wide
 
 from loka.core.error import sqnr_db
 from loka.serve import freeze, graphs
-from loka.serve.rows import LEAST_DB
 from loka.serve.sites import answering
+from loka.serve.watch.agreement import LEAST_DB
 from loka.serve.watch.monitor import EVERY
 
 pytestmark = pytest.mark.gpu

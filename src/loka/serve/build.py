@@ -10,7 +10,7 @@ A new checkpoint makes a new tree. Requests that run hold the old one until they
 import copy
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import nn
@@ -47,6 +47,25 @@ def skeleton_of(model: nn.Module) -> nn.Module:
     held = {id(value) for value in model.state_dict(keep_vars=True).values()}
     memo: dict[int, Any] = {id(tensor): on_meta(tensor) for tensor in tensors if id(tensor) in held}
     return copy.deepcopy(model, memo)
+
+
+def views_of_weights(model: nn.Module) -> list[str]:
+    """Tensors that no state dict has and that lie in the memory of one that it has: a new one does not reach them.
+
+    Not those that a hook computes anew from NAME_orig before each forward, as torch's old spectral norm does."""
+    held = {t.untyped_storage().data_ptr(): key for key, t in model.state_dict(keep_vars=True).items() if _is_plain(t)}
+    found = []
+    for path, module in named_modules(model):
+        own = {name: value for name, value in vars(module).items() if f"{name}_orig" not in module._parameters}
+        own |= {name: module._buffers[name] for name in module._non_persistent_buffers_set}
+        for name, value in own.items():
+            if _is_plain(value) and value.untyped_storage().data_ptr() in held:
+                found.append(f"{path}.{name}".lstrip(".") + f" is a view of {held[value.untyped_storage().data_ptr()]}")
+    return found
+
+
+def _is_plain(value: object) -> TypeGuard[torch.Tensor]:
+    return type(value) in (torch.Tensor, nn.Parameter) and not value.is_meta and value.numel() > 0  # type: ignore[attr-defined]
 
 
 def load_precise(

@@ -1,13 +1,13 @@
 """The card of a frozen model: what it is, what it was calibrated with, and what eight bits cost it."""
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 from loka.core.device import Fingerprint
 from loka.core.storage.record_file import RecordFile
 from loka.core.table import format_table
-from loka.serve.rows import LEAST_DB, Form
+from loka.serve.rows import Form
+from loka.serve.watch.agreement import AnswerError
 from loka.serve.watch.monitor import Range
 
 
@@ -37,28 +37,6 @@ class SiteCard:
 
 
 @dataclass(frozen=True, kw_only=True)
-class AnswerError:
-    """Of the frozen model's outputs on the calibration rows against the model in high precision, whose
-    outputs have the root mean square `rms`."""
-
-    max_abs: float
-    mean_abs: float
-    rms: float
-
-    @property
-    def least_db(self) -> float:
-        """What two computations of one answer agree to, in dB, where other kernels round otherwise.
-
-        Each may be as far from high precision as calibration's answers were, and two twice that apart.
-        At most `LEAST_DB`, at least 6: another model agrees to 0 or less.
-        """
-        if self.mean_abs <= 0.0 or self.rms <= 0.0:
-            return LEAST_DB
-        apart = 2 * self.mean_abs * math.sqrt(math.pi / 2)  # a normal error's root mean square
-        return min(max(20 * math.log10(self.rms / apart), 6.0), LEAST_DB)
-
-
-@dataclass(frozen=True, kw_only=True)
 class Card:
     """Written beside the weights. `autocast`: the dtype of autocast in every request, or None.
 
@@ -78,7 +56,7 @@ class Card:
     in_hp: tuple[tuple[str, ...], ...]
     sites: Mapping[str, SiteCard]
     unreached: tuple[str, ...]
-    answers: AnswerError
+    answers: tuple[AnswerError, ...]
     dropped: tuple[str, ...]
     kept: tuple[str, ...]
     scratch: tuple[str, ...]
@@ -104,8 +82,7 @@ class Card:
             f"calibrated with {self.calibration.rows} rows of {self.calibration.name!r} "
             f"(sha256 {self.calibration.sha256[:12]})",
             format_table(("site", "runs", "scale", "sqnr_db", "alarm beyond"), rows),
-            f"answers differ from high precision by {self.answers.mean_abs:.2e} on average and "
-            f"{self.answers.max_abs:.2e} at most; their root mean square is {self.answers.rms:.2e}",
+            *(f"output {place} {error}" for place, error in enumerate(self.answers)),
             f"weights of FP8 sites: {low} bytes, {low / max(high, 1):.3f} of bf16's {high}",
         ]
         for bucket, names in zip(self.buckets, self.in_hp, strict=True):
@@ -123,7 +100,7 @@ class Card:
 class Folder(
     RecordFile,
     kind="loka-serve-card",
-    version=3,
+    version=4,
     way_out="name a folder that `save` of a frozen model wrote, or freeze and save again",
 ):
     """What a folder's `card.json` holds: the card, and the sha256 of each other file by name."""

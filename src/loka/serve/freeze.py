@@ -25,15 +25,16 @@ from loka.graph.attach import detach
 from loka.nn.site import site_forwards
 from loka.nn.unwrap import class_name, device_of, named_parameters, unwrap
 from loka.planner.convert import check
-from loka.serve.build import droppable, frozen_tree, record_weights, share, skeleton_of, watch
+from loka.serve.build import droppable, frozen_tree, record_weights, share, skeleton_of, views_of_weights, watch
 from loka.serve.by_rows import buckets_by_site, by_rows, in_fp8
-from loka.serve.card import AnswerError, Calibration, Card, SiteCard
+from loka.serve.card import Calibration, Card, SiteCard
 from loka.serve.graphs import wants_graphs
 from loka.serve.race import fastest
-from loka.serve.rows import LEAST_DB, Form, Request, digest, form_of, leaves, pad
+from loka.serve.rows import Form, Request, digest, form_of, leaves, pad
 from loka.serve.run import Runner, written_attributes
 from loka.serve.server import Server
 from loka.serve.sites import FrozenSite, FrozenWeight, answering, input_cast, scale_source
+from loka.serve.watch.agreement import LEAST_DB, AnswerError, error_of
 from loka.serve.watch.monitor import range_of
 from loka.serve.watch.shadow import check_share
 
@@ -109,6 +110,7 @@ def freeze(
     form = form_of(batches[0])
     rows = [batch for batch in (form.read(given, device) for given in batches) if batch[0].shape[0]]
     _check_rows(rows)
+    form = form.bounded(rows)
     content = digest(rows)
     skeleton = skeleton_of(precise)
     run = Runner(form=form, autocast=autocast)
@@ -136,8 +138,8 @@ def freeze(
     if race:
         chosen = fastest(precise, plan, weights, scales, chosen, run, buckets, graphs=graphs)
     in_hp = buckets_by_site(buckets, chosen)
-    tree, dropped, kept = _frozen(precise, plan, weights, scales, in_hp, lambda t: run(t, rows[0]))
-    answers = _answer_error([run(tree, batch) for batch in rows], plain)
+    tree, dropped, kept = _frozen(precise, plan, weights, scales, in_hp, lambda t: [run(t, batch) for batch in rows])
+    answers = _answer_errors([run(tree, batch) for batch in rows], plain)
     _check_independent(tree, precise, run, form, rows)
     _check_sizes(tree, run, form, rows[0], buckets)
     read = {path: found.card(path, fp8[path], sources[path], weights[path], scales) for path in fp8 if path in weights}
@@ -195,10 +197,16 @@ def _private_copy(model: nn.Module) -> nn.Module:
             why=sharded[:5],
             way_out="gather them into a model on one device, and freeze that",
         )
+    if views := views_of_weights(model):
+        raise ServeRefused(
+            "this model reads weights by tensors that no state dict has: a refresh would leave them as they are",
+            why=views,
+            way_out="read the weight in forward, or make the tensor a parameter or a buffer that is saved",
+        )
     if len({p.device for p in parameters}) != 1:
         raise ServeRefused("this model's weights are not on one device", way_out="model.to(device) first")
     kept = [t for module in model.modules() for t in vars(module).values() if isinstance(t, torch.Tensor) and t.grad_fn]
-    made = copy.deepcopy(unwrap(model), {id(t): t.detach() for t in kept})
+    made = copy.deepcopy(unwrap(model), {id(t): t.detach().clone() for t in kept})
     if site_forwards(made):
         detach(made)
     return made.eval().requires_grad_(False)
@@ -327,11 +335,13 @@ def _frozen(
     return whole, [], [*kept, "all others (the model reads weights outside of its sites too)"]
 
 
-def _answer_error(answers: Sequence[Any], plain: Sequence[Any]) -> AnswerError:
-    low = torch.cat([leaf.double().flatten() for answer in answers for leaf in leaves(answer)])
-    high = torch.cat([leaf.double().flatten() for answer in plain for leaf in leaves(answer)])
-    apart = (low - high).abs()
-    return AnswerError(max_abs=float(apart.max()), mean_abs=float(apart.mean()), rms=float(high.square().mean().sqrt()))
+def _answer_errors(answers: Sequence[Any], plain: Sequence[Any]) -> tuple[AnswerError, ...]:
+    """Of each output, over all batches."""
+    low, high = (zip(*map(leaves, outputs), strict=True) for outputs in (answers, plain))
+    return tuple(
+        error_of(*(torch.cat([leaf.flatten() for leaf in column]) for column in pair))
+        for pair in zip(low, high, strict=True)
+    )
 
 
 def _check_sizes(

@@ -30,7 +30,6 @@ from loka.compiler import install
 from loka.compiler.joint_sites import misfit, unjoined
 from loka.compiler.notes import FINITE, SCALES, record_of, uncounted, watched_by
 from loka.core.compiling import compiled_by_rows
-from loka.core.error import sqnr_db
 from loka.core.exceptions import LokaError, ServeRefused, WrongResults
 from loka.core.recording import Recording, record, synced
 from loka.core.timing import elapsed, first_line, timed_replay
@@ -41,6 +40,7 @@ from loka.serve.build import frozen_sites
 from loka.serve.rows import Form, leaves, mapped
 from loka.serve.run import Runner
 from loka.serve.sites import FrozenSite, HighPrecisionSite, answering, observed_by
+from loka.serve.watch.agreement import AnswerError, disagreements
 from loka.serve.watch.monitor import Range, apart, look, look_of_scales, some_of
 
 _RECOMPILES = 4096
@@ -180,10 +180,10 @@ class Capturer:
         buckets: Sequence[int],
         ranges: Mapping[str, Range],
         device: torch.device,
-        least_db: float,
+        errors: Sequence[AnswerError] | None,
     ) -> None:
-        """`least_db`: what compiled and eager answers agree to at least."""
-        self._run, self._ranges, self._device, self._least_db = run, ranges, device, least_db
+        """`errors`: of the outputs, by which compiled and eager answers are compared."""
+        self._run, self._ranges, self._device, self._errors = run, ranges, device, errors
         install()  # what joins sites into regions
         self._template = _like(tree)
         sites = frozen_sites(tree).values()
@@ -199,7 +199,7 @@ class Capturer:
         code, and the smallest one with `tree`: requests wait for what the device does here.
 
         Raises ServeRefused where the model cannot be compiled or captured, and WrongResults where compiled
-        and eager answers agree to less than `least_db`.
+        and eager answers disagree.
         """
         # Code that several buckets share, behind a graph break, would run as written from the ninth on.
         with torch._dynamo.config.patch(recompile_limit=_RECOMPILES, accumulated_recompile_limit=_RECOMPILES):
@@ -220,10 +220,10 @@ class Capturer:
             _plan_for(self._template, rows)
             call = functools.partial(self._run, program)  # type: ignore[arg-type]  # a compiled call of one
             graph, made = self._graph(rows, call, stream)
-            _check(graph, made, self._least_db)
+            _check(graph, made, self._errors)
             if not (known and answers):
                 with answering(rows):
-                    _check(graph, self._run(tree, graph.inputs), self._least_db)
+                    _check(graph, self._run(tree, graph.inputs), self._errors)
             answers[rows] = graph
         return answers
 
@@ -341,15 +341,13 @@ def _stream(device: torch.device) -> torch.cuda.Stream | None:
     return torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None
 
 
-def _check(graph: Graph, expected: Any, least_db: float) -> None:
-    for place, (found, want) in enumerate(zip(leaves(graph.output), leaves(expected), strict=True)):
-        agreement = sqnr_db(found, want)
-        if bool(want.isfinite().all()) and not agreement >= least_db:
-            raise WrongResults(
-                f"the compiled model computes something else than the model for {graph.rows} rows",
-                why=[f"output {place} agrees to {agreement:.1f} dB"],
-                way_out="freeze with graphs=False, and report it",
-            )
+def _check(graph: Graph, expected: Any, errors: Sequence[AnswerError] | None) -> None:
+    if why := disagreements(leaves(graph.output), leaves(expected), errors):
+        raise WrongResults(
+            f"the compiled model computes something else than the model for {graph.rows} rows",
+            why=why,
+            way_out="freeze with graphs=False, and report it",
+        )
 
 
 def _like(tree: nn.Module) -> nn.Module:

@@ -6,6 +6,7 @@ rows is compared with what was saved, since two models may have the same layers 
 
 import copy
 import importlib
+import logging
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -34,8 +35,10 @@ from loka.serve.graphs import wants_graphs
 from loka.serve.saving import CARD, PLAN, PRECISE, WEIGHTS, check_outputs
 from loka.serve.server import Server
 from loka.serve.sites import FrozenWeight, even_weight
+from loka.serve.watch.agreement import disagreements, finite_in_both
 from loka.serve.watch.shadow import check_share
 
+_LOG = logging.getLogger("loka.serve")
 _AGAIN = "freeze the model and save it again"
 
 
@@ -83,6 +86,7 @@ def load(folder: Path | str, model: nn.Module, *, shadow: float = 0.0, graphs: b
     skeleton = skeleton_of(bare)
     weights, scales = _weights(card, tensors, device, folder)
     state = _below("state/", tensors)
+    _check_dtypes(card, skeleton, state)
     in_hp = buckets_by_site(card.buckets, card.in_hp)
     tree = frozen_tree(_filled(skeleton, state, card, device), plan, weights, scales, (), in_hp)
     _check_same(card, tree, _below("check/", tensors), folder)
@@ -152,6 +156,20 @@ def _filled(skeleton: nn.Module, state: Mapping[str, torch.Tensor], card: Card, 
     return load_precise(skeleton, whole, device, dropped=card.dropped)
 
 
+def _check_dtypes(card: Card, skeleton: nn.Module, state: Mapping[str, torch.Tensor]) -> None:
+    """The code's own tensors decide in which dtype what is saved computes."""
+    own = {key: value.dtype for key, value in skeleton.state_dict().items() if isinstance(value, torch.Tensor)}
+    saved = {key: tensor.dtype for key, tensor in state.items()}
+    saved |= {f"{name}.weight": getattr(torch, site.dtype) for name, site in card.sites.items()}
+    why = [f"{key}: {own[key]}, saved {dtype}" for key, dtype in saved.items() if own.get(key, dtype) != dtype]
+    if why:
+        raise ServeRefused(
+            f"this {card.model} has other dtypes than the one that was frozen",
+            why=why[:5] + ([f"and {len(why) - 5} more"] if len(why) > 5 else []),
+            way_out="model.to(dtype), or .float(), as it was when it was frozen",
+        )
+
+
 def _check_same(card: Card, tree: nn.Module, saved: Mapping[str, torch.Tensor], folder: Path) -> None:
     found = check_outputs(card, tree)
     for place, leaf in enumerate(found):
@@ -161,13 +179,29 @@ def _check_same(card: Card, tree: nn.Module, saved: Mapping[str, torch.Tensor], 
                 f"this model returns other outputs than the one in {folder}",
                 way_out=f"give a {card.model} as it was when it was frozen",
             )
-        agreement = sqnr_db(leaf.cpu(), want)
-        if bool(want.isfinite().all()) and not agreement >= card.answers.least_db:
-            raise ServeRefused(
-                f"this model computes something else than the one in {folder}",
-                why=[f"for the same {leaf.shape[0]} rows output {place} agrees to {agreement:.1f} dB"],
-                way_out=f"give a {card.model} as it was when it was frozen: same code, options and buffers",
-            )
+    wanted = [saved[str(place)] for place in range(len(found))]
+    found = [leaf.cpu() for leaf in found]
+    why = disagreements(found, wanted, card.answers)
+    if why:
+        raise ServeRefused(
+            f"this model computes something else than the one in {folder}",
+            why=[f"for the same {found[0].shape[0]} rows {reason}" for reason in why],
+            way_out=f"give a {card.model} as it was when it was frozen: same code, options and buffers",
+        )
+    other = [place for place, (a, b) in enumerate(zip(found, wanted, strict=True)) if not _same_bits(a, b)]
+    if other:
+        _LOG.warning(
+            "%s: this %s answers by other bits than the one that was saved (outputs %s; they agree to %s dB): another "
+            "number of threads, or other code or options that the check cannot tell from rounding",
+            folder,
+            card.model,
+            ", ".join(map(str, other)),
+            ", ".join(f"{sqnr_db(*finite_in_both(found[place], wanted[place])):.1f}" for place in other),
+        )
+
+
+def _same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return torch.equal(one.nan_to_num(), other.nan_to_num()) and torch.equal(one.isnan(), other.isnan())
 
 
 def _precise(folder: Path, record: Folder, skeleton: nn.Module, device: torch.device) -> nn.Module:

@@ -9,7 +9,7 @@ import copy
 import functools
 import hashlib
 from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -17,24 +17,28 @@ from torch import nn
 
 from loka.core.exceptions import ServeRefused
 from loka.core.problem import dtype_name
+from loka.core.storage.codec import sparse
 
 Request = torch.Tensor | Sequence[torch.Tensor] | Mapping[str, torch.Tensor]
 
 Kind = Literal["tensor", "positional", "named"]
 
 CHECK_ROWS = 4
-LEAST_DB = 20.0
-"""Between outputs, saved and loaded, or eager and compiled: other kernels round otherwise. Where eight bits
-themselves cost more, it is less (card.AnswerError.least_db)."""
+MOST_PLACES = 4096
 
 
 @dataclass(frozen=True, kw_only=True)
 class Column:
-    """One input: its keyword or position, its dtype such as "float32", and its sides without the rows."""
+    """One input: its keyword or position, its dtype such as "float32", and its sides without the rows.
+
+    `least`, `most`: of integers and booleans, what calibration rows hold at each place of a row, such as the ids of
+    one table; a single number where rows have more than `MOST_PLACES`, all of which have held it."""
 
     name: str
     dtype: str
     sides: tuple[int, ...]
+    least: tuple[int, ...] = sparse(())
+    most: tuple[int, ...] = sparse(())
 
     def __str__(self) -> str:
         return f"{self.name}: {self.dtype} [{', '.join(['B', *map(str, self.sides)])}]"
@@ -97,7 +101,7 @@ class Form:
         return module(*tensors)
 
     def check_rows(self, device: torch.device, count: int = CHECK_ROWS) -> list[torch.Tensor]:
-        """`count` rows that every machine makes alike: normal numbers, id 0, False.
+        """`count` rows that every machine makes alike: normal numbers, and integers between their bounds.
 
         The model's GEMMs are found with them, and a loaded server is compared with what was saved.
         """
@@ -105,11 +109,36 @@ class Form:
         made = []
         for column in self.columns:
             dtype, shape = getattr(torch, column.dtype), (count, *column.sides)
-            rows = torch.zeros(shape, dtype=dtype)
+            rows = torch.zeros(shape, dtype=dtype, device="cpu")
             if dtype.is_floating_point:
-                rows = torch.randn(shape, generator=generator).to(dtype)
+                rows = torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu").to(dtype)
+            elif column.least:
+                sides = column.sides if len(column.least) > 1 else [1] * len(column.sides)
+                least, most = (torch.tensor(one).view(sides) for one in (column.least, column.most))
+                share = torch.rand(shape, generator=generator, dtype=torch.float64, device="cpu")
+                rows = torch.minimum(least + (share * (most - least + 1)).floor().long(), most).to(dtype)
             made.append(rows.to(device))
         return made
+
+    def bounded(self, batches: Sequence[Sequence[torch.Tensor]]) -> "Form":
+        """With what the integers of these rows, of which there is one, lie between."""
+        columns = [
+            _bounded(column, [tensor for tensor in tensors if tensor.numel()])
+            for column, tensors in zip(self.columns, zip(*batches, strict=True), strict=True)
+        ]
+        return replace(self, columns=tuple(columns))
+
+
+def _bounded(column: Column, tensors: Sequence[torch.Tensor]) -> Column:
+    if not tensors or tensors[0].is_floating_point() or tensors[0].is_complex():
+        return column
+    places = [tensor.long().flatten(1) if tensor.dim() > 1 else tensor.long()[:, None] for tensor in tensors]
+    least = torch.stack([one.amin(dim=0) for one in places]).amin(dim=0)
+    most = torch.stack([one.amax(dim=0) for one in places]).amax(dim=0)
+    if len(least) > MOST_PLACES:
+        low, high = int(least.max()), int(most.min())
+        least, most = torch.tensor([min(low, high)]), torch.tensor([high])
+    return replace(column, least=tuple(least.tolist()), most=tuple(most.tolist()))
 
 
 def form_of(request: Request) -> Form:

@@ -15,6 +15,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,7 @@ from loka.serve.packaging.triton_folder import PACKAGE, Batching, add_version, c
 from loka.serve.rows import Request, joined, leaves, mapped, pad
 from loka.serve.run import Runner
 from loka.serve.saving import save_version
-from loka.serve.sites import answering, observed_by
+from loka.serve.sites import Observer, answering, observed_by
 from loka.serve.version import Version
 from loka.serve.watch.monitor import EVERY, Alarm, Monitor
 from loka.serve.watch.shadow import Shadow
@@ -85,12 +86,7 @@ class Server:
         self.device = next(tensor.device for tensor in [*module.parameters(), *module.buffers()] if not tensor.is_meta)
         self._capturer = (
             Capturer(
-                module,
-                run=self._run,
-                buckets=card.buckets,
-                ranges=card.ranges,
-                device=self.device,
-                least_db=card.answers.least_db,
+                module, run=self._run, buckets=card.buckets, ranges=card.ranges, device=self.device, errors=card.answers
             )
             if graphs
             else None
@@ -170,10 +166,9 @@ class Server:
         """
         version, number = self._current, next(self._requests)
         tensors = self.card.form.read(request, self.device)
-        by, looking = version.replays or version.module, number % EVERY == 0
+        by, looking = version.replays or version.module, number % EVERY == 0 and tensors[0].shape[0] > 0
         with self._serial:
-            with observed_by(version.monitor.observe) if looking else nullcontext():
-                output, sizes = self._answer(by, tensors, looking=looking)
+            output, sizes = self._answer(by, tensors, looking=version.monitor if looking else None)
             if version.replays is not None:
                 version.replays.note(version.monitor.look_at)
             if version.precise is not None and self._shadowed(number):
@@ -182,7 +177,7 @@ class Server:
         return Answer(output=output, version=version.number, buckets=sizes)
 
     def _answer(
-        self, by: nn.Module | Replays, tensors: Sequence[torch.Tensor], *, looking: bool = False
+        self, by: nn.Module | Replays, tensors: Sequence[torch.Tensor], *, looking: Monitor | None = None
     ) -> tuple[Any, tuple[int, ...]]:
         buckets, count = self.card.buckets, tensors[0].shape[0]
         largest = buckets[-1]
@@ -192,11 +187,13 @@ class Server:
             rows = part[0].shape[0]
             sizes.append(buckets[bisect_left(buckets, rows)])
             if isinstance(by, Replays):
-                parts.append(by(part, sizes[-1], looking=looking and not first))
+                parts.append(by(part, sizes[-1], looking=looking is not None and not first))
                 continue
-            with answering(sizes[-1]):
+            observed = nullcontext() if looking is None else observed_by(_of_request(looking, rows, sizes[-1]))
+            with answering(sizes[-1]), observed:
                 output = self._run(by, pad(part, sizes[-1], self.card.form))
-            parts.append(mapped(output, lambda leaf, rows=rows: leaf[:rows]))  # type: ignore[misc]
+            given = {tensor.untyped_storage().data_ptr() for tensor in tensors}
+            parts.append(mapped(output, partial(_own_rows, rows, given)))
         return joined(parts), tuple(sizes)
 
     def _shadowed(self, number: int) -> bool:
@@ -204,7 +201,7 @@ class Server:
         return math.ceil((number + 1) * self._shadow) > math.ceil(number * self._shadow)
 
     @torch.no_grad()
-    def refresh(self, state: Mapping[str, torch.Tensor], *, keep: Sequence[str] = ()) -> int:
+    def refresh(self, state: Mapping[str, torch.Tensor], *, keep: str | Sequence[str] = ()) -> int:
         """Serves new weights from the next request on; returns the number of their version.
 
         Weights are copied and quantized beside those that run, which twice holds them in memory until the
@@ -249,9 +246,9 @@ class Server:
             number=self._newest, module=module, precise=precise, monitor=Monitor(self.card.ranges), replays=replays
         )
 
-    def _with_kept(self, state: Mapping[str, torch.Tensor], keep: Sequence[str]) -> dict[str, torch.Tensor]:
+    def _with_kept(self, state: Mapping[str, torch.Tensor], keep: str | Sequence[str]) -> dict[str, torch.Tensor]:
         whole, held = dict(state), self._current.module.state_dict()
-        for pattern in keep:
+        for pattern in [keep] if isinstance(keep, str) else keep:
             matching = [key for key in held if fnmatchcase(key, pattern)]
             gone = [key for key in matching if getattr(held[key], "is_meta", False) and key not in whole]
             if not matching or gone:
@@ -303,3 +300,13 @@ class Server:
             unscaled = self._current.replays.unscaled if self._current.replays else ()
             lines += [f"  {name}: the alarm sees what is not finite alone, behind a norm" for name in unscaled]
         return "\n".join(lines)
+
+
+def _of_request(monitor: Monitor, rows: int, padded: int) -> Observer:
+    """Shows the alarm what belongs to the request's own rows, which lie before those that pad."""
+    return lambda site, seen: monitor.observe(site, seen[: -(-len(seen) * rows // padded)])
+
+
+def _own_rows(rows: int, given: set[int], leaf: torch.Tensor) -> torch.Tensor:
+    """Of an output; a copy where it is the caller's own memory."""
+    return leaf[:rows].clone() if leaf.untyped_storage().data_ptr() in given else leaf[:rows]

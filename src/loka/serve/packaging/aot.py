@@ -7,6 +7,7 @@ no alarm, no buckets, no shadow and no refresh: it is one version of the weights
 """
 
 import copy
+import math
 import os
 import shutil
 import subprocess
@@ -37,6 +38,7 @@ from loka.serve.rows import leaves
 from loka.serve.run import Runner
 from loka.serve.sites import FrozenSite, HighPrecisionSite, as_rows
 from loka.serve.version import Version
+from loka.serve.watch.agreement import disagreements, error_of, finite_in_both
 
 SHARE_OF_FP8 = 0.1
 """Mean |package - server| allowed without regions, in what FP8 itself changes the answers by on average."""
@@ -45,7 +47,8 @@ SHARE_OF_FP8 = 0.1
 @dataclass(frozen=True, kw_only=True)
 class Packaged:
     """What a fresh process without loka found: outputs for `rows` rows of each batch size against those of the
-    frozen model, run eagerly. `equal`: the share that is equal bit for bit. `sqnr_db`: how far all agree.
+    frozen model, run eagerly. `equal`: the share that is equal bit for bit. `mean_abs`, `max_abs`, `sqnr_db`: of the
+    output that differs most.
     `joined`: how many sites are in regions."""
 
     path: Path
@@ -265,35 +268,38 @@ def _checked(
             "libstdc++ dynamically, as torch does",
         )
     found = tensors_from_bytes(answers.read_bytes())
-    got, want = [], []
-    for size in sizes:
-        outputs = leaves(run(version.module, inputs[size]))
-        want += [leaf.double().flatten().cpu() for leaf in outputs]
-        got += [found[f"{size}/{place}"].double().flatten() for place in range(len(outputs))]
-    one, other = torch.cat(got), torch.cat(want)
-    apart, agreement = (one - other).abs(), sqnr_db(one, other)
-    mean = float(apart.mean())
+    expected = [leaves(run(version.module, inputs[size])) for size in sizes]
+    want = [torch.cat([leaf.cpu().flatten() for leaf in of_sizes]) for of_sizes in zip(*expected, strict=True)]
+    got = [torch.cat([found[f"{size}/{place}"].flatten() for size in sizes]) for place in range(len(want))]
+    apart = [error_of(one, other) for one, other in zip(got, want, strict=True)]
     # A region rounds once what eager code rounds twice, and last bits move values to the next FP8 value: two
-    # computations of one answer, as a server's graphs are beside it.
-    enough = agreement >= card.answers.least_db if joined else mean <= SHARE_OF_FP8 * card.answers.mean_abs
-    if not enough:
-        bound = f"{card.answers.least_db:.1f} dB are asked for" if joined else "a tenth is allowed"
+    # computations of one answer, as a server's graphs are beside it. Without regions nothing does.
+    why = disagreements(got, want, card.answers)
+    if not joined:
+        why += [
+            f"output {place}: by {of_package.mean_abs:.2e} on average, where FP8 itself changes it by "
+            f"{of_fp8.mean_abs:.2e}; a tenth is allowed"
+            for place, (of_package, of_fp8) in enumerate(zip(apart, card.answers, strict=True))
+            if of_package.mean_abs > SHARE_OF_FP8 * of_fp8.mean_abs
+        ]
+    if why:
         raise WrongResults(
             "the package answers otherwise than the server",
-            why=[
-                f"by {mean:.2e} on average, {float(apart.max()):.2e} at most; they agree to {agreement:.1f} dB",
-                f"FP8 itself changes answers by {card.answers.mean_abs:.2e} on average; {bound}",
-            ],
+            why=why,
             way_out="serve it from Python; please report it with the versions that `loka doctor` prints",
         )
+    entries = [len(one) for one in want]
     return Packaged(
         path=path,
         batch=batch,
         sizes=sizes,
-        equal=float((apart == 0).double().mean()),
-        mean_abs=mean,
-        max_abs=float(apart.max()),
-        sqnr_db=agreement,
+        equal=1 - sum(one.changed * count for one, count in zip(apart, entries, strict=True)) / max(sum(entries), 1),
+        mean_abs=max(one.mean_abs for one in apart),
+        max_abs=max(one.max_abs for one in apart),
+        sqnr_db=min(
+            (sqnr_db(*finite_in_both(a, b)) for a, b in zip(got, want, strict=True) if b.is_floating_point()),
+            default=math.inf,
+        ),
         joined=joined,
     )
 

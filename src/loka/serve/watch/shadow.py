@@ -11,9 +11,10 @@ from loka.core.exceptions import ServeRefused
 
 @dataclass(frozen=True, kw_only=True)
 class Shadow:
-    """Differences |frozen - high precision| over all outputs of `requests` requests.
+    """Differences |frozen - high precision| over all floating-point outputs of `requests` requests.
 
-    `nonfinite` counts outputs that are finite in one of the two only; they are in neither mean nor maximum.
+    `nonfinite` counts those that are finite in one of the two only; they are in neither mean nor maximum.
+    `changed` counts integers and booleans that differ.
     """
 
     requests: int
@@ -21,13 +22,15 @@ class Shadow:
     mean_abs: float
     max_abs: float
     nonfinite: int
+    changed: int
 
     def __str__(self) -> str:
         if not self.requests:
             return "no request was shadowed"
         return (
             f"{self.requests} requests, {self.rows} rows shadowed: answers differ by {self.mean_abs:.2e} on "
-            f"average and {self.max_abs:.2e} at most; {self.nonfinite} are finite in one of the two only"
+            f"average and {self.max_abs:.2e} at most; {self.nonfinite} are finite in one of the two only, "
+            f"{self.changed} integers or booleans differ"
         )
 
 
@@ -41,13 +44,18 @@ class Tally:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._requests = self._rows = self._values = self._nonfinite = 0
+        self._requests = self._rows = self._values = self._nonfinite = self._changed = 0
         self._sum = self._max = 0.0
 
     def note(self, low: Sequence[torch.Tensor], high: Sequence[torch.Tensor]) -> None:
         """Outputs [B, ...] of one request. It waits for the device."""
-        a = torch.cat([leaf.double().flatten() for leaf in low])
-        b = torch.cat([leaf.double().flatten() for leaf in high])
+        pairs = list(zip(low, high, strict=True))
+        empty = torch.empty(0, dtype=torch.float64, device=low[0].device)
+        a, b = (
+            torch.cat([empty, *(pair[at].double().flatten() for pair in pairs if pair[at].is_floating_point())])
+            for at in (0, 1)
+        )
+        changed = sum(int((one != other).sum()) for one, other in pairs if not one.is_floating_point())
         both = a.isfinite() & b.isfinite()
         apart = (a - b)[both].abs()
         total, largest = (float(apart.sum()), float(apart.max())) if apart.numel() else (0.0, 0.0)
@@ -57,6 +65,7 @@ class Tally:
             self._rows += low[0].shape[0]
             self._values += apart.numel()
             self._nonfinite += lost
+            self._changed += changed
             self._sum += total
             self._max = max(self._max, largest)
 
@@ -68,4 +77,5 @@ class Tally:
                 mean_abs=self._sum / max(self._values, 1),
                 max_abs=self._max,
                 nonfinite=self._nonfinite,
+                changed=self._changed,
             )

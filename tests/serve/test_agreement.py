@@ -1,0 +1,194 @@
+"""What an outside check found: models that compute something else, outputs of several kinds, what is not finite."""
+
+import logging
+
+import pytest
+import torch
+from served import ROW, TENSOR, calibration, converted, frozen, plan_for, rows, tower
+from torch import nn
+
+from loka.core.exceptions import ServeRefused, WrongResults
+from loka.serve import freeze, load
+from loka.serve.packaging import aot
+from loka.serve.watch.agreement import AnswerError, disagreements, error_of
+from loka.serve.watch.shadow import Tally
+
+X = [torch.randn(64, 16, generator=torch.Generator().manual_seed(seed)) for seed in range(3)]
+
+
+class Mlp(nn.Module):
+    def __init__(self, head=None):
+        super().__init__()
+        torch.manual_seed(0)
+        self.a, self.b, self.head = nn.Linear(16, 64), nn.Linear(64, 1), head
+
+    def forward(self, x):
+        y = self.b(torch.relu(self.a(x))).squeeze(1)
+        return y if self.head is None else self.head(y, x)
+
+
+class Branching(Mlp):
+    def forward(self, x):
+        far = x[:, 0] > 50
+        return super().forward(x) + (self.a.weight.norm() * far if bool(far.any()) else 0)
+
+
+class Salted(nn.Module):
+    """ids [B, 2], of tables of unequal sizes."""
+
+    def __init__(self, salt=0):
+        super().__init__()
+        torch.manual_seed(0)
+        self.salt, self.table, self.other = salt, nn.Embedding(100, 16), nn.Embedding(7, 16)
+        self.a = nn.Linear(16, 1)
+
+    def forward(self, ids):
+        return self.a(self.table(ids[:, 0] * (1 + self.salt) % 100) + self.other(ids[:, 1])).squeeze(1)
+
+
+def served(model, **options):
+    return freeze(model, plan_for(model, {"a": ROW}), calibration=X, buckets=(16, 64), **options)
+
+
+def scored(y, x):
+    return {"score": y.sigmoid(), "best": (y * 1e4).long()}
+
+
+def masked(y, x):
+    return {"masked": y.masked_fill(x[:, 0] < 0, -torch.inf), "y": y}
+
+
+def test_ids_of_calibration_tell_models_apart(tmp_path):
+    ids = [torch.stack([torch.randint(n, (64,)) for n in (100, 7)], dim=1) for _ in range(2)]
+    model = Salted()
+    server = freeze(model, plan_for(model, {"a": ROW}), calibration=ids, buckets=(64,))
+    drawn = server.card.form.check_rows(torch.device("cpu"), 200)[0]
+    assert drawn[:, 0].max() > 7 > drawn[:, 1].max(), "each place of a row has bounds of its own"
+    server.save(tmp_path)
+    assert torch.equal(load(tmp_path, Salted())(ids[0]).output, server(ids[0]).output)
+    with pytest.raises(ServeRefused, match="computes something else"):
+        load(tmp_path, Salted(salt=6))
+
+
+def test_other_bits_are_told(tmp_path, caplog):
+    served(Mlp()).save(tmp_path)
+    with caplog.at_level(logging.WARNING, "loka.serve"):
+        load(tmp_path, Mlp())
+        assert not caplog.records
+        load(tmp_path, Mlp(lambda y, x: y * 1.001))
+    assert "answers by other bits" in caplog.text
+    assert "60.0 dB" in caplog.text
+
+
+def test_check_rows_know_no_default_dtype(tmp_path):
+    server = served(Mlp())
+    torch.set_default_dtype(torch.float64)
+    try:
+        server.save(tmp_path)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    load(tmp_path, Mlp())
+
+
+def test_each_output_is_compared_by_itself(tmp_path, monkeypatch):
+    """Pooled with integers up to 1e4 a score may be anything."""
+    server = served(Mlp(scored))
+    score, best = server.card.answers
+    assert 0 < score.mean_abs < 0.01
+    assert best.mean_abs == 0 < best.changed
+    server.save(tmp_path / "saved")
+    with pytest.raises(ServeRefused, match="output 0 agrees to"):
+        load(tmp_path / "saved", Mlp(lambda y, x: scored(y, x) | {"score": 1 - y.sigmoid()}))
+    whole = aot._exported
+    wrong = Mlp(lambda y, x: scored(y, x) | {"score": 1 - y.sigmoid()})
+    monkeypatch.setattr(aot, "_exported", lambda frozen, *given: whole(served(wrong).current.module, *given))
+    with pytest.raises(WrongResults, match="output 0"):
+        server.package(tmp_path / "x.pt2", batch=(2, 64))
+    assert not (tmp_path / "x.pt2").exists()
+
+
+def test_scores_that_are_masked_out(tmp_path):
+    server = served(Mlp(masked))
+    assert all(error.rms < 10 and error.least_db == 20.0 for error in server.card.answers)
+    server.save(tmp_path)
+    assert torch.equal(load(tmp_path, Mlp(masked))(X[0]).output["masked"], server(X[0]).output["masked"])
+    with pytest.raises(ServeRefused, match="finite in one of the two only"):
+        load(tmp_path, Mlp(lambda y, x: masked(y, -x)))
+
+
+def test_disagreements_by_kind():
+    y, ids = torch.linspace(1, 2, 8), torch.arange(8)
+    errors = [AnswerError(changed=1.0, max_abs=0.1, mean_abs=0.01, rms=1.0), error_of(ids, ids)]
+    assert disagreements([y, ids], [y, ids], errors) == []
+    assert disagreements([y * 1.01, ids.clamp_min(4)], [y, ids], errors) == []
+    assert "output 0 agrees to 14.0 dB" in disagreements([y * 1.2, ids], [y, ids], errors)[0]
+    assert (
+        "output 1: 62% of its entries differ, and 50% may" in disagreements([y, ids.clamp_min(5)], [y, ids], errors)[0]
+    )
+    assert "output 0: 1 of 8" in disagreements([y.where(ids > 0, torch.nan), ids], [y, ids], errors)[0]
+    assert disagreements([y * 1.4, ids], [y, ids], None) == []
+    assert error_of(y[:0], y[:0]).least_db == 20.0
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_another_dtype_is_refused_by_name(dtype, tmp_path):
+    served(Mlp()).save(tmp_path)
+    with pytest.raises(ServeRefused, match=f"a.bias: {dtype}, saved torch.float32"):
+        load(tmp_path, Mlp().to(dtype))
+
+
+def test_views_of_weights_are_refused():
+    model = Mlp()
+    model.view = model.b.weight.t()
+    model.register_buffer("flat", model.a.weight.detach().view(-1), persistent=False)
+    with pytest.raises(ServeRefused, match=r"(?s)view is a view of b\.weight.*flat is a view of a\.weight"):
+        served(model)
+    normed = Mlp()
+    nn.utils.spectral_norm(normed.b)  # its weight lies in weight_orig's memory until a forward
+    served(normed)
+
+
+def test_answers_are_not_the_callers_memory():
+    server = served(Mlp(lambda y, x: {"y": y, "x": x}))
+    for count in (16, 9):
+        request = X[0][:count].clone()
+        answer = server(request).output["x"]
+        request.zero_()
+        assert torch.equal(answer, X[0][:count])
+
+
+def test_a_weight_that_only_some_rows_read_stays():
+    """The branch reads a weight outside of its site, in the second batch alone."""
+    model = Branching()
+    batches = [X[0], X[1].clone()]
+    batches[1][3, 0] = 100.0
+    plan = plan_for(model, {"a": ROW})
+    server = freeze(model, plan, calibration=batches, buckets=(64,))
+    assert not server.card.dropped
+    assert torch.equal(server(batches[1]).output, converted(model, plan)(batches[1]))
+
+
+def test_the_alarm_looks_at_the_requests_own_rows():
+    server = frozen(tower(), {"first": TENSOR, "second": TENSOR})
+    dense, ids = rows(2)
+    dense[1] = 1e4  # the last, which padding repeats
+    for _ in range(8):
+        server((dense, ids))
+    assert not [alarm for alarm in server.alarms() if alarm.kind == "saturation"], "one row, and four are asked for"
+
+
+def test_requests_without_rows_raise_no_alarm():
+    model = tower()
+    far = [(dense * 1000, ids) for dense, ids in calibration()]
+    server = freeze(model, plan_for(model, {"first": ROW, "second": ROW}), calibration=far, buckets=(64,))
+    for _ in range(200):
+        server(rows(0))
+    assert not server.alarms()
+
+
+def test_shadows_of_integers_are_counted_and_not_averaged():
+    tally = Tally()
+    y, ids = torch.ones(4), torch.tensor([0, 10**6, 5, 7])
+    tally.note([y, ids], [y + 0.5, ids.roll(1)])
+    shadow = tally.shadow()
+    assert (shadow.mean_abs, shadow.max_abs, shadow.changed) == (0.5, 0.5, 4)
