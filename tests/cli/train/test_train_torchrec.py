@@ -290,6 +290,25 @@ def test_where_tables_may_lie():
         shard_tables(large, device="cpu", batch_size=8, lr=0.1)
 
 
+def test_the_pipeline_may_trace_through_compiled_functions(monkeypatch):
+    """torch 2.11 refuses them by default, and ids traveled a batch at a time there; torch 2.13 never does."""
+    from torchrec.distributed import TrainPipelineSparseDist as Pipeline
+
+    refused, fill = [], Pipeline.fill_pipeline
+
+    def noted(*given):
+        refused.append(torch._dynamo.config.error_on_nested_fx_trace)
+        return fill(*given)
+
+    monkeypatch.setattr(Pipeline, "fill_pipeline", noted)
+    rows = open_data(None, rows=ROWS, seed=0).train
+    model = build("dlrm", dense_features=13, vocab_sizes=rows.vocab_sizes)
+    with process_group("cpu", of_one=True):
+        train(shard_tables(model, device="cpu", batch_size=BATCH, lr=0.1), rows, config=CONFIG)
+    assert refused[0] is False
+    assert torch._dynamo.config.error_on_nested_fx_trace
+
+
 def test_a_second_pipeline_reads_what_the_first_took():
     rows = list(open_data(None, rows=ROWS, seed=0).train.batches(BATCH))
     coming, device = Ahead(iter(rows)), torch.device("cpu")

@@ -80,7 +80,8 @@ def pipelined(
         custom_model_fwd=lambda batch: forward(batch.inputs(), batch.batch.label),
     )
     try:
-        with quiet():
+        # The tracer goes through what is compiled on its way to the tables; only its copy of the model is eager.
+        with quiet(), torch._dynamo.config.patch(error_on_nested_fx_trace=False):
             pipeline.fill_pipeline(batches)
     except Exception as error:  # what a tracer raises on a user's code has no bounds
         _settled(device)
