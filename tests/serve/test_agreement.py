@@ -192,3 +192,37 @@ def test_shadows_of_integers_are_counted_and_not_averaged():
     tally.note([y, ids], [y + 0.5, ids.roll(1)])
     shadow = tally.shadow()
     assert (shadow.mean_abs, shadow.max_abs, shadow.changed) == (0.5, 0.5, 4)
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"plan": None}, "there is no plan to freeze by"),
+        ({"plan": "plan.json"}, "Plan.load"),
+        ({"plan": {"128": None}}, "'128': None"),
+        ({"buckets": 16}, "buckets 16 are not rising numbers"),
+        ({"buckets": (1.5,)}, "are not rising numbers"),
+        ({"autocast": "bf16"}, "autocast='bf16' casts nothing"),
+        ({"autocast": torch.float32}, "casts nothing"),
+        ({"calibration": {"x": X[0]}}, "calibration is one request"),
+    ],
+)
+def test_arguments_that_are_none(given, said):
+    model = Mlp()
+    options = {"plan": plan_for(model, {"a": ROW}), "calibration": X} | given
+    with pytest.raises(ServeRefused, match=said):
+        freeze(model, **options)
+
+
+def test_weights_and_files_that_are_none(tmp_path):
+    server = served(Mlp())
+    wrapped = {f"module.{key}": value for key, value in Mlp().state_dict().items()}
+    with pytest.raises(ServeRefused, match=r"without the 'module\.' that a wrapper puts"):
+        server.refresh(wrapped)
+    with pytest.raises(ServeRefused, match="a Mlp is no state dict"):
+        server.refresh(Mlp())
+    for batch in ((1,), 5, (1.0, 4.0), (4, 2)):
+        with pytest.raises(ServeRefused, match="is no range of rows"):
+            server.package(tmp_path / "x.pt2", batch=batch)
+    with pytest.raises(ServeRefused, match="is a folder"):
+        server.package(tmp_path)

@@ -51,6 +51,20 @@ def by_rows(plans: Plan | Mapping[int, Plan], buckets: Sequence[int]) -> ByRows:
     return ByRows(whole, tuple(tuple(path for path in everywhere if path not in found) for found in fp8))
 
 
+def check_plans(plans: object) -> None:
+    """Raises ServeRefused for what is neither a plan nor plans by numbers of rows."""
+    if isinstance(plans, Plan):
+        return
+    named = plans.items() if isinstance(plans, Mapping) else [(None, plans)]
+    wrong = [f"{rows!r}: {plan!r}"[:80] for rows, plan in named if type(rows) is not int or not isinstance(plan, Plan)]
+    if wrong:
+        raise ServeRefused(
+            "there is no plan to freeze by",
+            why=wrong,
+            way_out="give a Plan, as Plan.load(path) reads one, or plans by numbers of rows: {128: small, 4096: large}",
+        )
+
+
 def buckets_by_site(buckets: Sequence[int], in_hp: Sequence[Sequence[str]]) -> dict[str, tuple[int, ...]]:
     """By site, the buckets that run it in high precision; without those that run all in FP8."""
     found: dict[str, tuple[int, ...]] = {}

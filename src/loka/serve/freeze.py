@@ -26,7 +26,7 @@ from loka.nn.site import site_forwards
 from loka.nn.unwrap import class_name, device_of, named_parameters, unwrap
 from loka.planner.convert import check
 from loka.serve.build import droppable, frozen_tree, record_weights, share, skeleton_of, views_of_weights, watch
-from loka.serve.by_rows import buckets_by_site, by_rows, in_fp8
+from loka.serve.by_rows import buckets_by_site, by_rows, check_plans, in_fp8
 from loka.serve.card import Calibration, Card, SiteCard
 from loka.serve.graphs import wants_graphs
 from loka.serve.race import fastest
@@ -89,8 +89,11 @@ def freeze(
     """
     _check_buckets(buckets)
     check_share(shadow)
-    if isinstance(calibration, torch.Tensor):
-        raise ServeRefused("calibration is one tensor", way_out="give a list of requests, such as [rows]")
+    check_plans(plan)
+    if autocast not in (None, torch.bfloat16, torch.float16):
+        raise ServeRefused(f"autocast={autocast!r} casts nothing", way_out="torch.bfloat16, torch.float16, or None")
+    if isinstance(calibration, (torch.Tensor, Mapping)):
+        raise ServeRefused("calibration is one request", way_out="give a list of requests, such as [rows]")
     batches = list(calibration)
     if not batches:
         raise _too_few(0)
@@ -178,8 +181,9 @@ def freeze(
 
 
 def _check_buckets(buckets: Sequence[int]) -> None:
-    if not buckets or list(buckets) != sorted(set(buckets)) or buckets[0] < 1:
-        raise ServeRefused(f"buckets {tuple(buckets)} are not rising numbers of rows", way_out=f"such as {BUCKETS}")
+    numbers = isinstance(buckets, Sequence) and all(type(rows) is int for rows in buckets)
+    if not numbers or not buckets or list(buckets) != sorted(set(buckets)) or buckets[0] < 1:
+        raise ServeRefused(f"buckets {buckets} are not rising numbers of rows", way_out=f"such as {BUCKETS}")
 
 
 def _version() -> str:

@@ -13,6 +13,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -129,6 +130,8 @@ def package_version(
         WrongResults: the package's answers are further from the server's than its bound; no file is left.
     """
     _check(device, plan, batch, by_rows=any(card.in_hp))
+    if path.is_dir():
+        raise ServeRefused(f"{path} is a folder", way_out=f"name a file, such as {path / 'model.pt2'}")
     run = Runner(form=card.form, autocast=None if card.autocast is None else getattr(torch, card.autocast))
     exported = _exported(version.module, plan, run)
     joined = sum(site.weight.joined is not None for site in frozen_sites(version.module).values())
@@ -182,8 +185,10 @@ def _check(device: torch.device, plan: Plan, batch: tuple[int, int], *, by_rows:
         why.append(f"on {device.type} no package was ever run")
     if by_rows:
         why.append("it has plans by numbers of rows, and a package has one: freeze with one plan")
-    if not 1 <= batch[0] <= batch[1]:
-        why.append(f"batch={batch} is no range of rows")
+    if not isinstance(batch, Sequence) or [type(rows) for rows in batch] != [int, int] or not 1 <= batch[0] <= batch[1]:
+        raise ServeRefused(
+            f"batch={batch} is no range of rows", way_out="the least and the most rows, such as (1, 4096)"
+        )
     if why:
         raise ServeRefused(
             "this server cannot be packaged",
