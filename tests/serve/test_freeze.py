@@ -276,7 +276,7 @@ def _with(value):
         ([rows(64), rows(64)[0]], "not of the form"),
         ([rows(64), None], "a request is a NoneType"),
         ([(rows(64)[0], rows(63)[1])], "unequal numbers of rows"),
-        (rows(64)[0], "calibration is one tensor"),
+        (rows(64)[0], "calibration is one request"),
     ],
 )
 def test_calibration_rows_that_say_nothing(given, told):

@@ -248,9 +248,7 @@ class Server:
 
     def _with_kept(self, state: Mapping[str, torch.Tensor], keep: str | Sequence[str]) -> dict[str, torch.Tensor]:
         if not isinstance(state, Mapping):
-            raise ServeRefused(
-                f"a {type(state).__name__} is no state dict", way_out="model.state_dict(), or torch.load"
-            )
+            raise ServeRefused(f"a {type(state).__name__} is no state dict", way_out="give model.state_dict()")
         whole, held = dict(state), self._current.module.state_dict()
         for pattern in [keep] if isinstance(keep, str) else keep:
             matching = [key for key in held if fnmatchcase(key, pattern)]

@@ -185,10 +185,9 @@ def _check(device: torch.device, plan: Plan, batch: tuple[int, int], *, by_rows:
         why.append(f"on {device.type} no package was ever run")
     if by_rows:
         why.append("it has plans by numbers of rows, and a package has one: freeze with one plan")
-    if not isinstance(batch, Sequence) or [type(rows) for rows in batch] != [int, int] or not 1 <= batch[0] <= batch[1]:
-        raise ServeRefused(
-            f"batch={batch} is no range of rows", way_out="the least and the most rows, such as (1, 4096)"
-        )
+    numbers = isinstance(batch, Sequence) and [type(rows) for rows in batch] == [int, int]
+    if not numbers or not 1 <= batch[0] <= batch[1]:
+        raise ServeRefused(f"batch={batch} is no range of rows", way_out="the least and the most, such as (1, 4096)")
     if why:
         raise ServeRefused(
             "this server cannot be packaged",
