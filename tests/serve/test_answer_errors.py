@@ -127,7 +127,11 @@ def test_disagreements_by_kind():
     )
     assert "output 0: 1 of 8" in disagreements([y.where(ids > 0, torch.nan), ids], [y, ids], errors)[0]
     assert disagreements([y * 1.4, ids], [y, ids], None) == []
-    assert error_of(y[:0], y[:0]).least_db == 20.0
+    nothing = error_of(y[:0], y[:0])
+    assert (nothing.changed, nothing.least_db) == (0.0, 20.0)
+    turned = torch.polar(y, y)
+    assert disagreements([turned * 1.01], [turned], [error_of(turned * 1.2, turned)]) == []
+    assert "output 0 agrees to 8.0 dB" in disagreements([turned * 1.4], [turned], [error_of(turned, turned)])[0]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -166,6 +170,10 @@ def test_a_weight_that_only_some_rows_read_stays():
     server = freeze(model, plan, calibration=batches, buckets=(64,))
     assert not server.card.dropped
     assert torch.equal(server(batches[1]).output, converted(model, plan)(batches[1]))
+    lean = freeze(model, plan, calibration=batches[:1], buckets=(64,))
+    assert lean.card.dropped
+    with pytest.raises(ServeRefused, match="a way through the model that no calibration row took"):
+        lean(batches[1])
 
 
 def test_the_alarm_looks_at_the_requests_own_rows():

@@ -92,7 +92,10 @@ class Card:
         lines += [f"no row reached {name}; it raises if one does" for name in self.unreached]
         lines += [f"the alarm is blind at {name}: its rows differ by more than 20 times" for name in self.blind]
         if self.scratch:
-            lines.append(f"one request at a time, and no CUDA graphs: forward writes to {', '.join(self.scratch)}")
+            lines.append(
+                "one request at a time, no CUDA graphs, and answers may go by requests before: forward writes to "
+                + ", ".join(self.scratch)
+            )
         return "\n".join(lines)
 
 

@@ -11,8 +11,8 @@ import math
 import tempfile
 import threading
 from bisect import bisect_left
-from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import partial
@@ -24,6 +24,7 @@ from torch import nn
 
 from loka.core.exceptions import ServeRefused
 from loka.core.records.plan import Plan
+from loka.core.timing import first_line
 from loka.serve.build import frozen_tree, load_precise, record_weights, share
 from loka.serve.by_rows import buckets_by_site
 from loka.serve.card import Card
@@ -162,7 +163,8 @@ class Server:
         parts answered by one version. Rows with NaN get NaN and leave the others as they are. Every 8th
         request is shown to the alarm.
 
-        Raises ServeRefused for a request of another form than was frozen.
+        Raises ServeRefused for a request of another form than was frozen, or one that reads a weight by a way
+        that no calibration row took.
         """
         version, number = self._current, next(self._requests)
         tensors = self.card.form.read(request, self.device)
@@ -190,11 +192,25 @@ class Server:
                 parts.append(by(part, sizes[-1], looking=looking is not None and not first))
                 continue
             observed = nullcontext() if looking is None else observed_by(_of_request(looking, rows, sizes[-1]))
-            with answering(sizes[-1]), observed:
+            with answering(sizes[-1]), observed, self._refusing():
                 output = self._run(by, pad(part, sizes[-1], self.card.form))
             given = {tensor.untyped_storage().data_ptr() for tensor in tensors}
             parts.append(mapped(output, partial(_own_rows, rows, given)))
         return joined(parts), tuple(sizes)
+
+    @contextmanager
+    def _refusing(self) -> Iterator[None]:
+        """Says what torch's error about a tensor on the meta device means here."""
+        try:
+            yield
+        except (RuntimeError, NotImplementedError) as error:  # torch has no class of its own for it
+            if not self.card.dropped or "meta" not in str(error):
+                raise
+            raise ServeRefused(
+                "this request takes a way through the model that no calibration row took",
+                why=["it reads a weight there that is kept in FP8 alone", first_line(error)],
+                way_out="freeze with calibration rows that take it",
+            ) from error
 
     def _shadowed(self, number: int) -> bool:
         """Of the first n requests n times the share, rounded up: 7 of 10 for 0.7."""

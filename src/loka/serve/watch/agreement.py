@@ -59,7 +59,9 @@ class AnswerError:
 
 def error_of(found: torch.Tensor, exact: torch.Tensor) -> AnswerError:
     """Of one output, by all of its rows."""
-    changed = float((found != exact).logical_and(found.isfinite() | exact.isfinite()).double().mean())
+    found, exact = _real(found), _real(exact)
+    differing = (found != exact).logical_and(found.isfinite() | exact.isfinite())
+    changed = float(differing.double().mean()) if exact.numel() else 0.0
     if not exact.is_floating_point():
         return AnswerError(changed=changed, max_abs=0.0, mean_abs=0.0, rms=0.0)
     low, high = finite_in_both(found, exact)
@@ -74,8 +76,13 @@ def error_of(found: torch.Tensor, exact: torch.Tensor) -> AnswerError:
     )
 
 
+def _real(x: torch.Tensor) -> torch.Tensor:
+    return torch.view_as_real(x.resolve_conj()) if x.is_complex() else x
+
+
 def finite_in_both(one: torch.Tensor, other: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Entries of both in float64, flat."""
+    one, other = _real(one), _real(other)
     both = one.isfinite() & other.isfinite()
     return one[both].double(), other[both].double()
 
@@ -89,7 +96,7 @@ def disagreements(
         errors: of each output; None: they are not known, and `FLOOR_DB` is asked for.
     """
     why = []
-    for place, (one, other) in enumerate(zip(found, want, strict=True)):
+    for place, (one, other) in enumerate(zip(map(_real, found), map(_real, want), strict=True)):
         lost = int((one.isfinite() != other.isfinite()).sum())
         if lost:
             why.append(f"output {place}: {lost} of {other.numel()} entries are finite in one of the two only")
