@@ -191,6 +191,8 @@ class Auto(Callback):
             self._end_probe(run)
         elif self.phase == "probe" and run.step == next_look(self._looks, self._half(run)):
             assert self._probe is not None
+            if run.exchange is not None:
+                run.close()  # TorchRec's pipeline has the ids of its next batch under way
             found = self._renewed(run, self._probe.stats(), until=run.step, say=lambda text: None)
             self._looks = [*self._looks[-1:], look_at(found)]
 
