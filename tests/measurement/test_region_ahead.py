@@ -49,9 +49,11 @@ def test_what_workers_compiled_is_found(measured, monkeypatch, tmp_path):
     counters.clear()
     report = measured(PATCH + region_ahead._COMMAND, regions=True)
     assert [path for path, times in report.region_times.items() if times[REGION].speedup] == ["2", "0", "1"]
-    assert counters["inductor"]["fxgraph_cache_hit"] == 8, "forward and backward of two arms of two cells"
+    assert counters["inductor"]["fxgraph_cache_hit"] == 16, (
+        "forward and backward of two arms of two cells, alone and chained"
+    )
     assert not counters["inductor"]["fxgraph_cache_miss"]
-    assert counters["aot_autograd"]["autograd_cache_hit"] == 4
+    assert counters["aot_autograd"]["autograd_cache_hit"] == 8
 
 
 def test_workers_that_die_are_a_note_and_what_is_timed_needs_none(measured, tmp_path):
@@ -93,7 +95,7 @@ def test_a_worker_ends_with_the_process_that_began_it(monkeypatch, tmp_path):
     with loka.Probe(model := nn.Sequential(nn.Linear(16, 16)), every=1) as probe:
         model(torch.randn(4, 16)).sum().backward()
     stats = probe.stats()
-    cell = (stats.layers["0"], stats.model.layers["0"], [REGION])
+    cell = (stats.layers["0"], stats.model.layers["0"], [REGION], False)
     process = region_ahead._worker([cell], torch.device("cpu"), tmp_path / "told.json")
     time.sleep(1)
     process.stdin.close()  # as the system does for a process that was killed

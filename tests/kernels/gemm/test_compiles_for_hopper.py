@@ -29,14 +29,14 @@ def built(config, norm, keep, rows, activation):
     tile = lambda kind, sides: f"tensordesc<{kind}[{sides[0]},{sides[1]}]>"
     types = {
         "a": tile("fp8e4nv", (config.block_m, config.block_k)), "w": tile("fp8e4nv", (width, config.block_k)),
-        "out": tile("fp8e4nv", part), "z": tile("u8" if keep else "fp8e4nv", part), "eps": "fp32",
+        "out": tile("fp8e4nv", part), "z": tile("u8" if keep else "fp8e4nv", part),
         **dict.fromkeys(("inverse_ptr", "steps_ptr", "scale_a_ptr", "scale_w_ptr"), "*fp32"),
         **dict.fromkeys(("rows", "columns", "inner"), "i32"),
     }
     constants = dict(
         NORM=norm, ACTIVATION=gemm._ACTIVATIONS[activation].value, INVERSE=16.0, KEEP=keep, ROWS=rows,
         FAST=True, HARDWARE=True, TMA=True, BLOCK_M=config.block_m, BLOCK_N=width, BLOCK_K=config.block_k,
-        PARTS=config.parts, GROUP=config.group, FLATTEN=config.flatten, PROGRAMS=132,
+        PARTS=config.parts, GROUP=config.group, FLATTEN=config.flatten, PROGRAMS=132, EPS=1e-5,
     )
     pointers = [place for place, name in enumerate(names) if types.get(name) == "*fp32"]
     source = ASTSource(
