@@ -135,14 +135,15 @@ def freeze(
         )
     weights = {path: weights[path] for path in weights if path in found.peaks}
     scales = found.scales(fp8)
-    plain = [run(precise, batch) for batch in rows]
+    plain = _run_all(precise, rows, run)
     _errors(precise, plan, rows, run, found, weights, scales)
     chosen = planned.in_hp
     if race:
         chosen = fastest(precise, plan, weights, scales, chosen, run, buckets, graphs=graphs)
     in_hp = buckets_by_site(buckets, chosen)
-    tree, dropped, kept = _frozen(precise, plan, weights, scales, in_hp, lambda t: [run(t, batch) for batch in rows])
-    answers = _answer_errors([run(tree, batch) for batch in rows], plain)
+    call = partial(_run_all, batches=rows, run=run)
+    tree, given, dropped, kept = _frozen(precise, plan, weights, scales, in_hp, call)
+    answers = _answer_errors(given, plain)
     _check_independent(tree, precise, run, form, rows)
     _check_sizes(tree, run, form, rows[0], buckets)
     read = {path: found.card(path, fp8[path], sources[path], weights[path], scales) for path in fp8 if path in weights}
@@ -264,9 +265,8 @@ class _Found:
         )
 
 
-def _run_all(tree: nn.Module, batches: Sequence[Sequence[torch.Tensor]], run: Runner) -> None:
-    for batch in batches:
-        run(tree, batch)
+def _run_all(tree: nn.Module, batches: Sequence[Sequence[torch.Tensor]], run: Runner) -> list[Any]:
+    return [run(tree, batch) for batch in batches]
 
 
 def _calibrate(precise: nn.Module, plan: Plan, batches: Sequence[Sequence[torch.Tensor]], run: Runner) -> _Found:
@@ -318,25 +318,27 @@ def _frozen(
     weights: dict[str, FrozenWeight],
     scales: dict[str, torch.Tensor],
     in_hp: Mapping[str, Collection[int]],
-    call: Callable[[nn.Module], Any],
-) -> tuple[nn.Module, list[str], list[str]]:
+    call: Callable[[nn.Module], list[Any]],
+) -> tuple[nn.Module, list[Any], list[str], list[str]]:
+    """The tree, what it answers, the weights that it does without, and why not more."""
     whole = frozen_tree(share(precise), plan, weights, scales, (), in_hp)
+    answers = call(whole)
     keys, kept = droppable(whole, weights, in_hp)
     if not keys:
-        return whole, keys, kept
+        return whole, answers, keys, kept
     lean = frozen_tree(share(precise), plan, weights, scales, keys, in_hp)
     try:
         same = all(
             got.device == want.device and torch.equal(got, want)
-            for got, want in zip(leaves(call(lean)), leaves(call(whole)), strict=True)
+            for got, want in zip(leaves(call(lean)), leaves(answers), strict=True)
         )
     except LokaError:
         raise
     except Exception:  # whatever torch says of a model that computes with a weight that is not there
         same = False
     if same:
-        return lean, keys, kept
-    return whole, [], [*kept, "all others (the model reads weights outside of its sites too)"]
+        return lean, answers, keys, kept
+    return whole, answers, [], [*kept, "all others (the model reads weights outside of its sites too)"]
 
 
 def _answer_errors(answers: Sequence[Any], plain: Sequence[Any]) -> tuple[AnswerError, ...]:

@@ -188,7 +188,8 @@ def _check_same(card: Card, tree: nn.Module, saved: Mapping[str, torch.Tensor], 
             why=[f"for the same {found[0].shape[0]} rows {reason}" for reason in why],
             way_out=f"give a {card.model} as it was when it was frozen: same code, options and buffers",
         )
-    other = [place for place, (a, b) in enumerate(zip(found, wanted, strict=True)) if not _same_bits(a, b)]
+    bits = ([leaf.contiguous().view(torch.uint8) for leaf in leaves] for leaves in (found, wanted))
+    other = [place for place, (a, b) in enumerate(zip(*bits, strict=True)) if not torch.equal(a, b)]
     if other:
         _LOG.warning(
             "%s: this %s answers by other bits than the one that was saved (outputs %s; they agree to %s dB): another "
@@ -198,10 +199,6 @@ def _check_same(card: Card, tree: nn.Module, saved: Mapping[str, torch.Tensor], 
             ", ".join(map(str, other)),
             ", ".join(f"{sqnr_db(*finite_in_both(found[place], wanted[place])):.1f}" for place in other),
         )
-
-
-def _same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
-    return torch.equal(one.nan_to_num(), other.nan_to_num()) and torch.equal(one.isnan(), other.isnan())
 
 
 def _precise(folder: Path, record: Folder, skeleton: nn.Module, device: torch.device) -> nn.Module:

@@ -171,6 +171,9 @@ def _batched(path: str, module: Any) -> list[Lookup]:
         tables = module.feature_table_map
         shifts = [begins[group.index(table)] if table in group else -1 for table in tables]
         sizes = [module.embedding_specs[table][0] for table in tables]
+        device = module.split_embedding_weights()[0].device
+        # behind the last feature: no table's
+        shift_of, size_of = (torch.tensor([*of_each, -1], device=device) for of_each in (shifts, sizes))
 
         def of(arguments: Arguments) -> torch.Tensor:
             args, kwargs = arguments
@@ -180,8 +183,7 @@ def _batched(path: str, module: Any) -> list[Lookup]:
             rows = [sum(part) for part in ragged] if ragged else [each] * len(tables)
             ends = offsets[torch.tensor(list(itertools.accumulate(rows)), device=offsets.device)]
             feature = torch.bucketize(torch.arange(len(indices), device=ends.device), ends, right=True)
-            # behind the last end: no table's
-            shift, size = (torch.tensor([*of_each, -1], device=ends.device)[feature] for of_each in (shifts, sizes))
+            shift, size = shift_of[feature], size_of[feature]
             inside = (indices >= 0) & (indices < size)
             return (torch.where(inside, indices, 0) + shift)[shift >= 0]
 

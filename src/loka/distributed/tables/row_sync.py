@@ -27,7 +27,7 @@ from torch.utils.hooks import RemovableHandle
 
 from loka.core.exceptions import LokaError
 from loka.core.exchange import ranks_of, same_on_all
-from loka.distributed.gradient_codec import Codec, all_gather, codec_named
+from loka.distributed.gradient_codec import FP32, Codec, all_gather, codec_named
 from loka.distributed.tables.changed_rows import Rule, Sent, Table, agree, mean_of_replicas
 from loka.distributed.tables.left_over import LeftOver
 from loka.distributed.tables.lookups import Lookup, differences, frozen_tables, lookups_of
@@ -250,7 +250,7 @@ class RowSync:
         """Codes of what a weight's rows changed by, [rows, bytes]; what they leave is kept for the next."""
         x = taken.then[0] - taken.before[0]
         x += table.left.of(taken.ids)
-        codec = codec_named("fp32") if exact else self._codec(table)
+        codec = self._codec(table, exact=exact)
         code = codec.encode(x)
         if exact:
             table.left.clear()
@@ -260,15 +260,15 @@ class RowSync:
 
     def _decoded(self, table: Table, codes: list[torch.Tensor], rows: int, *, exact: bool) -> list[torch.Tensor]:
         weight, *states = table.lookup.tensors()
-        codec = codec_named("fp32") if exact else self._codec(table)
+        codec = self._codec(table, exact=exact)
         changed = codec.decode(codes[0].clone().view(rows, codec.width(weight.shape[1])))
         return [
             changed,
             *(_as(c, torch.float32).view(rows, *s.shape[1:]) for c, s in zip(codes[1:], states, strict=True)),
         ]
 
-    def _codec(self, table: Table) -> Codec:
-        return codec_named(self._codec_name, block=table.lookup.tensors()[0].shape[1])
+    def _codec(self, table: Table, *, exact: bool) -> Codec:
+        return FP32 if exact else codec_named(self._codec_name, block=table.lookup.tensors()[0].shape[1])
 
     def _sizes(self, counts: Sequence[int], *, exact: bool) -> list[int]:
         tables = self._tables.values()
@@ -277,7 +277,7 @@ class RowSync:
     def _sizes_of(self, table: Table, rows: int, *, exact: bool) -> list[int]:
         """Bytes of the ids, the weight's codes and each state of so many rows."""
         weight, *states = table.lookup.tensors()
-        codec = codec_named("fp32") if exact else self._codec(table)
+        codec = self._codec(table, exact=exact)
         return [8 * rows, rows * codec.width(weight.shape[1]), *(4 * rows * s[:1].numel() for s in states)]
 
 
@@ -297,8 +297,8 @@ def row_sync(
     Replicas are the ranks of `group`, each with all of `model`'s tables, or with the same shards of them, and
     rows of its own; in TorchRec's DMPCollection the replica group, where this stands for `sync`. They agree
     upon the mean of what each made of a row, of those that left it included, or upon what one group of all their
-    ranks would have made of it. Weights that are no tables are
-    not looked at. Call it on every replica when the model is on its device, with equal tables.
+    ranks would have made of it. Weights that are no tables are not looked at. Call it on every replica when the
+    model is on its device, with equal tables.
 
     Args:
         every: training steps from one exchange to the next.

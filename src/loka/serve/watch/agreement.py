@@ -105,11 +105,9 @@ def disagreements(
             agreement = sqnr_db(*finite_in_both(one, other))
             if not agreement >= least:
                 why.append(f"output {place} agrees to {agreement:.1f} dB, and {least:.1f} are asked for")
-        elif other.numel():
-            changed, most = (
-                float((one != other).double().mean()),
-                _HALF if errors is None else errors[place].most_changed,
-            )
+        else:
+            changed = error_of(one, other).changed
+            most = _HALF if errors is None else errors[place].most_changed
             if changed > most:
                 why.append(f"output {place}: {changed:.0%} of its entries differ, and {most:.0%} may")
     return why

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from loka.core.exceptions import ServeRefused
+from loka.serve.watch.agreement import finite_in_both
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,20 +51,16 @@ class Tally:
     def note(self, low: Sequence[torch.Tensor], high: Sequence[torch.Tensor]) -> None:
         """Outputs [B, ...] of one request. It waits for the device."""
         pairs = list(zip(low, high, strict=True))
-        empty = torch.empty(0, dtype=torch.float64, device=low[0].device)
-        a, b = (
-            torch.cat([empty, *(pair[at].double().flatten() for pair in pairs if pair[at].is_floating_point())])
-            for at in (0, 1)
-        )
+        numbers = [(one, other) for one, other in pairs if one.is_floating_point()]
         changed = sum(int((one != other).sum()) for one, other in pairs if not one.is_floating_point())
-        both = a.isfinite() & b.isfinite()
-        apart = (a - b)[both].abs()
-        total, largest = (float(apart.sum()), float(apart.max())) if apart.numel() else (0.0, 0.0)
-        lost = int((a.isfinite() != b.isfinite()).sum())
+        lost = sum(int((one.isfinite() != other.isfinite()).sum()) for one, other in numbers)
+        apart = [(a - b).abs() for a, b in (finite_in_both(*pair) for pair in numbers) if a.numel()]
+        values, total = sum(one.numel() for one in apart), sum(float(one.sum()) for one in apart)
+        largest = max((float(one.max()) for one in apart), default=0.0)
         with self._lock:
             self._requests += 1
             self._rows += low[0].shape[0]
-            self._values += apart.numel()
+            self._values += values
             self._nonfinite += lost
             self._changed += changed
             self._sum += total
