@@ -127,6 +127,7 @@ def made(name: str, told: argparse.Namespace) -> Made:
     if told.step != "eager":
         inner = next(m for m in model.modules() if type(m).__name__ == "DLRM_DCN")
         if name.endswith(WHOLE):
+            torch._dynamo.config.optimize_ddp = False  # DMP wraps the dense part in DDP: its buckets would cut it
             pipeline.progress(feed)  # it rewrites the model, by a trace that meets nothing compiled
             inner.sparse_arch.forward = torch._dynamo.disable(inner.sparse_arch.forward)
             compile_in_place(inner, replayed=replayed)
@@ -145,13 +146,14 @@ def main() -> None:
     parser = options()
     parser.add_argument("--shrink", type=int, default=1, help="divides all widths")
     parser.add_argument("--measured", action="store_true", help="plan by probe and measure, on all ranks at once")
-    parser.add_argument("--arms", nargs="+", choices=ARMS[1:], default=["loka"], help=f"besides {ARMS[0]}")
+    parser.add_argument("--baseline", choices=ARMS, default=ARMS[0])
+    parser.add_argument("--arms", nargs="+", choices=ARMS, default=["loka"], help="against the baseline")
     parser.add_argument("--qcomm", choices=EXCHANGES, default="fp32", help="of embeddings and their gradients")
     parser.add_argument("--tables", choices=["planner", "row_wise"], default="planner", help="where they lie")
     told = parser.parse_args()
     with process_group(told.device, of_one=True) as told.device:
         key = f"DLRM_DCN / {told.shrink} {told.tables} {told.qcomm}"
-        Arms(key, told, partial(made, told=told)).run(ARMS[0], told.arms)
+        Arms(key, told, partial(made, told=told)).run(told.baseline, told.arms)
 
 
 if __name__ == "__main__":

@@ -214,6 +214,31 @@ def test_blocks_are_compiled_and_tables_are_not():
     assert not asked(uncompiled(parts))
 
 
+def test_all_but_torchrecs_tables_is_compiled_as_one(monkeypatch):
+    pytest.importorskip("fbgemm_gpu")
+    pytest.importorskip("torchrec")
+    from loka.distributed.tables.embedding_bags import with_embedding_bags
+
+    seen, real = [], torch.compile
+
+    def backend(graph, inputs):
+        seen.append([node.target for node in graph.graph.nodes if node.op == "call_function"])
+        return graph
+
+    batch = next(iter(SyntheticClicks(rows=8, seed=0).batches(8)))
+    model = with_embedding_bags(build("dcnv2", dense_features=13, vocab_sizes=[1000] * 26))
+    expected = model(batch.dense, batch.sparse % 1000)
+    layers = sum(isinstance(module, nn.Linear) for module in model.modules())
+    monkeypatch.setattr(torch, "compile", lambda function, **options: real(function, backend=backend))
+    assert asked(compiled(model)) == {id(model)}
+    torch.testing.assert_close(model(batch.dense, batch.sparse % 1000), expected)
+    of_layers = [sum(target is nn.functional.linear for target in graph) for graph in seen]
+    assert sum(of_layers) == layers, "the bottom and the logit, which are no blocks, among them"
+    assert len(of_layers) == 2, "the dense token beside the tables, and what is behind it"
+    assert not asked(uncompiled(model))
+    assert not any("forward" in vars(module) for module in model.modules())
+
+
 def test_containers_of_torch_are_compiled_too(monkeypatch):
     """Dynamo skips frames of torch.nn, so that nn.Sequential.compile() alone compiles nothing."""
     graphs, real = [], torch.compile

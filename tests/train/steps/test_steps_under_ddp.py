@@ -99,7 +99,7 @@ def test_a_step_of_the_loop_says_why_it_is_not_captured(monkeypatch, changes, op
     step = Step(model, {name: sgd(model) for name in optimizers}, config)
     assert str(step.reason).startswith(reason)
     assert asked == [by_block]
-    assert str(step.reason).endswith("; its compiled blocks are CUDA graphs of their own") == by_block
+    assert str(step.reason).endswith("; what is compiled of them is CUDA graphs of its own") == by_block
 
 
 @pytest.mark.gpu

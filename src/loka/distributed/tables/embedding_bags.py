@@ -99,6 +99,10 @@ class EmbeddingBags(nn.Module):
         return _tokens(self.bags(self.jagged(ids) if isinstance(ids, torch.Tensor) else ids), self.features)
 
 
+def embedding_bags_in(model: nn.Module) -> list[EmbeddingBags]:
+    return [module for module in model.modules() if isinstance(module, EmbeddingBags)]
+
+
 def _tokens(pooled: Any, features: list[str]) -> torch.Tensor:
     """In the order of features: a sharded collection returns them in that of its shards."""
     found = torchrec().KeyedTensor.regroup([pooled], [features])[0]

@@ -15,7 +15,7 @@ from loka.train.steps.graphed import GATHERS, REPLICAS
 from loka.train.steps.step_time import has_graphs
 from loka.zoo import dense_part
 
-_BY_BLOCK = "its compiled blocks are CUDA graphs of their own"
+_BY_BLOCK = "what is compiled of them is CUDA graphs of its own"
 
 
 @dataclass(frozen=True)

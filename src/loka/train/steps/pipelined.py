@@ -21,7 +21,7 @@ from torch import nn
 
 from loka.core.timing import first_line
 from loka.data.batch import Batch
-from loka.distributed.tables.embedding_bags import EmbeddingBags, quiet, torchrec
+from loka.distributed.tables.embedding_bags import EmbeddingBags, embedding_bags_in, quiet, torchrec
 from loka.nn import unwrap
 from loka.train.ahead import Ahead
 from loka.train.steps.forward import arguments
@@ -60,7 +60,7 @@ def pipelined(
             returns.
         zero_grad, update: called before forward and after backward.
     """
-    tables = [module for module in model.modules() if isinstance(module, EmbeddingBags)]
+    tables = embedding_bags_in(model)
     if len(tables) != 1:
         return "its pipeline gets the ids of the zoo's tables only, and this model makes its own of them"
     device = first.label.device

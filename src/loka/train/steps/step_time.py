@@ -18,6 +18,7 @@ from loka.core.error import Estimate
 from loka.core.exceptions import LokaError
 from loka.core.timing import first_line, time_interleaved
 from loka.data.batch import Batch
+from loka.distributed.tables.embedding_bags import embedding_bags_in
 from loka.distributed.tables.lookups import TABLES
 from loka.distributed.tables.sharded_tables import sharded_modules
 
@@ -136,13 +137,18 @@ def compiled(model: nn.Module, *, replayed: bool = False) -> nn.Module:
     `compile_in_place` has it.
 
     Blocks that repeat compile once, so a deep model compiles in the time of a shallow one. Parts
-    that hold embedding tables, and single layers, stay as they are.
+    that hold embedding tables, and single layers, stay as they are. Where TorchRec holds the zoo's tables, all
+    but these is compiled as one instead: its host is what a step waits for, and each part costs it some.
     """
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, _COMPILE_LIMIT)
     torch._dynamo.config.accumulated_recompile_limit = 64 * _COMPILE_LIMIT
     # Gradients of a part travel while the next one goes backward. DDPOptimizer would cut each part, and the
     # regions in it, where DistributedDataParallel's buckets end.
     torch._dynamo.config.optimize_ddp = False
+    if bags := embedding_bags_in(model):
+        for tables in bags:
+            tables.forward = torch.compiler.disable(tables.forward)  # type: ignore[method-assign]
+        return compile_in_place(model, replayed=replayed)
     frame = new_frame()
     for part in blocks_of(model):
         compile_in_place(part, frame, replayed=replayed)
@@ -150,7 +156,9 @@ def compiled(model: nn.Module, *, replayed: bool = False) -> nn.Module:
 
 
 def uncompiled(model: nn.Module) -> nn.Module:
-    for part in blocks_of(model):
+    for tables in embedding_bags_in(model):
+        vars(tables).pop("forward", None)
+    for part in (model, *blocks_of(model)):
         run_as_written(part)
     return model
 
