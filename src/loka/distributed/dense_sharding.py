@@ -20,6 +20,7 @@ from loka.core.exceptions import LokaError
 from loka.distributed.replicas import require_alike
 from loka.distributed.tables.lookups import TABLES
 from loka.nn.fsdp_units import units_of
+from loka.nn.unwrap import named_modules
 
 
 def shard_dense(
@@ -34,13 +35,21 @@ def shard_dense(
         gather_in: what weights travel and compute in, bf16 say; None leaves them in their own dtype.
 
     Raises:
-        LokaError: the ranks hold other weights, or there is no process group.
+        LokaError: the ranks hold other weights, there is no process group, or a unit has a table in it.
     """
     if not dist.is_initialized():
         raise LokaError("FSDP2 needs a process group", way_out="start it by torchrun")
     from torch.distributed.device_mesh import init_device_mesh  # it takes a while to import
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
+    units = list(units)
+    names = {id(module): path for path, module in named_modules(model)}
+    if with_tables := [names.get(id(unit), type(unit).__name__) for unit in units if sparse_tables(unit)]:
+        raise LokaError(
+            "these units hold tables with sparse gradients, which FSDP2 does not take",
+            why=with_tables,
+            way_out="make units of the modules beside the tables",
+        )
     require_alike(model)
     device = torch.device(device)
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))

@@ -1,6 +1,7 @@
 """FSDP2's all-gather of weights in eight bits.
 
     before a forward   m = max over ranks and rows |W|                one all-reduce for all weights
+    or an unshard      of those that are not gathered at the moment
                        s = 2^(ceil(log2 m) - 8),  local8 = e4m3(W_local / s)
     each gather        rows of bytes, one an element; scales do not travel, all ranks have them
     a site             reads the bytes that came (nn/fp8_weight.py)
@@ -8,7 +9,8 @@
 So every rank has the FP8 copy of the whole weight that one process would make of it, scale and bytes
 (kernels/quantize/weight_copies.py): nothing depends on how rows are shared out. Each shard is quantized once
 for a forward and its backward, from the master weights as they are then: load_state_dict, EMA or `.data`
-leave nothing stale. Parameters, gradients, optimizer and state dict stay FSDP2's plain ones.
+leave nothing stale that FSDP2 gathers anew. What it keeps gathered stays, bytes and scale, as its own gathers
+do. Parameters, gradients, optimizer and state dict stay FSDP2's plain ones.
 
 It costs one byte for each element of this rank's shards, and one all-reduce of a number for each weight in
 front of the first gather. Of bf16 gathers it saves half the bytes.
@@ -17,7 +19,7 @@ front of the first gather. Of bf16 gathers it saves half the bytes.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, cast
@@ -221,7 +223,8 @@ class Exchange:
     """The bytes that this rank sends, and the scales that all ranks have.
 
     Bytes and scales keep their addresses. `_depth` counts units whose forward is under way: the outermost
-    one, the model or a part of it that is called by itself, renews them.
+    one, the model or a part of it that is called by itself, renews them. So does a gather that no forward and no
+    backward asked for: `unshard`, or a method of `register_fsdp_forward_method`.
     """
 
     def __init__(self, model: nn.Module, chosen: list[Sharded], forwards: dict[int, SiteForward]) -> None:
@@ -233,10 +236,14 @@ class Exchange:
         self._places = torch.repeat_interleave(torch.tensor(lengths)).to(device)
         self._scales = torch.empty(sum(lengths), device=device)
         self._bytes = [torch.empty(one.padded.shape, dtype=torch.uint8, device=device) for one in chosen]
+        begins = {id(one.beside): index for index, one in reversed(list(enumerate(chosen)))}
         self._hooks = [
-            _Hooks(one.size, own, scale)
-            for one, own, scale in zip(chosen, self._bytes, self._scales.split(lengths), strict=True)
+            _Hooks(one.size, own, scale, self._asked if begins[id(one.beside)] == index else None)
+            for index, (one, own, scale) in enumerate(
+                zip(chosen, self._bytes, self._scales.split(lengths), strict=True)
+            )
         ]
+        self.by_hand = False  # whether nothing but `agree` and `quantize` renews
         self._units = list(units_of(model).values())
         self._depth = 0
         self._handles = []
@@ -250,28 +257,38 @@ class Exchange:
 
     @torch.no_grad()
     def renew(self) -> None:
-        """Agrees on the scales of all weights as they are now, and quantizes this rank's rows of them."""
-        for hooks, one, forward in zip(self._hooks, self.chosen, self.sites, strict=True):
+        """Agrees on the scales of weights as they are now, and quantizes this rank's rows of them: of those that
+        are not gathered, whose scale is read with the bytes that came. A collective where there are any."""
+        which = []
+        for index, (hooks, one, forward) in enumerate(zip(self._hooks, self.chosen, self.sites, strict=True)):
             if forward.module.__dict__.get("forward") is not forward:
                 raise NotConverted(
                     f"{one.name} is gathered in FP8, and its site does not run any more",
                     way_out="remove() what fp8_all_gather returned before loka.revert(model)",
                 )
+            if one.is_gathered:
+                continue
             if not one.is_hooked:
                 one.hook(hooks.before, hooks.after)
-        self.agree()
-        self.quantize(range(len(self.chosen)))
+            which.append(index)
+        if which:
+            self.agree(which)
+            self.quantize(which)
 
     @torch.no_grad()
-    def agree(self) -> None:
-        """The scales of all weights, by one all-reduce. A collective."""
-        shards = [one.padded for one in self.chosen]
+    def agree(self, which: Sequence[int]) -> None:
+        """The scales of these weights, by one all-reduce. A collective."""
+        shards = [self.chosen[index].padded for index in which]
         largest = torch.stack(torch._foreach_norm(shards, torch.inf)).float()
         # A maximum over ranks may drop a NaN; infinity stays, and both make a scale of NaN.
         largest = torch.where(largest.isfinite(), largest, torch.inf)
         dist.all_reduce(largest, dist.ReduceOp.MAX, group=self._group)
         scales = bits_of_scale(largest).view(torch.float32)
-        self._scales.copy_(scales[self._places])
+        if len(which) == len(self.chosen):
+            self._scales.copy_(scales[self._places])
+            return
+        for index, scale in zip(which, scales, strict=True):
+            self._hooks[index].scale.copy_(scale)
 
     @torch.no_grad()
     def quantize(self, which: Iterable[int]) -> None:
@@ -289,6 +306,8 @@ class Exchange:
     def stop(self) -> None:
         for handle in self._handles:
             handle.remove()
+        for unit in self._units:
+            unit.reshard()  # type: ignore[operator]
         for one in self.chosen:
             one.unhook()
 
@@ -300,19 +319,29 @@ class Exchange:
             if self._scales.is_cuda:  # gathers wait for the optimizer alone where a user has said so
                 unit.set_post_optim_event(torch.cuda.current_stream().record_event())
 
+    def _asked(self) -> None:
+        """A gather begins."""
+        if self._depth == 0 and not self.by_hand and torch._C._current_graph_task_id() == -1:
+            self.renew()
+
     def _leave(self, module: Any, args: Any, output: Any) -> None:
         self._depth = max(self._depth - 1, 0)  # and where a hook before `_enter` raised
 
 
 class _Hooks:
-    """Of one parameter [N, K], around FSDP2's all-gather of `own` uint8 [ceil(N / ranks), K]."""
+    """Of one parameter [N, K], around FSDP2's all-gather of `own` uint8 [ceil(N / ranks), K]. `asked`: called
+    before, of the first of those that are gathered at once."""
 
-    def __init__(self, size: torch.Size, own: torch.Tensor, scale: torch.Tensor) -> None:
-        self.size, self.own, self.scale = size, own, scale
+    def __init__(
+        self, size: torch.Size, own: torch.Tensor, scale: torch.Tensor, asked: Callable[[], None] | None
+    ) -> None:
+        self.size, self.own, self.scale, self.asked = size, own, scale, asked
 
     def before(
         self, mesh: Any, outer_size: Any, outer_stride: Any, module: Any, mp_policy: Any
     ) -> tuple[tuple[torch.Tensor, ...], None]:
+        if self.asked is not None:
+            self.asked()
         return (self.own,), None
 
     def after(

@@ -46,8 +46,9 @@ def choose_gather(model: nn.Module, plan: Plan, *, timer: Timer = time_in_turns)
 def _choice(model: nn.Module, plan: Plan, exchange: Exchange | None, timer: Timer) -> Choice:
     if exchange is None:
         return Choice(ranks_of(), (), "no unit has weights that FP8 gathers can take")
-    device = exchange.chosen[0].padded.device
-    scales = compared({HP: exchange.agree}, device, timer)[HP].microseconds
+    exchange.by_hand = True
+    device, every = exchange.chosen[0].padded.device, range(len(exchange.chosen))
+    scales = compared({HP: partial(exchange.agree, every)}, device, timer)[HP].microseconds
     by_unit: dict[str, list[int]] = {}
     for index, one in enumerate(exchange.chosen):
         by_unit.setdefault(one.unit, []).append(index)

@@ -16,18 +16,19 @@ import torch.distributed as dist
 from torch import nn
 
 from loka.core.exceptions import LokaError
-from loka.nn.unwrap import named_modules
+from loka.nn.unwrap import inner_of, named_modules, named_parameters
 
 HOOKS = ("fsdp_pre_all_gather", "fsdp_post_all_gather")
 
 
 @dataclass(frozen=True, eq=False)
 class Sharded:
-    """One parameter of a unit. `held` is torch's FSDPParam."""
+    """One parameter of a unit. `held` is torch's FSDPParam, `beside` the FSDPParamGroup that it is gathered with."""
 
     name: str
     unit: str
     held: Any
+    beside: Any
 
     @property
     def owners(self) -> list[tuple[nn.Module, str]]:
@@ -52,6 +53,11 @@ class Sharded:
     @property
     def group(self) -> dist.ProcessGroup:
         return self.held.shard_mesh.get_group()
+
+    @property
+    def is_gathered(self) -> bool:
+        """Or a gather of it is under way, as behind `unshard(async_op=True)` and what is prefetched."""
+        return self.held.sharded_state.name != "SHARDED" or self.beside._all_gather_result is not None
 
     @property
     def gathers_in(self) -> torch.dtype:
@@ -94,10 +100,34 @@ class Sharded:
 
 
 def units_of(model: nn.Module) -> dict[str, nn.Module]:
-    """The modules that `fully_shard` was called for, by path; of a list of modules, each."""
+    """The modules that `fully_shard` was called for, by path; of a list of modules, each. A wrapper around the
+    model, such as what torch.compile returns, may be the root's."""
     from torch.distributed.fsdp import FSDPModule
 
-    return {path: module for path, module in named_modules(model) if isinstance(module, FSDPModule)}
+    found: dict[str, nn.Module] = {path: m for path, m in named_modules(model) if isinstance(m, FSDPModule)}
+    wrapper: nn.Module | None = model
+    while wrapper is not None and not isinstance(wrapper, FSDPModule):
+        wrapper = inner_of(wrapper)
+    return found if wrapper is None else {"": wrapper} | found
+
+
+def reshard(model: nn.Module) -> None:
+    """Frees what units gathered and kept, as the root does behind a forward without backward: parameters are
+    those of the optimizer again, and the next forward gathers them as they are then."""
+    if dist.is_available() and dist.is_initialized():
+        for unit in units_of(model).values():
+            unit.reshard()  # type: ignore[operator]
+
+
+def cut_by_others(model: nn.Module) -> list[str]:
+    """Names of parameters that are DTensors by something else than FSDP2, tensor parallelism say."""
+    cut = [(name, parameter) for name, parameter in named_parameters(model) if hasattr(parameter, "device_mesh")]
+    if not cut:
+        return []
+    by_fsdp2 = {
+        id(held.sharded_param) for unit in units_of(model).values() for held in _params(unit) if not held.is_dtensor
+    }
+    return [name for name, parameter in cut if id(parameter) not in by_fsdp2]
 
 
 def share_unit(twin: nn.Module, model: nn.Module) -> None:
@@ -117,12 +147,13 @@ def sharded_parameters(model: nn.Module) -> list[Sharded]:
     found: dict[int, Sharded] = {}
     try:
         for unit, module in units_of(model).items():
-            for held in _params(module):
-                info = held._module_info
-                path = names.get(id(info.module), "")
-                name = f"{path}.{info.param_name}" if path else info.param_name
-                found.setdefault(id(held), Sharded(name, unit, held))
-        gathered = [one.name for one in found.values() if one.held.sharded_state.name != "SHARDED"]
+            for group in _groups(module):
+                for held in group.fsdp_params:
+                    info = held._module_info
+                    path = names.get(id(info.module), "")
+                    name = f"{path}.{info.param_name}" if path else info.param_name
+                    found.setdefault(id(held), Sharded(name, unit, held, group))
+        gathered = [one.name for one in found.values() if one.is_gathered]
     except AttributeError as error:
         raise LokaError(
             f"FSDP2 of torch {torch.__version__} is built in another way than LoKA knows",

@@ -10,7 +10,7 @@ from loka.compiler import install
 from loka.compiler.joint_sites import unjoined
 from loka.compiler.notes import forget
 from loka.core.device import LIBRARIES, fingerprint
-from loka.core.exceptions import NotConverted, PlanMismatch, WrongResults
+from loka.core.exceptions import NoKernelFits, NotConverted, PlanMismatch, WrongResults
 from loka.core.problem import linear_problem
 from loka.core.recipe import Gemm
 from loka.core.records.plan import Decision, Plan
@@ -19,6 +19,7 @@ from loka.core.signature import LinearShape
 from loka.graph.attach import attach, detach
 from loka.kernels.gemm.registry import candidate_named, require_supported
 from loka.kernels.gemm.self_check import self_check
+from loka.nn.fsdp_units import cut_by_others
 from loka.nn.linears import signature
 from loka.nn.site import site_forwards, sites_of
 from loka.nn.site_ops import Candidates
@@ -41,7 +42,8 @@ def convert(model: M, plan: Plan, *, regions: bool = True) -> M:
     Raises:
         PlanMismatch: the plan was made for another model, or measured on another machine.
         NotConverted: the model is converted already.
-        NoKernelFits: a candidate of the plan cannot run here.
+        NoKernelFits: a candidate of the plan cannot run here, or a weight that it would read is cut by tensor
+            parallelism.
         WrongResults: a candidate of the plan fails its self-check here.
     """
     if site_forwards(model):
@@ -64,10 +66,22 @@ def check(model: nn.Module, plan: Plan) -> None:
     """
     _check_model(model, plan)
     _check_machine(model, plan)
+    _check_weights(model, plan)
     for decision in plan.decisions.values():
         if decision.candidate != HP:
             require_supported(decision.candidate, decision.problem)
     _check_results(model, plan)
+
+
+def _check_weights(model: nn.Module, plan: Plan) -> None:
+    paths = fp8_layers(plan)
+    cut = [name for name in cut_by_others(model) if name in paths or name.rpartition(".")[0] in paths]
+    if cut:
+        raise NoKernelFits(
+            "no kernel here reads these weights: they are DTensors, and not by FSDP2 alone (tensor parallelism?)",
+            why=cut,
+            way_out="plan their layers in high precision (loka.plan(force={'layer/*': 'hp'})), or use FSDP2 alone",
+        )
 
 
 def fp8_layers(plan: Plan) -> dict[str, Candidates]:

@@ -28,6 +28,7 @@ from loka.data.batch import Batch, Source, tasks_of
 from loka.distributed import Fp8AllGather
 from loka.distributed.tables.sharded_tables import sharded_modules
 from loka.nn import unwrap
+from loka.nn.fsdp_units import reshard
 from loka.train.ahead import ahead_of
 from loka.train.checkpointing.checkpoint import Checkpoint, CheckpointNotSaved, holds_checkpoints, load_newest
 from loka.train.checkpointing.rhythm import Rhythm
@@ -36,7 +37,7 @@ from loka.train.config import Precision, TrainConfig
 from loka.train.interrupt import deferred_interrupt
 from loka.train.length import Length, batches_from, last_parts, unused_batches
 from loka.train.metrics import Quality, normalized_entropy, only
-from loka.train.ranks import alone_together, require_as_one, together
+from loka.train.ranks import alone_together, require_alike_told, require_as_one, together
 from loka.train.run import Callback, Run
 from loka.train.running import Reading
 from loka.train.schedule import rate_factor
@@ -166,6 +167,7 @@ def train(
             checkpoint before stays, and training goes on.
         InUse: another process trains in the folder of checkpoints.
         DataRefused: the source breaks its promise, or ranks would take other numbers of steps.
+        LokaError: ranks have other configurations, but for the seed.
         RankFailed: another rank raised, between two steps.
         KeyboardInterrupt: Ctrl-C or SIGTERM, after the completed step was saved; it says so. Several ranks
             save nothing then.
@@ -187,8 +189,10 @@ def train(
             way_out="give all equally many rows (or set max_rows), one log_every and checkpoint_every, and "
             "all a folder for checkpoints or none",
         )
+    of_config = config.identity(ranks=ranks_of())
+    require_alike_told({name: value for name, value in of_config.items() if name != "seed"})
     identity = {
-        "config": config.identity(ranks=ranks_of()),
+        "config": of_config,
         "source": rows_identity(source),
         "model": layout(unwrap(model) if ranks_of() > 1 or sharded_modules(model) else model),
         "plan": identity_of(plan),
@@ -253,7 +257,7 @@ def train(
                 run.learn(batch.to(run.device), sight=sight)
                 between_steps = True
                 if run.step == first_step + 1:
-                    require_as_one(run.dense_weights, saved=checkpoints is not None)
+                    require_as_one(run.replicas, saved=checkpoints is not None)
                 callback.after(run)
                 last = run.step == length.steps
                 if run.step % config.log_every == 0 or last:
@@ -344,6 +348,7 @@ def evaluate(
     finally:
         for module in training:
             module.training = True
+        reshard(model)  # what FSDP2's root keeps gathered would hide the weights from who looks at them next
     if not logits:
         raise DataRefused("the source to evaluate on gave no rows", way_out="check its row range")
     return torch.cat(logits).cpu().numpy(), torch.cat(labels).cpu().float().numpy()

@@ -10,10 +10,10 @@ import itertools
 import json
 import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -103,6 +103,25 @@ def by_the_first(work: Callable[[Callable[[], object]], str], *, idle: Callable[
     if "failed" in found:
         raise _left_alone([f"rank 0: {found['failed']}"])
     return str(found["said"])
+
+
+def require_alike_told(fields: Mapping[str, Any]) -> None:
+    """What ranks were told to do, and have to be told alike. A collective. Raises LokaError on all where a rank's
+    value is another one."""
+    _, told = together(lambda: dict(fields), json.dumps)
+    first, *others = map(json.loads, told)
+    differences = [
+        f"rank {rank}: {name} is {theirs.get(name)!r}, and {first.get(name)!r} on rank 0"
+        for rank, theirs in enumerate(others, 1)
+        for name in first
+        if theirs.get(name) != first[name]
+    ]
+    if differences:
+        raise LokaError(
+            "the ranks train by different configurations, so they would not train one model, or wait for each other",
+            why=differences,
+            way_out="give all ranks the same TrainConfig; its seed alone may differ",
+        )
 
 
 def require_as_one(weights: Iterable[torch.Tensor], *, saved: bool) -> None:

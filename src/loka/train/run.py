@@ -30,9 +30,11 @@ from loka.distributed import (
     fp8_all_gather,
     send_gradients,
 )
+from loka.distributed.dense_sharding import replicated_tables
 from loka.distributed.gradient_gate import STEPS
 from loka.distributed.tables.sharded_tables import sharded_modules
 from loka.nn.fp8_state_dict import carry_over, fp8_state_dict
+from loka.nn.fsdp_units import reshard
 from loka.planner import convert, revert
 from loka.train.ahead import Ahead
 from loka.train.average import Weights, averaged_weights, due
@@ -129,10 +131,12 @@ class Run:
         return self._step.exchange if self._step else None
 
     @property
-    def dense_weights(self) -> list[torch.Tensor]:
-        """What the dense optimizer trains; of a model of tables alone, those."""
+    def replicas(self) -> list[torch.Tensor]:
+        """What is to be equal on all ranks, or one over all of them: what the dense optimizer trains (of a model of
+        tables alone, those), and tables beside FSDP2's units."""
         optimizer = next(iter(self.optimizers.values()))
-        return [weight for group in optimizer.param_groups for weight in group["params"]]
+        dense = [weight for group in optimizer.param_groups for weight in group["params"]]
+        return [*dense, *replicated_tables(self.model)]
 
     def _stepping(self) -> Step:
         if self._step is None:
@@ -222,6 +226,7 @@ class Run:
     def save(self, folder: Path, *, beside: Mapping[str, Any], identity: Mapping[str, Any]) -> None:
         """All that it takes to go on from here, and `beside`. Among several ranks, or with TorchRec's tables,
         by DCP: a collective."""
+        reshard(self.model)  # a forward beside the steps leaves FSDP2's root gathered
         what = (self.model, self.optimizers, self.running, self.average, self.plan)
         keep = self.config.keep_checkpoints
         if ranks_of() == 1 and not sharded_modules(self.model):

@@ -156,9 +156,11 @@ def compiled(model: nn.Module, *, replayed: bool = False) -> nn.Module:
 
 
 def uncompiled(model: nn.Module) -> nn.Module:
-    for tables in embedding_bags_in(model):
-        vars(tables).pop("forward", None)
-    for part in (model, *blocks_of(model)):
+    if bags := embedding_bags_in(model):
+        for tables in bags:
+            vars(tables).pop("forward", None)
+        return run_as_written(model)
+    for part in blocks_of(model):
         run_as_written(part)
     return model
 
