@@ -1,5 +1,6 @@
 import pytest
 import torch
+from between import ALL, Between, OfWiderNumbers
 from converted import JOINED, converted, error, gradients, plan_for, run
 from joint import JointBackend
 from models import forced_plan
@@ -20,164 +21,6 @@ from loka.kernels.edge.program import Kind, program_of
 aten = torch.ops.aten
 
 
-class Between(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.first, self.second = nn.Linear(64, 64), nn.Linear(64, 32)
-
-    def forward(self, x):
-        return self.second(self.code(self.first(x)))
-
-    def code(self, h):
-        raise NotImplementedError
-
-
-class CastToBool(Between):
-    def code(self, h):
-        return torch.relu(h).bool() * 2.0 + h
-
-
-class CastToEightBits(Between):
-    def code(self, h):
-        coarse = (h.detach().float() * 8 + 100).to(torch.float8_e4m3fn).float()
-        return (coarse - 100) / 8 + h
-
-
-class CastToIntegers(Between):
-    def code(self, h):
-        return (h.detach() * 4).to(torch.int32).to(h.dtype) + h
-
-
-class AddedWithItsOwnGradient(torch.autograd.Function):
-    """x [T, N] + p [N], where p's gradient is a sum over rows of a product with another such sum."""
-
-    @staticmethod
-    def forward(ctx, x, p):
-        return x + p
-
-    @staticmethod
-    def backward(ctx, grad):
-        return grad, (grad * grad.sum(0)).sum(0)
-
-
-class SumOfSums(Between):
-    def __init__(self):
-        super().__init__()
-        self.shift = nn.Parameter(torch.zeros(64))
-
-    def code(self, h):
-        return torch.tanh(AddedWithItsOwnGradient.apply(h, self.shift))
-
-
-class SummedUp(Between):
-    """Backward begins inside of the graph, with one number."""
-
-    def forward(self, x):
-        return super().forward(x).float().sum() / 8
-
-    def code(self, h):
-        return torch.relu(h)
-
-
-class BlockFactors(Between):
-    """A factor for each block, of which there are as many as rows."""
-
-    def __init__(self):
-        super().__init__()
-        self.factors = nn.Parameter(torch.arange(1.0, 5.0).view(4, 1))
-
-    def forward(self, x):
-        return super().forward(x[:4])
-
-    def code(self, h):
-        return torch.tanh(h.unflatten(-1, (4, 16)) * self.factors).flatten(-2)
-
-
-class RepeatedMask(Between):
-    """The sign of what a layer reads, for rows that repeat it."""
-
-    def code(self, h):
-        z = torch.tanh(h)
-        mask = z.unsqueeze(1).expand(-1, 2, -1) > 0
-        return self.first(z) + torch.where(mask, self.first(torch.stack([h, h.sin()], 1)), 0.0).sum(1)
-
-
-class OfItsMaximum(Between):
-    """Backward finds a maximum's element by comparing with it."""
-
-    def forward(self, x):
-        h = self.first(x)
-        return h.amax(-1, keepdim=True) + 0 * h
-
-
-class AtItsMaximum(Between):
-    """Where rounding takes the largest up, a maximum that was rounded is above all."""
-
-    def code(self, h):
-        return torch.where(h >= h.amax(-1, keepdim=True), h, 0.1 * h)
-
-
-class PooledTokens(Between):
-    def forward(self, x):
-        h = torch.tanh(self.first(x.unflatten(0, (-1, 4)))) + 1
-        return self.second(h.transpose(1, 2).amax(-1))
-
-
-class OfItsNorm(Between):
-    """A statistic that forward has in registers, and backward rounded, from memory."""
-
-    def code(self, h):
-        blocks = h.unflatten(-1, (4, 16))
-        blocks = blocks * torch.rsqrt(blocks.square().mean(-1, keepdim=True) + 1e-5)
-        return (blocks / (1 + blocks.amax(-1, keepdim=True))).flatten(1)
-
-
-class OfWiderNumbers(Between):
-    """A maximum of float32 numbers that are made of rounded ones, in backward; under autocast."""
-
-    def __init__(self):
-        super().__init__()
-        self.factor = nn.Parameter(torch.rand(64) + 0.5)
-
-    def code(self, h):
-        wide = torch.sigmoid(h * self.factor).unflatten(-1, (8, 8))
-        return (wide / (1 + wide.amax(-1, keepdim=True))).flatten(1)
-
-
-class OfItsLargest(Between):
-    """A norm's gradient makes |h| anew, and compares that with the largest."""
-
-    def code(self, h):
-        h = nn.functional.layer_norm(h, (64,))
-        return h / (1 + torch.linalg.vector_norm(h, ord=float("inf"), dim=-1, keepdim=True))
-
-
-class BothSides(Between):
-    """Gradients of both sides of a choice: where(mask, dy, 0) and where(mask, 0, dy)."""
-
-    def forward(self, x):
-        h = self.first(x)
-        return torch.where(h > h.flip(1), h, h * 0.5)
-
-
-ALL = [
-    OfItsMaximum,
-    AtItsMaximum,
-    PooledTokens,
-    OfItsNorm,
-    OfWiderNumbers,
-    OfItsLargest,
-    BothSides,
-    CastToBool,
-    CastToEightBits,
-    CastToIntegers,
-    SumOfSums,
-    SummedUp,
-    BlockFactors,
-    RepeatedMask,
-]
-
-
 @pytest.mark.parametrize("fused", [False, True], ids=["rounded", "fused"])
 @pytest.mark.parametrize("model", ALL)
 def test_joined_computes_what_the_model_says(model, fused):
@@ -193,6 +36,7 @@ def test_joined_computes_what_the_model_says(model, fused):
     found = run(torch.compile(joined, backend=backend, fullgraph=True), x)
     assert loka.regions(joined).complete
     assert backend.count(edge)
+    assert not any(n.op == "get_attr" for g in backend.graphs for e in g.nodes if e.target is edge for n in e.args[0])
     truth, theirs, ours = (gradients(each) for each in (plain, eager, joined))
     triples = [(found[0], by_site[0], exact[0]), *((ours[n], theirs[n], truth[n]) for n in truth)]
     for mine, other, right in triples:

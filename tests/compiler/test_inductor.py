@@ -215,6 +215,29 @@ def test_sites_that_do_not_fit_are_told_with_their_reason():
     assert all("multiple of 16" in reason for reason in loka.regions(whole).apart.values())
 
 
+class Residual(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(32, 32), nn.Linear(32, 32)
+
+    def forward(self, x):
+        return x + self.down(torch.relu(self.up(x)))
+
+
+def test_dynamo_does_not_give_up_on_the_ninth_block_of_a_class():
+    """Sites have names, so that each block has a program of its own; by default Dynamo keeps eight of a frame."""
+    deep, x = nn.Sequential(*(Residual() for _ in range(12))), torch.randn(32, 32)
+    loka.convert(deep, plan_for(deep, x))
+    backend = JointBackend()
+    for block in deep:
+        block.compile(backend=backend, fullgraph=True)
+    run(deep, x)
+    with torch.no_grad():
+        deep(x)
+    assert loka.regions(deep).complete
+    assert len(loka.regions(deep).applied) == len(deep)
+
+
 def test_parts_compiled_by_themselves_and_within_each_other():
     outer = nn.Sequential(made("relu"), nn.ReLU(), made("relu_narrow"))
     x = torch.randn(64, 64)

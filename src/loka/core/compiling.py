@@ -43,6 +43,17 @@ def compile_in_place(module: Module, frame: CodeType | None = None, *, replayed:
     return module
 
 
+def allow_programs(count: int) -> None:
+    """Dynamo compiles a frame for that many modules and inputs, and no fewer than before, until it gives up on it.
+
+    By default it gives up from the ninth on, which then runs as written: of blocks of one class that are compiled
+    one by one, each has a program of its own where their sites are planned.
+    """
+    config = torch._dynamo.config
+    config.recompile_limit = max(config.recompile_limit, count)
+    config.accumulated_recompile_limit = max(config.accumulated_recompile_limit, config.recompile_limit)
+
+
 def compiled_by_rows(module: nn.Module) -> Callable[..., Any]:
     """What calls the module, given tensors [B, ...], compiled for each B out of one trace, in which B is open.
 

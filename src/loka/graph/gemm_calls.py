@@ -10,6 +10,7 @@ the graph. Calls that it cannot bring to the form return None; accounting names 
 """
 
 import operator
+import string
 from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
@@ -189,6 +190,8 @@ def _added(
 
 
 def _einsum_call(args: tuple[Any, ...], is_weight: Any) -> GemmCall | None:
+    if len(args) in (4, 5) and isinstance(args[0], torch.Tensor):
+        args = (_equation_of(args[1], args[3], *args[4:]), args[0], args[2])
     if not args or not isinstance(args[0], str):
         return None
     operands = args[1] if len(args) == 2 and isinstance(args[1], (list, tuple)) else args[1:]
@@ -200,6 +203,28 @@ def _einsum_call(args: tuple[Any, ...], is_weight: Any) -> GemmCall | None:
     return _einsum(args[0], operands[0], operands[1], weight_first=first)
 
 
+def _equation_of(*subscripts: Any) -> str:
+    """Of subscripts in lists, as torch writes it; eager torch has done so before a function mode is asked."""
+
+    left, right, *out = ("".join("..." if n is Ellipsis else _LETTERS[n] for n in each) for each in subscripts)
+    return "->".join([f"{left},{right}", *out])
+
+
+_LETTERS = string.ascii_uppercase + string.ascii_lowercase
+
+
+def _spelled_out(equation: str, a: torch.Tensor, b: torch.Tensor) -> str:
+    """With a letter for each side that "..." stands for; as it is where operands have fewer sides than letters."""
+    inputs, out = equation.split("->")
+    texts = inputs.split(",")
+    sides = [each.dim() - len(text) + 3 if "..." in text else 0 for text, each in zip(texts, (a, b), strict=True)]
+    if min(sides) < 0:
+        return equation
+    free = "".join(letter for letter in _LETTERS if letter not in equation)[: max(sides)]
+    left, right = (text.replace("...", free[len(free) - n :]) for text, n in zip(texts, sides, strict=True))
+    return f"{left},{right}->{out.replace('...', free)}"
+
+
 def _einsum(equation: str, a: torch.Tensor, b: torch.Tensor, *, weight_first: bool) -> GemmCall | None:
     """An equation of two operands in which every letter is of one kind.
 
@@ -207,12 +232,17 @@ def _einsum(equation: str, a: torch.Tensor, b: torch.Tensor, *, weight_first: bo
     (K); the others are rows (of x) and outputs (of the weight).
     """
     spaced = equation.replace(" ", "")
-    if "->" not in spaced or "." in spaced:
+    if spaced.count("->") > 1 or spaced.count(",") != 1:
         return None
-    inputs, out = spaced.split("->")
+    if "->" not in spaced:  # torch's implicit output: what appears once, in order
+        once = sorted(c for c in set(spaced) - set(".,") if spaced.count(c) == 1)
+        spaced += "->" + "..." * ("..." in spaced) + "".join(once)
+    inputs, out = (_spelled_out(spaced, a, b) if "." in spaced else spaced).split("->")
     left, right = inputs.split(",")
     of_w, of_x = (left, right) if weight_first else (right, left)
     w, x = (a, b) if weight_first else (b, a)
+    if (len(of_w), len(of_x)) != (w.dim(), x.dim()):
+        return None  # torch says so
     letters = (of_x, of_w, out)
     if any(len(set(part)) != len(part) for part in letters) or set(out) - set(of_x) - set(of_w):
         return None

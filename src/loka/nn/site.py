@@ -85,7 +85,7 @@ class Site:
         if torch.is_autocast_enabled(kind) and x.dtype in DTYPES:
             x = x.to(torch.get_autocast_dtype(kind))
         elif x.dtype != weight.dtype:
-            raise TypeError(
+            raise RuntimeError(
                 f"{self.name}: input is {x.dtype}, the weight {weight.dtype}; cast one, or use torch.autocast"
             )
         if self.health.device != x.device:

@@ -9,6 +9,7 @@ from torch import nn
 from loka.compiler import install
 from loka.compiler.joint_sites import unjoined
 from loka.compiler.notes import forget
+from loka.core.compiling import allow_programs
 from loka.core.device import LIBRARIES, fingerprint
 from loka.core.exceptions import NoKernelFits, NotConverted, PlanMismatch, WrongResults
 from loka.core.problem import linear_problem
@@ -26,6 +27,8 @@ from loka.nn.site_ops import Candidates
 from loka.nn.unwrap import class_name
 
 M = TypeVar("M", bound=nn.Module)
+
+_EACH = 8  # programs of a module: of training and serving, of other numbers of rows
 
 
 def convert(model: M, plan: Plan, *, regions: bool = True) -> M:
@@ -53,6 +56,7 @@ def convert(model: M, plan: Plan, *, regions: bool = True) -> M:
     check(model, plan)
     in_fp8 = fp8_layers(plan)
     attach(model, plan.model.layers, in_fp8, join=regions, centres=plan.centres, hot_columns=plan.hot_columns)
+    allow_programs(_EACH * len(site_forwards(model)))
     forget(site.health for site in sites_of(model).values())
     if regions and any(unjoined(name) is None for names in in_fp8.values() for name in names):
         install()

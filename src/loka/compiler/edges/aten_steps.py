@@ -17,7 +17,7 @@ _PASSED_ON = {
     aten.view.default, aten.reshape.default, aten._unsafe_view.default, aten.unsqueeze.default,
     aten.squeeze.dim, aten.squeeze.dims, aten.expand.default, aten.alias.default, aten.clone.default,
     aten.detach.default, prims.convert_element_type.default, aten._to_copy.default, aten.contiguous.default,
-    aten.lift_fresh_copy.default, prims.view_of.default,
+    prims.view_of.default,
 }  # fmt: skip
 
 _SAME = {
@@ -105,8 +105,12 @@ def operands(node: Node) -> list[Node | float]:
 def steps_of(node: Node, values: list[Value], push: Callable[[Step], int]) -> Value:
     """The value of a pointwise node from those of its operands; `push` appends a step and gives its place."""
     target: Any = node.target
-    if target in _PASSED_ON or target in (aten.scalar_tensor.default, aten.full.default):
+    if target in (aten.scalar_tensor.default, aten.full.default):
         return values[0]
+    if target in _PASSED_ON:
+        is_truth = value_of(args_of(node)[0]).dtype == torch.bool and value_of(node).dtype != torch.bool
+        # Two truths add up to 2, and have a difference; of booleans "add" is their "or".
+        return push(Step("where", (values[0], 1.0, 0.0))) if is_truth else values[0]
     if target is aten.pow.Tensor_Scalar:
         power = float(args_of(node)[1])
         if power in _POWERS:

@@ -107,6 +107,8 @@ def _computable(node: Node, matrix: Matrix, forward: bool) -> bool:
     read = [a for a in operands(node) if isinstance(a, Node)]
     if any("rand" in str(a.target) for a in read):
         return False  # a mask is read as one byte, not as the random numbers that it was made of
+    if any(a.op == "get_attr" for a in read):
+        return False  # a constant of the graph is a real tensor, which ops of ours do not take among fake ones
     kinds = [matrix.kind(a) for a in read]
     if None in kinds or not read:
         return not read

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
-from loka.core.compiling import compile_in_place, new_frame, run_as_written
+from loka.core.compiling import allow_programs, compile_in_place, new_frame, run_as_written
 from loka.core.error import Estimate
 from loka.core.exceptions import LokaError
 from loka.core.timing import first_line, time_interleaved
@@ -24,7 +24,7 @@ from loka.distributed.tables.sharded_tables import sharded_modules
 
 Build = Callable[[], nn.Module]
 
-_COMPILE_LIMIT = 64  # blocks of one class with other candidates are other programs
+_PROGRAMS = 64  # blocks of one class with other candidates are other programs
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -140,8 +140,8 @@ def compiled(model: nn.Module, *, replayed: bool = False) -> nn.Module:
     that hold embedding tables, and single layers, stay as they are. Where TorchRec holds the zoo's tables, all
     but these is compiled as one instead: its host is what a step waits for, and each part costs it some.
     """
-    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, _COMPILE_LIMIT)
-    torch._dynamo.config.accumulated_recompile_limit = 64 * _COMPILE_LIMIT
+    allow_programs(_PROGRAMS)
+    torch._dynamo.config.accumulated_recompile_limit = 64 * _PROGRAMS
     # Gradients of a part travel while the next one goes backward. DDPOptimizer would cut each part, and the
     # regions in it, where DistributedDataParallel's buckets end.
     torch._dynamo.config.optimize_ddp = False
