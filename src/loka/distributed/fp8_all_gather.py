@@ -36,6 +36,7 @@ from loka.core.records.plan import Plan
 from loka.core.records.report import HP, site_name
 from loka.core.table import format_table
 from loka.kernels.gemm.registry import candidate_named
+from loka.kernels.quantize.fp8_weights import cast_rows, room_for_rows
 from loka.kernels.quantize.weight_copies import FP8, bits_of_scale
 from loka.nn.fp8_weight import CAST, Fp8Weight, scale_length
 from loka.nn.fsdp_units import Sharded, sharded_parameters, units_of
@@ -235,7 +236,8 @@ class Exchange:
         lengths = [scale_length(*one.size) for one in chosen]
         self._places = torch.repeat_interleave(torch.tensor(lengths)).to(device)
         self._scales = torch.empty(sum(lengths), device=device)
-        self._bytes = [torch.empty(one.padded.shape, dtype=torch.uint8, device=device) for one in chosen]
+        self._largest = torch.empty(len(chosen), device=device)
+        self._bytes = [room_for_rows(one.padded) for one in chosen]
         begins = {id(one.beside): index for index, one in reversed(list(enumerate(chosen)))}
         self._hooks = [
             _Hooks(one.size, own, scale, self._asked if begins[id(one.beside)] == index else None)
@@ -283,18 +285,20 @@ class Exchange:
         # A maximum over ranks may drop a NaN; infinity stays, and both make a scale of NaN.
         largest = torch.where(largest.isfinite(), largest, torch.inf)
         dist.all_reduce(largest, dist.ReduceOp.MAX, group=self._group)
-        scales = bits_of_scale(largest).view(torch.float32)
         if len(which) == len(self.chosen):
-            self._scales.copy_(scales[self._places])
+            self._largest.copy_(largest)
+            self._scales.copy_(bits_of_scale(largest).view(torch.float32)[self._places])
             return
-        for index, scale in zip(which, scales, strict=True):
-            self._hooks[index].scale.copy_(scale)
+        for index, each in zip(which, largest, strict=True):
+            self._largest[index].copy_(each)
+            self._hooks[index].scale.copy_(bits_of_scale(each).view(torch.float32))
 
     @torch.no_grad()
-    def quantize(self, which: Iterable[int]) -> None:
-        for index in which:
-            shard, scale = self.chosen[index].padded, self._hooks[index].scale[0]
-            self._bytes[index].copy_((shard.float() / scale).to(FP8).view(torch.uint8))
+    def quantize(self, which: Sequence[int]) -> None:
+        """This rank's rows of these weights, by the scales that were agreed on last."""
+        shards = [self.chosen[index].padded for index in which]
+        scales = [self._hooks[index].scale for index in which]
+        cast_rows(shards, [self._bytes[index] for index in which], scales, self._largest, which)
 
     def hook(self, which: Iterable[int], *, on: bool) -> None:
         """Has FSDP2 gather some of `chosen` in FP8, or in its own way; `renew` puts all hooks back."""

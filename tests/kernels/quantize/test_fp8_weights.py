@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from loka.core.numerics.reference import quantize
 from loka.kernels.launches import launches, reset_launches
 from loka.kernels.quantize import int8_weights as int8_module
-from loka.kernels.quantize.fp8_weights import DTYPES, GROUP, fp8_weights
+from loka.kernels.quantize.fp8_weights import DTYPES, GROUP, cast_rows, fp8_weights, room_for_rows
 from loka.kernels.quantize.weight_copies import Copies, quantize_weight, unwritten
 
 NUMBERS = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).double()  # by their bytes
@@ -213,6 +213,42 @@ def test_a_weight_may_span_more_than_32_bits(fused, device):
     copies = Copies(*(each.to(device) for each in unwritten(weight, transposed=True)))
     fused.quantize_weights_fused([weight], [copies])
     same(copies, quantize_weight(weight.cpu(), transposed=True))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_rows_by_a_maximum_that_is_known(dtype, fused, device):
+    """As of a shard: the scale is that of the whole weight, of which another rank may hold the largest."""
+    sides = ((9, 64), (70, 32), (1, 16))
+    whole = [representable(*each, dtype, exponent=2, seed=each[0]) for each in sides]
+    whole = [weight.where(weight.abs() >= 1, 0.0) for weight in whole]  # an eighth of all others is representable too
+    shards = [weight[: len(weight) // 2 + 1].contiguous() for weight in whole]
+    shards[1] = torch.cat((shards[1], shards[1]), dim=1)[:, :32]  # with a gap behind each row
+    largest = torch.full((5,), math.nan)
+    places = (3, 1, 4)
+    for weight, place in zip(whole, places, strict=True):
+        largest[place] = 8 * weight.float().abs().amax()
+    largest[4] = math.inf
+    given = [moved(shard, device) for shard in shards], [room_for_rows(shard.to(device)) for shard in shards]
+    scales = [torch.full((-(-max(shard.shape) // 16) * 16,), 7.0, device=device) for shard in shards]
+    fused.cast_rows_fused(*given, scales, largest.to(device), places)
+    for shard, got, scale, place in zip(shards, given[1], scales, places, strict=True):
+        step = 2.0 ** math.ceil(math.log2(largest[place])) / 256 if largest[place] < math.inf else math.nan
+        expected = (shard.float() / step).to(torch.float8_e4m3fn)
+        assert torch.equal(as_bytes(got), as_bytes(expected))
+        assert scale.cpu().nan_to_num(nan=-1.0).tolist() == [step if step == step else -1.0] * len(scale)
+        again = [room_for_rows(shard.to(device))]
+        cast_rows([shard.to(device)], again, [scale], largest.to(device), [place])
+        assert torch.equal(as_bytes(again[0]), as_bytes(expected))
+
+
+def test_rows_whose_sides_fit_no_kernel_are_the_twin_s(device):
+    weights = [torch.randn(5, 10, device=device), torch.randn(4, 32, device=device), torch.randn(0, 16, device=device)]
+    rows, scales = [room_for_rows(weight) for weight in weights], [torch.empty(32, device=device) for _ in weights]
+    reset_launches()
+    cast_rows(weights, rows, scales, torch.tensor([4.0, 8.0, 1.0], device=device), (0, 1, 2))
+    assert launches() == ({"weights": 1} if device.type == "cuda" else {})
+    for weight, row, step in zip(weights, rows, (4 / 256, 8 / 256, 1.0), strict=True):
+        assert torch.equal(as_bytes(row), as_bytes((weight / step).to(torch.float8_e4m3fn)))
 
 
 def test_a_weight_without_elements_has_copies(device):

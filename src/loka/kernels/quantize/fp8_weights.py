@@ -9,9 +9,10 @@ from collections.abc import Sequence
 
 import torch
 
+from loka.core.problem import round_up
 from loka.kernels.custom_op import registered
 from loka.kernels.launches import note_launch
-from loka.kernels.quantize.weight_copies import Copies, quantize_weight, unwritten
+from loka.kernels.quantize.weight_copies import FP8, NAN_BYTE, SIDE, Copies, bits_of_scale, quantize_weight, unwritten
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 GROUP = 16  # weights that a launch serves: more would only lengthen its list of arguments
@@ -66,6 +67,49 @@ def _fp8_weights(weights: Sequence[torch.Tensor], transposed: Sequence[bool]) ->
 def _fp8_weights_fake(weights: Sequence[torch.Tensor], transposed: Sequence[bool]) -> list[torch.Tensor]:
     _check(weights, transposed)
     return _flat([unwritten(weight, transposed=turn) for weight, turn in zip(weights, transposed, strict=True)])
+
+
+def room_for_rows(weight: torch.Tensor) -> torch.Tensor:
+    """uint8 [N, K] for `cast_rows` to write to, with memory behind it up to a multiple of 16 rows."""
+    rows, columns = weight.shape
+    return torch.empty(round_up(rows, SIDE), columns, dtype=torch.uint8, device=weight.device)[:rows]
+
+
+def cast_rows(
+    weights: Sequence[torch.Tensor],
+    rows: Sequence[torch.Tensor],
+    scales: Sequence[torch.Tensor],
+    largest: torch.Tensor,
+    places: Sequence[int],
+) -> None:
+    """FP8 bytes of matrices [N, K] whose largest magnitudes are known, as shards have those of whole weights.
+
+    Args:
+        rows: `room_for_rows` of each.
+        scales: float32, of at least as many elements as a side of the matrix, padded to 16; some are written over,
+            by the scale of that maximum.
+        largest: float32, the maximum of each at its place in `places`; infinity, for what is not finite, makes all
+            of its bytes NaN.
+    """
+    on_gpu = [w.is_cuda and w.shape[1] % SIDE == 0 and w.dtype in DTYPES for w in weights]
+    for place, weight in enumerate(weights):
+        if not on_gpu[place]:
+            scale = bits_of_scale(largest[places[place]]).view(torch.float32)
+            low = (weight.float() / scale).to(FP8).view(torch.uint8)
+            rows[place].copy_(torch.where(scale.isnan(), NAN_BYTE, low))
+    fused = [place for place, fits in enumerate(on_gpu) if fits]
+    for group in groups_of([weights[place] for place in fused]):
+        from loka.kernels.quantize.triton.fp8_weights import cast_rows_fused
+
+        own = [fused[place] for place in group]
+        note_launch("weights")
+        cast_rows_fused(
+            [weights[place] for place in own],
+            [rows[place] for place in own],
+            [scales[place] for place in own],
+            largest,
+            [places[place] for place in own],
+        )
 
 
 fp8_weights = registered("loka::fp8_weights", _fp8_weights, _fp8_weights_fake)

@@ -5,7 +5,8 @@
 
 Twin: kernels/quantize/weight_copies.py. Addresses and sizes are arguments of the kernels, so that nothing is
 copied to the device before and a CUDA graph may capture the launches. Every program of the second launch
-reduces the partial maxima of its weight anew: no memory has to be zeroed, no atomics meet.
+reduces the partial maxima of its weight anew: no memory has to be zeroed, no atomics meet. Where maxima are
+known, as ranks agree on them, the second is all there is.
 
 A program picks its weight out of tuples of arguments. Triton compiles anew for integers that are 1 or
 multiples of 16, in tuples whether asked to or not; `_opaque` makes all those below 2^30
@@ -338,12 +339,20 @@ class _Sizes(NamedTuple):
 def _sizes(weights: tuple[_Lying, ...]) -> _Sizes:
     shares = [_share(weight) for weight in weights]
     begins = starts([share.programs for share in shares])
-    backwards = weights[::-1]
-    firsts = starts([cdiv(weight.rows, _TILE) * cdiv(weight.columns, _TILE) for weight in backwards])
-    casts = [firsts[:-1], begins[-2::-1], [share.programs for share in shares[::-1]]]
-    casts += [[getattr(weight, name) for weight in backwards] for name in (*_Lying._fields[:4], "flags")]
     fields = list(zip(*shares, strict=True))[1:]
-    return _Sizes(begins[-1], [numbers(each) for each in (begins[:-1], *fields)], firsts[-1], list(map(numbers, casts)))
+    sharing = [numbers(each) for each in (begins[:-1], *fields)]
+    casts = _casts(weights[::-1], tuple(begins[-2::-1]), tuple(share.programs for share in shares[::-1]))
+    return _Sizes(begins[-1], sharing, *casts)
+
+
+@functools.lru_cache(maxsize=512)
+def _casts(
+    weights: tuple[_Lying, ...], begins: tuple[int, ...], counts: tuple[int, ...]
+) -> tuple[int, list[tuple[int, ...]]]:
+    """Programs of the second launch and its numbers; `begins` and `counts`: of each weight's partial maxima."""
+    firsts = starts([cdiv(weight.rows, _TILE) * cdiv(weight.columns, _TILE) for weight in weights])
+    fields = [[getattr(weight, name) for weight in weights] for name in (*_Lying._fields[:4], "flags")]
+    return firsts[-1], [numbers(each) for each in (firsts[:-1], begins, counts, *fields)]
 
 
 def quantize_weights_fused(weights: Sequence[torch.Tensor], copies: Sequence[Copies]) -> None:
@@ -363,20 +372,42 @@ def quantize_weights_fused(weights: Sequence[torch.Tensor], copies: Sequence[Cop
             WIDE=_WIDE,
         )
         # The second launch begins with the weights that the first read last: they may still be in the cache.
-        jobs.reverse()
-        _cast[(sizes.casting,)](
-            partial,
-            tuple(job.weight for job in jobs),
-            tuple(job.row for job in jobs),
-            tuple(job.column for job in jobs),
-            tuple(job.scale for job in jobs),
-            *sizes.casts,
-            WEIGHTS=len(jobs),
-            WEIGHT=HIGH_PRECISION[dtype],
-            ALIGN=16 // dtype.itemsize,
-            OUT=TRITON_TYPES[FP8],
-            CVT="" if INTERPRETED else CVT[FP8],
-            PARTIALS=_PARTIALS,
-            BLOCK=_TILE,
-            num_warps=2,
-        )
+        _launch_cast(partial, jobs[::-1], sizes.casting, sizes.casts)
+
+
+def cast_rows_fused(
+    weights: Sequence[torch.Tensor],
+    rows: Sequence[torch.Tensor],
+    scales: Sequence[torch.Tensor],
+    largest: torch.Tensor,
+    places: Sequence[int],
+) -> None:
+    """Writes rows, uint8 [N16, K16], and the first of `scales` of up to 16 weights [N, K] of one dtype, whose
+    largest magnitudes are known, float32, at `places` of `largest`: one launch."""
+    jobs = [
+        _Job(weight, row, row, scale, _IS_ROW.value + _IS_ALIGNED.value * is_aligned(weight))
+        for weight, row, scale in zip(weights, rows, scales, strict=True)
+    ]
+    programs, casts = _casts(tuple(map(_lying, jobs)), tuple(places), (1,) * len(jobs))
+    with launching_on(largest):
+        _launch_cast(largest.view(torch.int32), jobs, programs, casts)
+
+
+def _launch_cast(partial: torch.Tensor, jobs: Sequence[_Job], programs: int, casts: Sequence[tuple[int, ...]]) -> None:
+    dtype = jobs[0].weight.dtype
+    _cast[(programs,)](
+        partial,
+        tuple(job.weight for job in jobs),
+        tuple(job.row for job in jobs),
+        tuple(job.column for job in jobs),
+        tuple(job.scale for job in jobs),
+        *casts,
+        WEIGHTS=len(jobs),
+        WEIGHT=HIGH_PRECISION[dtype],
+        ALIGN=16 // dtype.itemsize,
+        OUT=TRITON_TYPES[FP8],
+        CVT="" if INTERPRETED else CVT[FP8],
+        PARTIALS=_PARTIALS,
+        BLOCK=_TILE,
+        num_warps=2,
+    )
