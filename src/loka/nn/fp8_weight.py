@@ -32,6 +32,7 @@ FP8 = torch.float8_e4m3fn
 CAST = Cast(Format.E4M3, Granularity.ROW, power_of_two=True)
 """What a site's recipe has to ask of a weight: one scale for all rows serves it as a scale of each."""
 
+_WORD = 4  # rows that the kernel of a transpose takes at once
 _SIDES = 128  # no kernel pads a side to a multiple of more
 
 
@@ -128,6 +129,11 @@ def _flagged(operand: Quantized, side: Side, health: torch.Tensor | None) -> Qua
 
 
 def bytes_transposed(row: torch.Tensor) -> torch.Tensor:
+    """[K, N] of [N, K], contiguous."""
+    if row.is_cuda and row.is_contiguous() and row.numel() and row.shape[0] % _WORD == 0:
+        from loka.kernels.edge.triton.transpose import transpose_fused
+
+        return transpose_fused(row)
     return row.view(torch.uint8).t().contiguous().view(row.dtype)
 
 
