@@ -164,4 +164,4 @@ def test_means_that_moved_are_seen(case):
     plan = loka.plan(report, force={"0/output": CENTRED, "*": "hp"})
     assert not drift(plan, probed(copy.deepcopy(model)), before=stats).layers["0"].unsafe
     moved = drift(plan, probed(copy.deepcopy(model), 0.3 * OFFSET), before=stats).layers["0"]
-    assert any("of their energy is back" in reason for reason in moved.unsafe)
+    assert any("means moved from those" in reason for reason in moved.unsafe)

@@ -26,10 +26,11 @@ from loka.core.records.stats import LinearStats
 from loka.core.timing import first_line, still_usable
 from loka.kernels.gemm.registry import candidate_named
 from loka.kernels.gemm.run import run_gemm
-from loka.measurement.operands import Operands, centre_of_input, draw_operands, hot_of_input, layer_samplers, sides
+from loka.measurement.operands import Operands, draw_operands, hot_of_input, layer_samplers, sides
 from loka.measurement.predicted_kl import predicted_kl
 from loka.measurement.settings import Settings
 from loka.statistics.depths import operand_errors
+from loka.statistics.effect_depths import centre_of_input
 
 
 @dataclass

@@ -31,7 +31,7 @@ from loka.core.timing import first_line, still_usable
 from loka.kernels.gemm.registry import all_candidates, candidate_named
 from loka.measurement.cache import TimesCache, sources_digest
 from loka.measurement.errors import draw_errors
-from loka.measurement.operands import centre_of_input, hot_of_input
+from loka.measurement.operands import hot_of_input
 from loka.measurement.predicted_kl import predicted_kl_by_part, tasks_together
 from loka.measurement.queue import agenda
 from loka.measurement.resume import ERRORS_ONLY, continue_from
@@ -41,6 +41,7 @@ from loka.measurement.times.compile_ahead import Track, compile_ahead, untracked
 from loka.measurement.times.layer_times import NOT_TIMED, Timer, cell_key, time_in_region, time_layer
 from loka.measurement.times.region_ahead import Cell, compile_regions_ahead
 from loka.measurement.times.region_times import unfit
+from loka.statistics.effect_depths import centre_of_input
 
 _UNTIMED = "nothing was timed, as errors only were asked for; measure again without that to time"
 _KEPT = "weights are quantized once, as loka.serve keeps them; a converted model takes longer in each call"

@@ -4,7 +4,6 @@ from collections.abc import Mapping
 
 import torch
 
-from loka.core.numerics.centring import centre_of
 from loka.core.problem import DTYPES
 from loka.core.recipe import Gemm
 from loka.core.records.report import HP
@@ -32,18 +31,6 @@ def draw_operands(
 ) -> Operands:
     dtypes = {"input": layer.dtype, "weight": layer.weight_dtype, "grad_output": layer.dtype}
     return {name: draw(rows, generator).to(DTYPES[dtypes[name]]) for name, draw in samplers.items()}
-
-
-def centre_of_input(layer: LinearStats) -> torch.Tensor:
-    """What centred recipes take off the input, m [K] on the CPU: from the means that the probe learnt.
-
-    One zero for all columns where the statistics hold no means: those of a bench's shapes.
-    """
-    learnt = layer.operands["input"]
-    if not {"mean", "square"} <= learnt.tensors.keys():
-        return torch.zeros(1, device="cpu")
-    count = max(int(learnt.numbers["count"]), 1)
-    return centre_of(learnt.tensors["mean"].cpu(), learnt.tensors["square"].cpu() / count)
 
 
 def hot_of_input(layer: LinearStats, candidate: str, device: torch.device | str = "cpu") -> torch.Tensor | None:

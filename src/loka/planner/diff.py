@@ -27,7 +27,7 @@ class PlanDiff:
 
 
 def diff(first: Plan, second: Plan) -> PlanDiff:
-    """Compares two plans site by site, with their models, machines and budgets."""
+    """Compares two plans site by site, with their models, machines and budgets, means and hot columns."""
     context = [f"model: {line}" for line in second.model.differences(first.model)]
     context += [f"machine: {line}" for line in second.machine.differences(first.machine)]
     before, after = encode(first.budget), encode(second.budget)
@@ -35,6 +35,16 @@ def diff(first: Plan, second: Plan) -> PlanDiff:
         f"budget: {name} {before.get(name)} -> {after.get(name)}"
         for name in dict.fromkeys([*before, *after])
         if before.get(name) != after.get(name)
+    ]
+    context += [
+        f"means that are taken off: those of {path} differ"
+        for path in dict.fromkeys([*first.centres, *second.centres])
+        if first.centres.get(path) != second.centres.get(path)
+    ]
+    context += [
+        f"hot columns: those of {path} differ"
+        for path in dict.fromkeys([*first.hot_columns, *second.hot_columns])
+        if set(first.hot_columns.get(path, ())) != set(second.hot_columns.get(path, ()))
     ]
     names = list(dict.fromkeys([*first.decisions, *second.decisions]))
     sites = []

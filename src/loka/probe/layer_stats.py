@@ -7,12 +7,13 @@ from typing import Any
 import torch
 
 from loka.core.exceptions import LokaError, PlanMismatch
+from loka.core.numerics.centring import centre_of
 from loka.core.numerics.effect import Effect
 from loka.core.records.stats import OPERANDS, Distribution, LinearStats, Stats
 from loka.core.signature import ModelSignature
 from loka.statistics import gaussian, matrix_normal
 from loka.statistics.depths import Depths, depths_of, with_depths
-from loka.statistics.effect_depths import Tables
+from loka.statistics.effect_depths import NOTHING, Learnt, Tables
 from loka.statistics.sample_coherence import Picked, Samples, merge_samples, samples_in, samples_of, with_samples
 from loka.statistics.tails import (
     Cross,
@@ -83,6 +84,12 @@ class Site:
     effects: dict[str, Effect]
     tables: Tables
     no_effect: str
+
+
+def learnt_so_far(layer: RunningLayerStats) -> Learnt:
+    """What centred recipes would take off its input."""
+    found = layer.input
+    return NOTHING if found is None else Learnt(centre_of(found.mean, found.square / max(found.count, 1)))
 
 
 def with_sites(stats: Stats, sites: Mapping[str, Site]) -> Stats:

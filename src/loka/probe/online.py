@@ -38,6 +38,7 @@ from loka.probe.layer_stats import (
     add_tails,
     bytes_of,
     from_record,
+    learnt_so_far,
     refuse,
     with_sites,
 )
@@ -139,8 +140,9 @@ class Probe:
         self._eager = False
         self._filter = filter
         self._sensitivity = Sensitivity(
-            samples=effect_samples, per_step=effect_step, logits=logits, base_rate=base_rate, seed=seed
-        )
+            samples=effect_samples, per_step=effect_step, logits=logits, base_rate=base_rate, seed=seed,
+            learnt=lambda path: learnt_so_far(self._layers[path]),
+        )  # fmt: skip
         self._returned: Any = None  # by the model inside a wrapper, which may change the graph behind it
         refuse_without_sites(model, self._linears, self._skipped)
         if resume is not None:

@@ -73,11 +73,11 @@ def scale_source(candidate: str) -> str:
     Raises ServeRefused for scales that rows of a batch share and that are not one for all, and for a centred
     or hot recipe, whose vector or residuals a frozen site does not know.
     """
-    recipe = candidate_named(candidate).recipe
-    if recipe.centred or recipe.hot:
-        what = "takes a vector off its input" if recipe.centred else "multiplies residuals of its operands"
+    if what := candidate_named(candidate).unfrozen:
         raise ServeRefused(
-            f"{candidate} {what}, which frozen sites do not", way_out="plan again without centred and hot recipes"
+            f"{candidate} {what}, which frozen sites do not",
+            way_out="plan again without centred and hot recipes: leave them out of measure(candidates=[...]), or name "
+            "another for its layer, plan(force={'layer/output': ...})",
         )
     granularity = input_cast(candidate).granularity
     if granularity is Granularity.TENSOR:

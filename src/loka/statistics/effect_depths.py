@@ -9,16 +9,20 @@ weights of core/numerics/depth.py, one histogram for each kind of scale answers 
 kept as `effect_depth_<granularity>` beside the tensors of `input` and `weight`: sums over the samples of
 `LinearStats.effects`, the three WEIGHTED columns of a depth histogram.
 
+A plan fixes m of centred recipes, and the columns of hot ones, for all rows to come; means and hot columns of
+the rows of one step would be better than those wherever steps differ, by domain or hour. `Learnt` is what is
+known of both by the steps so far.
+
 Hot columns (core/numerics/hot_columns.py) take their share of both terms away: that of sum_i Jx_k^2 x_k^2 and
 of sum_ij A_jk W_jk^2, which `effect_columns` of `input` keeps [K, 2].
 """
 
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 
 import torch
 
-from loka.core.numerics.centring import centre_of_rows, subtract
+from loka.core.numerics.centring import centre_of, centre_of_rows, subtract
 from loka.core.numerics.depth import WEIGHTED, DepthHistogram, error_sum
 from loka.core.numerics.hot_columns import LEFT, hottest
 from loka.core.recipe import Cast, Casts
@@ -34,6 +38,23 @@ OPERANDS = ("input", "weight")
 Tables = dict[str, torch.Tensor]
 """[ROWS, 3] float64 by "input/effect_depth_row" and so on; [K, 2] as "input/effect_columns"."""
 
+
+@dataclass(frozen=True)
+class Learnt:
+    """Of a site's input, by all rows seen: m [K] of centred recipes, None where nothing is known; and the tables
+    of its hot columns, if there are any."""
+
+    centre: torch.Tensor | None = None
+    tables: Tables = field(default_factory=dict)
+
+    def hottest(self, left: Cast, device: torch.device) -> torch.Tensor | None:
+        """The columns that a hot recipe takes."""
+        table = self.tables.get(f"input/{_COLUMNS}" + (_CENTRED if left.centred else ""))
+        return None if table is None or not table.any() else hottest(table.sum(dim=1).to(device), left.hot)
+
+
+NOTHING = Learnt()
+
 _ELEMENTS = 1 << 17  # of an operand that are looked at in a step
 _CHUNK = 1 << 22  # elements of A, over samples, at a time
 
@@ -45,17 +66,18 @@ def effect_tables(
     rows: torch.Tensor,
     casts: Iterable[Casts],
     generator: torch.Generator,
+    learnt: Learnt = NOTHING,
 ) -> Tables:
     """Of the samples whose rows in `given` [T, K] and `grads` [T, N] are `rows` [m, n].
 
     Large operands are represented by random rows of them; `weight` [N, K]. What centred casts do is asked of
-    x - m, the input's means of these rows taken off: both histograms are others, and have names of their own.
+    x - m, by default the means of these rows: both histograms are others, and have names of their own.
     """
     several = list(casts)
     tables = _tables(given, weight, grads, rows, [pair for pair in several if not pair[0].centred], generator)
     if any(left.centred for left, _ in several):
         plain = [(replace(left, centred=False), right) for left, right in several if left.centred]
-        centred = subtract(given, centre_of_rows(given))
+        centred = subtract(given, centre_of_rows(given) if learnt.centre is None else learnt.centre)
         found = _tables(centred, weight, grads, rows, plain, generator)
         tables |= {name + _CENTRED: table for name, table in found.items()}
     return tables
@@ -92,6 +114,18 @@ def _tables(
     if any(left.hot for left, _ in casts):
         found[f"input/{_COLUMNS}"] = torch.stack(by_column, dim=1).double()
     return found
+
+
+def centre_of_input(layer: LinearStats) -> torch.Tensor:
+    """What centred recipes take off the input, m [K] on the CPU: from the means that the probe learnt.
+
+    One zero for all columns where the statistics hold no means: those of a bench's shapes.
+    """
+    learnt = layer.operands["input"]
+    if not {"mean", "square"} <= learnt.tensors.keys():
+        return torch.zeros(1, device="cpu")
+    count = max(int(learnt.numbers["count"]), 1)
+    return centre_of(learnt.tensors["mean"].cpu(), learnt.tensors["square"].cpu() / count)
 
 
 def hot_of(layer: LinearStats, left: Cast) -> tuple[torch.Tensor, list[float]] | None:

@@ -6,7 +6,13 @@
 
 The drift guard closes a layer (returns it to hp) where its FP8 GEMMs are in doubt: an operand's amax rose by
 more than an octave, or its KL/H more than doubled, beyond the intervals of both, to more than a
-site's fair half of the budget. A falling amax does no harm: scales follow. One unsafe window closes a layer;
+site's fair half of the budget. So is a centred layer whose means lie off those that are taken away, and one whose
+hot columns are others now: a window's own effects are those of the means and columns that it would choose itself.
+
+    off  = sum_k (mean_k - m_k)^2 / sum_k var_k                    of energy that the recipe meant to leave
+    left = error with the plan's columns / with the hottest now
+
+A falling amax does no harm: scales follow. One unsafe window closes a layer;
 three safe ones in a row open it again. A window that does not tell the effect of an FP8 layer, or did not
 see it, is no sign that all is well: such layers are `unknown`.
 """
@@ -15,11 +21,10 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-import torch
-
 from loka.core.budget import total_effect, upper_bound
 from loka.core.error import Estimate
 from loka.core.exceptions import DataRefused, PlanMismatch
+from loka.core.numerics.hot_columns import LEFT
 from loka.core.recipe import SHARED_OPERANDS
 from loka.core.records.plan import Plan, known_effect
 from loka.core.records.report import HP
@@ -31,15 +36,16 @@ from loka.core.table import format_table
 class Limits:
     """When the drift guard closes a layer, and after how many safe windows it opens it again.
 
-    `ne` is the budget that effects are small against where the plan has none. `centre`: the share of their
-    energy that means may have back which a centred recipe takes off, and that columns of a hot one may lack.
+    `ne` is the budget that effects are small against where the plan has none. `centre`: the share of its input's
+    variance that means may add behind a centred recipe (a quarter at most where nothing moved); columns of a hot
+    one may leave `growth` times what the hottest would.
     """
 
     amax_octaves: float = 1.0
     growth: float = 2.0
     reopen_after: int = 3
     ne: float = 1e-4
-    centre: float = 0.25
+    centre: float = 0.5
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -225,12 +231,12 @@ def _layer(
         grown = new.value > limits.growth * old.value and new.low > old.high
         if grown and upper_bound(new) > negligible:
             unsafe.append(f"its KL/H grew {new.value / max(old.value, 1e-300):.1f} times")
-    back = _moved(plan.centres[path], learnt_now.get("input")) if path in plan.centres else 0.0
-    if back > limits.centre:
-        unsafe.append(f"means that are taken off its input moved: {back:.0%} of their energy is back")
-    cold = _cooled(plan.hot_columns.get(path, ()), recipe, learnt_now.get("input"))
-    if cold > limits.centre:
-        unsafe.append(f"its hot columns moved: they hold {1 - cold:.0%} of what others hold now; plan again")
+    off = _off_centre(plan.centres[path], learnt_now.get("input")) if path in plan.centres else 0.0
+    if off > limits.centre:
+        unsafe.append(f"means moved from those that are taken off its input: by {off:.0%} of its variance; plan again")
+    left = _left(plan.hot_columns.get(path, ()), recipe, learnt_now.get("input"))
+    if left > limits.growth:
+        unsafe.append(f"its hot columns are others now: they leave {left:.1f} times the error; plan again")
     return LayerDrift(
         path=path,
         recipe=recipe,
@@ -242,24 +248,28 @@ def _layer(
     )
 
 
-def _moved(centre: Sequence[float], learnt: Distribution | None) -> float:
-    """|mean now - m|^2 over |m|^2, of columns with an m: 0 as planned, 1 where m is of no use any more."""
-    mean = learnt.tensors.get("mean") if learnt is not None else None
-    if mean is None or not any(centre):
+def _off_centre(centre: Sequence[float], learnt: Distribution | None) -> float:
+    """|mean now - m|^2 over the variance now, of all columns. A column without an m adds a quarter at most, as
+    planned: its mean is below half a standard deviation (core/numerics/centring.py)."""
+    if learnt is None or not any(centre) or not {"mean", "square"} <= learnt.tensors.keys():
         return 0.0
-    m = mean.new_tensor(centre, dtype=torch.float64)
-    return float((mean.double() - m)[m != 0].square().sum() / m.square().sum())
+    mean = learnt.tensors["mean"].double()
+    off = float((mean - mean.new_tensor(centre)).square().sum())
+    variance = float(learnt.tensors["square"].double().sum()) / max(learnt.numbers.get("count", 0), 1)
+    return off / variance if variance > 0 else math.inf if off > 0 else 0.0
 
 
-def _cooled(columns: Sequence[int], recipe: str | None, learnt: Distribution | None) -> float:
-    """What these columns have less of the error than the hottest now: 0 as planned."""
+def _left(columns: Sequence[int], recipe: str | None, learnt: Distribution | None) -> float:
+    """The error that these columns' residuals leave, over what those of the hottest now would: 1 as planned."""
     if learnt is None or recipe is None or not columns:
-        return 0.0
+        return 1.0
     table = learnt.tensors.get("effect_columns_centred" if "_centred" in recipe else "effect_columns")
     if table is None or not table.any():
-        return 0.0
+        return 1.0
     heat = table.sum(dim=1)
-    return 1 - float(heat[list(columns)].sum() / heat.topk(len(columns)).values.sum())
+    taken = (heat[list(columns)].sum(), heat.topk(len(columns)).values.sum())
+    ours, best = (float(heat.sum() - (1 - LEFT) * each) for each in taken)
+    return ours / best
 
 
 def _untold(path: str, recipe: str | None, now: Estimate | None, after: Stats) -> str:

@@ -96,6 +96,11 @@ class EmbeddingBags(nn.Module):
     def forward(self, ids: Any, column: int | None = None) -> torch.Tensor:
         if column is not None:
             raise ValueError("a history is looked up row by row, not in bags; train it with --engine torch")
+        if isinstance(ids, torch.Tensor) and type(self.bags.forward).__name__ == "PipelinedForward":
+            raise LokaError(
+                "TorchRec's pipeline has ids of the next batch on their way, and its model takes no others",
+                way_out="call the model in a Callback, behind run.close(), or train with pipeline=False",
+            )
         return _tokens(self.bags(self.jagged(ids) if isinstance(ids, torch.Tensor) else ids), self.features)
 
 

@@ -54,7 +54,8 @@ def shard_tables(
 
     Raises:
         LokaError: no process group, tables that cannot be sharded, ranks with other weights, or an exchange
-            that TorchRec does not have on this device; each with the way out.
+            that TorchRec does not have on this device; tables with an optimizer in their backward; each with the
+            way out.
         MissingLibrary: TorchRec or fbgemm cannot be imported.
     """
     if not dist.is_initialized():
@@ -139,8 +140,22 @@ def _require_rows(placement: Any) -> None:
 
 
 def _require_trained(model: nn.Module) -> None:
-    """Raises LokaError for frozen tables: fbgemm's backward does not ask."""
+    """Raises LokaError for frozen tables: fbgemm's backward does not ask; and for those that would be trained by
+    an optimizer of their own."""
     kind = torchrec().EmbeddingBagCollection
+    taken = [
+        f"{path}.{name}: {', '.join(c.__name__ for c in weight._optimizer_classes)}".lstrip(".")
+        for path, module in model.named_modules()
+        if isinstance(module, kind)
+        for name, weight in module.named_parameters()
+        if getattr(weight, "_optimizer_classes", None)
+    ]
+    if taken:
+        raise LokaError(
+            "these tables have an optimizer in their backward, and would not learn by row-wise AdaGrad",
+            why=taken,
+            way_out="leave apply_optimizer_in_backward out, or train by a loop of your own",
+        )
     frozen = [
         f"{path}.{name}".lstrip(".")
         for path, module in model.named_modules()
@@ -219,12 +234,15 @@ class FusedTables(torch.optim.Optimizer):
     """The rate of tables that learn in their backward, as an optimizer that a schedule can change.
 
     `zero_grad` hands the rate over, so it holds for the backward behind it. There is nothing to step, and the
-    state lies with the tables (`sharded_states`).
+    state lies with the tables (`sharded_states`): it begins at zero, as that of any new optimizer.
     """
 
     def __init__(self, model: nn.Module, *, lr: float) -> None:
         super().__init__([{"params": []}], {"lr": lr})
         self._fused = [module.fused_optimizer for module in sharded_modules(unwrap(model)).values()]
+        for state in sharded_states(unwrap(model)).values():
+            for shard in state.local_shards():
+                shard.tensor.zero_()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         for optimizer in self._fused:

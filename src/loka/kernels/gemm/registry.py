@@ -73,8 +73,17 @@ class Candidate:
         return self.kernel.on_request
 
     @property
+    def unfrozen(self) -> str | None:
+        """What it does that a frozen site (loka/serve/sites.py) does not, or None."""
+        if self.recipe.centred:
+            return "takes a vector off its input"
+        return "multiplies residuals of its operands" if self.recipe.hot else None
+
+    @property
     def unpackaged(self) -> str | None:
         """Why it cannot go into an AOTInductor package (loka/serve/packaging/aot.py), or None."""
+        if self.unfrozen:
+            return f"cannot go into a package: it {self.unfrozen}, which frozen sites do not"
         if self.recipe.name in self.kernel.packaged:
             return None
         return "cannot go into a package: AOTInductor calls aten ops that have a C shim, and it is none"

@@ -10,7 +10,7 @@ from loka.probe.model_effects.logits import NoEffect
 from loka.probe.model_effects.sample_rows import rows_of
 from loka.probe.trace import unseen
 from loka.statistics.effect_casts import CASTS
-from loka.statistics.effect_depths import Tables, effect_tables
+from loka.statistics.effect_depths import NOTHING, Learnt, Tables, effect_tables
 
 
 @dataclass(eq=False)
@@ -81,6 +81,7 @@ def changes_at(
     *,
     of_all: bool = False,
     tables: bool = True,
+    learnt: Learnt = NOTHING,
 ) -> tuple[torch.Tensor, Tables]:
     """s [m, recipes] float32: what each recipe's error changes v by, to first order; and, with `tables`,
     histograms."""
@@ -92,6 +93,6 @@ def changes_at(
         grads = grads.reshape(-1, grads.shape[-1])
         rows = rows_of(call.given.shape[:-1], grads, picks.to(grad.device), batch, of_all=of_all)
         given = call.given.reshape(-1, call.given.shape[-1]).to(call.dtype)
-        changes = changes_of(given, weight, grads, rows, tuple(CASTS.values()))
-        found = effect_tables(given, weight, grads, rows, CASTS.values(), generator) if tables else {}
+        changes = changes_of(given, weight, grads, rows, tuple(CASTS.values()), learnt)
+        found = effect_tables(given, weight, grads, rows, CASTS.values(), generator, learnt) if tables else {}
     return changes, found

@@ -18,6 +18,7 @@ from loka.core.numerics.hot_columns import hottest, in_units
 from loka.core.numerics.reference import scale_of
 from loka.core.recipe import Cast, Casts, Format
 from loka.statistics.depth_scales import sample_scales, sides_of
+from loka.statistics.effect_depths import NOTHING, Learnt
 
 _PART = 1 << 24  # elements of stacked weights, and of stacked rows, at a time
 _LOOKED_AT = 1 << 18  # elements of the input
@@ -25,15 +26,21 @@ _TINY = torch.finfo(torch.float32).tiny
 
 
 def changes_of(
-    given: torch.Tensor, weight: torch.Tensor, grads: torch.Tensor, rows: torch.Tensor, casts: Sequence[Casts]
+    given: torch.Tensor,
+    weight: torch.Tensor,
+    grads: torch.Tensor,
+    rows: torch.Tensor,
+    casts: Sequence[Casts],
+    learnt: Learnt = NOTHING,
 ) -> torch.Tensor:
     """s [m, casts] float32 of the samples whose rows in `given` [T, K] and `grads` [T, N] are `rows` [m, n].
 
     Scales are those of the whole `given` and `weight` [N, K], as `core.reference.quantize` takes them.
-    Centred casts take the means of these rows off: the same formula of x - m. Hot ones add residuals.
+    Centred casts take what is `learnt` off, else the means of these rows: the same formula of x - m. Hot ones add
+    residuals of the columns that are learnt, else of those of these rows.
     """
     if any(left.centred or left.hot for left, _ in casts):
-        return _by_operand(given, weight, grads, rows, casts)
+        return _by_operand(given, weight, grads, rows, casts, learnt)
     m, n = rows.shape
     changes = torch.zeros(m, len(casts), device=weight.device)
     full = weight.float()
@@ -53,7 +60,12 @@ def changes_of(
 
 
 def _by_operand(
-    given: torch.Tensor, weight: torch.Tensor, grads: torch.Tensor, rows: torch.Tensor, casts: Sequence[Casts]
+    given: torch.Tensor,
+    weight: torch.Tensor,
+    grads: torch.Tensor,
+    rows: torch.Tensor,
+    casts: Sequence[Casts],
+    learnt: Learnt,
 ) -> torch.Tensor:
     changes = torch.empty(len(rows), len(casts), device=weight.device)
     for centred in (False, True):
@@ -61,13 +73,15 @@ def _by_operand(
         bare = [(_bare(casts[at][0]), _bare(casts[at][1])) for at in alike]
         if not alike:
             continue
-        operand = subtract(given, centre_of_rows(given)) if centred else given
+        centre = learnt.centre if learnt.centre is not None or not centred else centre_of_rows(given)
+        operand = subtract(given, centre) if centred and centre is not None else given
         distinct = list(dict.fromkeys(bare))
         found = changes_of(operand, weight, grads, rows, distinct)
         changes[:, alike] = found[:, [distinct.index(pair) for pair in bare]]
         for at in alike:
             if casts[at][0].hot:
-                changes[:, at] += _given_back(operand, weight, grads, rows, casts[at])
+                columns = learnt.hottest(casts[at][0], given.device)
+                changes[:, at] += _given_back(operand, weight, grads, rows, casts[at], columns)
     return changes
 
 
@@ -76,12 +90,18 @@ def _bare(cast: Cast) -> Cast:
 
 
 def _given_back(
-    given: torch.Tensor, weight: torch.Tensor, grads: torch.Tensor, rows: torch.Tensor, casts: Casts
+    given: torch.Tensor,
+    weight: torch.Tensor,
+    grads: torch.Tensor,
+    rows: torch.Tensor,
+    casts: Casts,
+    columns: torch.Tensor | None,
 ) -> torch.Tensor:
     """[m]: the sum over a sample's rows of (g Q(W)_H) . r_x + (g r_W) . Q(x)_H."""
     at = rows.flatten()
     x, g = given[at], grads[at].float()
-    columns = hot_of_rows(given, weight, g, casts[0].hot)
+    if columns is None:
+        columns = hot_of_rows(given, weight, g, casts[0].hot)
     low_x, left_x = _with_residuals(x, columns, casts[0])
     low_weight, left_weight = _with_residuals(weight, columns, casts[1])
     back = torch.matmul(g, low_weight).mul_(left_x) + torch.matmul(g, left_weight).mul_(low_x)

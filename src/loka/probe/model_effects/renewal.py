@@ -26,7 +26,7 @@ from loka.core.records.stats import LinearStats, Stats
 from loka.core.row_segments import RowSegments
 from loka.nn.linears import find_linears, signature
 from loka.nn.site import site_forwards
-from loka.nn.unwrap import unwrap
+from loka.nn.unwrap import device_of, unwrap
 from loka.probe.force_eager import eager
 from loka.probe.layer_stats import with_effects
 from loka.probe.model_effects.calls import Found, step_seed
@@ -40,7 +40,7 @@ from loka.probe.model_effects.sensitivity import Sensitivity
 from loka.probe.model_effects.untouched import as_evaluated, thawed
 from loka.probe.site_trace import SiteCall, SiteNames, SiteTrace
 from loka.statistics.effect_casts import CASTS
-from loka.statistics.effect_depths import PREFIX, Tables, merge_tables
+from loka.statistics.effect_depths import PREFIX, Learnt, Tables, centre_of_input, merge_tables, tables_of
 
 Forward = Callable[[nn.Module, Any], Any]
 Clusters = Callable[[Any], torch.Tensor]
@@ -194,6 +194,12 @@ def _read(
     linears, _ = find_linears(model)
     traced = {path: shape for path, shape in stats.model.layers.items() if shape.use is not None}
 
+    def learnt(path: str) -> Learnt:
+        """What a plan by `stats` would fix; where these have no hot columns, by the batches before."""
+        layer = stats.layers[path]
+        centre = centre_of_input(layer).to(device_of(unwrap(model)))
+        return Learnt(centre, tables_of(layer) or _tables(rows.found, path))
+
     def probe(
         batch: Any, step: int, take: int, chosen: torch.Tensor | None, places: torch.Tensor | None
     ) -> Found | None:
@@ -208,6 +214,7 @@ def _read(
             sink=found.append,
             by_task=bool(rows.tasks),
             chosen=chosen,
+            learnt=learnt,
         )
 
         def observe(site: SiteCall, output: torch.Tensor) -> None:

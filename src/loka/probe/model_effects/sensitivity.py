@@ -20,7 +20,7 @@ tensors inside the model do run; a model with backward hooks on modules is left 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -39,7 +39,7 @@ from loka.probe.model_effects.sample_rows import RowsMix, batch_of
 from loka.probe.model_effects.untouched import batch_norms, buffers_kept
 from loka.probe.trace import unseen
 from loka.statistics.effect_casts import CASTS
-from loka.statistics.effect_depths import Tables, faded_tables, merge_tables, tables_of
+from loka.statistics.effect_depths import NOTHING, Learnt, Tables, faded_tables, merge_tables, tables_of
 
 _UNREACHED = "no gradient of these logits reaches its output"
 
@@ -67,6 +67,7 @@ class Sensitivity:
         sink: receives what each step finds, in place of the effects over the steps.
         by_task: beside the pass of all logits one for each, for the sink.
         chosen: the samples of every batch; by default they are drawn.
+        learnt: what all rows so far tell of a site's input, its calls in this step included.
     """
 
     working = False
@@ -82,10 +83,12 @@ class Sensitivity:
         sink: Sink | None = None,
         by_task: bool = False,
         chosen: torch.Tensor | None = None,
+        learnt: Callable[[str], Learnt] = lambda path: NOTHING,
     ) -> None:
         self._samples, self._per_step, self._seed = samples, per_step, seed
         self._logits, self._base_rate = logits, base_rate
         self._sink, self._by_task, self._chosen = sink, by_task, chosen
+        self._learnt = learnt
         self._generator = torch.Generator()
         self._calls: list[tuple[Call, GradientEdge]] = []
         self._step, self._shown = Step(), False  # whether the output ever showed logits
@@ -195,7 +198,8 @@ class Sensitivity:
                 changes = torch.zeros(len(picks), len(CASTS), device=z.device)
             else:
                 try:
-                    changes, _ = changes_at(call, grad, picks, z.shape[0], self._generator, tables=False)
+                    learnt = self._learnt_at(call.path)
+                    changes, _ = changes_at(call, grad, picks, z.shape[0], self._generator, tables=False, learnt=learnt)
                 except NoEffect:
                     changes = torch.full((len(picks), len(CASTS)), torch.nan, device=z.device)
             found[call.path] = found[call.path] + changes if call.path in found else changes
@@ -288,7 +292,10 @@ class Sensitivity:
         """
         try:
             tell = self._chosen is None  # histograms are of the sample of all rows
-            changes, tables = changes_at(call, grad, picks, batch, self._generator, of_all=of_all, tables=tell)
+            learnt = self._learnt_at(call.path)
+            changes, tables = changes_at(
+                call, grad, picks, batch, self._generator, of_all=of_all, tables=tell, learnt=learnt
+            )
         except Exception as error:  # out of memory, say; the step itself is whole
             self._drop([call], reason_of(error) + (mixing if isinstance(error, RowsMix) else ""))
             found.pop(call.path, None)
@@ -296,6 +303,11 @@ class Sensitivity:
         if call.path in found:
             changes, tables = found[call.path][0] + changes, merge_tables(found[call.path][1], tables)
         found[call.path] = changes, tables
+
+    def _learnt_at(self, path: str) -> Learnt:
+        """With the hot columns of the steps before."""
+        learnt, known = self._learnt(path), self._known.get(path)
+        return learnt if known is None else replace(learnt, tables=known.tables)
 
     def _flush(self) -> None:
         waiting, self._waiting = self._waiting, []

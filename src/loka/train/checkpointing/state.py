@@ -20,7 +20,7 @@ from loka.core.exchange import ranks_of
 from loka.core.records.plan import Plan
 from loka.data import Dealt
 from loka.data.batch import Source
-from loka.distributed.tables.sharded_tables import sharded_weights
+from loka.distributed.tables.sharded_tables import sharded_modules, sharded_weights
 from loka.nn.fp8_state_dict import fp8_state_dict, load_fp8_state_dict
 from loka.nn.unwrap import device_of, kind_of
 from loka.train.running import RunningTasks
@@ -38,7 +38,7 @@ def capture(
         "model": model.state_dict(),
         "fp8": fp8_state_dict(model),
         "plan": plan_text(plan),
-        "buffers": dict(model.named_buffers(remove_duplicate=False)),
+        "buffers": _buffers(model),
         "optimizers": {name: optimizer.state_dict() for name, optimizer in optimizers.items()},
         "running": running.state_dict(),
         "average": average.state_dict() if average is not None else None,
@@ -94,8 +94,7 @@ def restore(
 def restore_own(state: Mapping[str, Any], model: nn.Module, running: RunningTasks, *, path: Path) -> None:
     """Buffers, counts of FP8 sites, metrics and random numbers: all but weights and optimizers."""
     try:
-        for name, value in state["buffers"].items():
-            _restore_buffer(model, name, value)
+        _restore_buffers(model, state["buffers"])
         load_fp8_state_dict(model, state["fp8"])
         running.load_state_dict(state["running"])
         torch.set_rng_state(state["random"]["cpu"])
@@ -109,8 +108,7 @@ def restore_model(state: Mapping[str, Any], model: nn.Module, *, path: Path) -> 
     """Weights and buffers alone; whether `model` runs by a plan does not matter."""
     try:
         model.load_state_dict(state["model"])
-        for name, value in state["buffers"].items():
-            _restore_buffer(model, name, value)
+        _restore_buffers(model, state["buffers"])
     except _UNFIT as error:
         raise _refused(path, error) from error
 
@@ -166,6 +164,23 @@ def restore_optimizer(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]
     for group, rate in zip(optimizer.param_groups, rates, strict=True):
         if isinstance(rate, torch.Tensor):
             group["lr"] = rate
+
+
+def _buffers(model: nn.Module) -> dict[str, torch.Tensor]:
+    """But for those of TorchRec's sharded collections, which say how features lie in the shards of these ranks."""
+    placed = tuple(f"{path}." for path in sharded_modules(model))
+    found = model.named_buffers(remove_duplicate=False)
+    return {name: buffer for name, buffer in found if not name.startswith(placed)}
+
+
+_OF_SHARDS = "_features_order_tensor"
+"""Checkpoints of before 2026-11-28 have this buffer of TorchRec's."""
+
+
+def _restore_buffers(model: nn.Module, buffers: Mapping[str, torch.Tensor]) -> None:
+    for name, value in buffers.items():
+        if name.rpartition(".")[2] != _OF_SHARDS:
+            _restore_buffer(model, name, value)
 
 
 def _restore_buffer(model: nn.Module, name: str, value: torch.Tensor) -> None:

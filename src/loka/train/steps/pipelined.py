@@ -65,10 +65,16 @@ def pipelined(
         return "its pipeline gets the ids of the zoo's tables only, and this model makes its own of them"
     device = first.label.device
 
+    unread: list[Exception] = []
+
     def feed() -> Iterator[_Fed]:
         yield _Fed(first, tables[0])
-        for batch in coming.early(device):
-            yield _Fed(batch, tables[0])
+        try:
+            for batch in coming.early(device):
+                yield _Fed(batch, tables[0])
+        except Exception as error:
+            unread.append(error)
+            raise
 
     torchrec("torchrec.streamable").Pipelineable.register(_Fed)  # the abstract class that it looks for
     _settled(device)
@@ -85,6 +91,9 @@ def pipelined(
             pipeline.fill_pipeline(batches)
     except Exception as error:  # what a tracer raises on a user's code has no bounds
         _settled(device)
+        pipeline.detach()
+        if unread:
+            raise unread[0] from None
         return f"torch.fx cannot trace the model: {first_line(error)}"
     if not pipeline._pipelined_modules:
         pipeline.detach()
