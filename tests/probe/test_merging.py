@@ -241,10 +241,9 @@ def test_effects_add_up(merged, alone, ranks):
             parts = [stats.layers[path].effects[name] for stats in own]
             assert effect.count == sum(part.count for part in parts) > 1000
             assert effect.total == pytest.approx(sum(part.total for part in parts), rel=1e-12)
-            # A rank knows the hot columns by its own rows, a quarter of them: the error comes out larger.
-            most = 1.25 if "hot" in name else 1.0001
-            assert effect.kl().low <= alone.layers[path].effects[name].kl().value * most
-            assert alone.layers[path].effects[name].kl().value <= effect.kl().high * 1.0001
+            both, one = effect.kl(), alone.layers[path].effects[name].kl()
+            assert both.low <= one.high, "estimates of the same from other rows"
+            assert one.low <= both.high
         tables = [name for name in layer.operands["input"].tensors if name.startswith("effect_depth_")]
         assert tables
         for name in tables:
