@@ -115,7 +115,9 @@ def hot(count, now):
 
 
 @pytest.mark.parametrize(
-    ("rows", "name"), [(giant, E4M3), (fresh, E4M3), (moved, E4M3), (moved, CENTRED), (hot, HOT)], ids=str
+    ("rows", "name"),
+    [(giant, E4M3), (fresh, E4M3), (moved, E4M3), (moved, CENTRED), (hot, HOT)],
+    ids=["giant", "fresh", "moved", "moved integers", "hot"],
 )
 def test_drift_sees_what_a_window_s_own_means_hide(rows, name):
     """Of these the window's own effects stand still or fall, where the plan's layer costs 4.6 to 17 times as much."""
