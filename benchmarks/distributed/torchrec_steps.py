@@ -1,14 +1,15 @@
 """Steps of TorchRec's DLRM_DCN through its pipeline: the dense part compiled in bf16, against FP8 by LoKA.
 
-    torchrun --nproc-per-node 2 benchmarks/distributed/torchrec_steps.py --batch-size 8192 --out runs/a.jsonl
+    torchrun --nproc-per-node 2 benchmarks/distributed/torchrec_steps.py --step graph --qcomm bf16 \\
+        --batch-size 65536 --out runs/a.jsonl
     torchrun --nproc-per-node 2 benchmarks/distributed/torchrec_steps.py --batch-size 64 --shrink 8 \\
         --narrowest 64 --rounds 6 --device cpu --out runs/tiny.jsonl
 
 MLPerf's dense sizes, 26 tables of 10,000 rows of 128 with one id a bag, in DistributedModelParallel by
 TorchRec's planner; row-wise AdaGrad, Adam for the dense part; TrainPipelineSparseDist from pinned batches.
-Bottom, cross and top are compiled, each by itself; in arms named `_whole` as one but for the tables, which Dynamo
-leaves to Python. CUDA graphs by `--step graph`. Times are those of
-steps.py; `groups_us` splits rank 0's.
+All is compiled as one but for the tables, which Dynamo leaves to Python; in arms without `_whole` bottom, cross and
+top each by itself, which is slower in bf16 too. CUDA graphs by `--step graph`. Times are those of steps.py;
+`groups_us` splits rank 0's.
 """
 
 import argparse
@@ -146,8 +147,8 @@ def main() -> None:
     parser = options()
     parser.add_argument("--shrink", type=int, default=1, help="divides all widths")
     parser.add_argument("--measured", action="store_true", help="plan by probe and measure, on all ranks at once")
-    parser.add_argument("--baseline", choices=ARMS, default=ARMS[0])
-    parser.add_argument("--arms", nargs="+", choices=ARMS, default=["loka"], help="against the baseline")
+    parser.add_argument("--baseline", choices=ARMS, default="bf16_whole")
+    parser.add_argument("--arms", nargs="+", choices=ARMS, default=["loka_whole"], help="against the baseline")
     parser.add_argument("--qcomm", choices=EXCHANGES, default="fp32", help="of embeddings and their gradients")
     parser.add_argument("--tables", choices=["planner", "row_wise"], default="planner", help="where they lie")
     told = parser.parse_args()

@@ -226,7 +226,7 @@ class Residual(nn.Module):
 
 def test_dynamo_does_not_give_up_on_the_ninth_block_of_a_class():
     """Sites have names, so that each block has a program of its own; by default Dynamo keeps eight of a frame."""
-    deep, x = nn.Sequential(*(Residual() for _ in range(12))), torch.randn(32, 32)
+    deep, x = nn.Sequential(*(Residual() for _ in range(9))), torch.randn(32, 32)
     loka.convert(deep, plan_for(deep, x))
     backend = JointBackend()
     for block in deep:

@@ -176,7 +176,7 @@ def test_few_samples_do_not_tell_how_far_a_model_moves(monkeypatch):
     assert with_looks < 0.7 * factor()
 
 
-@pytest.mark.parametrize(("most", "ends"), [(20, 12), (10, 10)])
+@pytest.mark.parametrize(("most", "ends"), [(20, 12), pytest.param(10, 10, marks=pytest.mark.slow)])
 def test_the_probe_goes_on_while_effects_move_by_orders_of_magnitude(most, ends, monkeypatch, tmp_path):
     """Asked again at twice the steps, or at the most; a run killed meanwhile goes on alike."""
 
