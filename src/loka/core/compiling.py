@@ -14,6 +14,7 @@ import functools
 import gc
 import itertools
 import threading
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import CodeType, FunctionType
@@ -28,6 +29,9 @@ Module = TypeVar("Module", bound=nn.Module)
 
 
 _numbers = itertools.count()
+_owners: weakref.WeakKeyDictionary[nn.Module, Any] = weakref.WeakKeyDictionary()
+"""The compiled calls of modules whose owners had compiled them; not on the modules, which are copied."""
+_ours: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 _collector = threading.RLock()
 
 
@@ -39,7 +43,10 @@ def compile_in_place(module: Module, frame: CodeType | None = None, *, replayed:
     call `torch.compiler.cudagraph_mark_step_begin()` where nobody needs that of before any more.
     """
     options: dict[str, Any] | None = {"triton.cudagraphs": True} if replayed else None
+    if module._compiled_call_impl is not None and module not in _ours:
+        _owners.setdefault(module, module._compiled_call_impl)
     module._compiled_call_impl = torch.compile(_own_call(module, frame), dynamic=False, options=options)
+    _ours.add(module)
     return module
 
 
@@ -173,8 +180,9 @@ def new_frame() -> CodeType:
 
 
 def run_as_written(module: Module) -> Module:
-    """Undoes `compile_in_place`."""
-    module._compiled_call_impl = None
+    """Undoes `compile_in_place`: a module that its owner had compiled is compiled so again."""
+    _ours.discard(module)
+    module._compiled_call_impl = _owners.pop(module, None)
     return module
 
 

@@ -14,6 +14,7 @@ from loka.cli.torchrun import process_group
 from loka.core.exceptions import DataRefused, LokaError
 from loka.distributed import with_embedding_bags
 from loka.distributed.tables.sharded_tables import sharded_states
+from loka.nn import unwrap
 from loka.train import evaluate, train
 from loka.train.checkpointing.state import capture
 from loka.train.optim import build_optimizers
@@ -74,6 +75,26 @@ def test_a_look_at_the_model_under_the_pipeline_says_how(rows):
             train(model, rows.train, config=CONFIG, on_log=look)
         assert "run.close()" in caught.value.way_out
         train(model, rows.train, config=replace(CONFIG, pipeline=False), on_log=look)
+
+
+def test_a_model_that_its_owner_compiled_trains_and_stays_so(rows, monkeypatch):
+    """Dynamo failed in TorchRec's lookups; and compiled steps left the model as written."""
+    real = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda function, **options: real(function, backend="eager"))
+    found = []
+    with process_group("cpu", of_one=True):
+        for compiled, step in ((False, "eager"), (True, "eager"), (True, "compile")):
+            torch.manual_seed(0)
+            model = by_tables(build("dlrm", dense_features=13, vocab_sizes=rows.train.vocab_sizes))
+            own = unwrap(model)
+            if compiled:
+                own.compile(backend="eager")
+            call = own._compiled_call_impl
+            done = train(model, rows.train, config=replace(CONFIG, step=step))
+            assert own._compiled_call_impl is call
+            assert done.step_reason is None
+            found.append(done.train_ne)
+    assert found == [pytest.approx(found[0], rel=1e-5)] * 3
 
 
 def test_tables_with_an_optimizer_of_their_own_are_refused():

@@ -8,6 +8,7 @@ model is called; every other caller passes plain ids. The tables are views of th
 nothing is copied, and nothing here is imported before it is asked for.
 """
 
+import functools
 import importlib
 import itertools
 import logging
@@ -66,6 +67,7 @@ class EmbeddingBags(nn.Module):
 
     def __init__(self, tables: Sequence[torch.Tensor]) -> None:
         super().__init__()
+        _left_to_python()
         library = torchrec()
         self.features = [f"f{column}" for column in range(len(tables))]
         configs = [
@@ -102,6 +104,13 @@ class EmbeddingBags(nn.Module):
                 way_out="call the model in a Callback, behind run.close(), or train with pipeline=False",
             )
         return _tokens(self.bags(self.jagged(ids) if isinstance(ids, torch.Tensor) else ids), self.features)
+
+
+@functools.cache
+def _left_to_python() -> None:
+    """Whoever compiles a model with such tables gets graphs before and behind them: Dynamo fails in TorchRec's
+    lookups with an error of its own. Of the class, so that copies of a module are right."""
+    EmbeddingBags.forward = torch.compiler.disable(EmbeddingBags.forward)  # type: ignore[method-assign]
 
 
 def embedding_bags_in(model: nn.Module) -> list[EmbeddingBags]:

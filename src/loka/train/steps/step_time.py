@@ -145,9 +145,7 @@ def compiled(model: nn.Module, *, replayed: bool = False) -> nn.Module:
     # Gradients of a part travel while the next one goes backward. DDPOptimizer would cut each part, and the
     # regions in it, where DistributedDataParallel's buckets end.
     torch._dynamo.config.optimize_ddp = False
-    if bags := embedding_bags_in(model):
-        for tables in bags:
-            tables.forward = torch.compiler.disable(tables.forward)  # type: ignore[method-assign]
+    if embedding_bags_in(model):
         return compile_in_place(model, replayed=replayed)
     frame = new_frame()
     for part in blocks_of(model):
@@ -156,11 +154,7 @@ def compiled(model: nn.Module, *, replayed: bool = False) -> nn.Module:
 
 
 def uncompiled(model: nn.Module) -> nn.Module:
-    if bags := embedding_bags_in(model):
-        for tables in bags:
-            vars(tables).pop("forward", None)
-        return run_as_written(model)
-    for part in blocks_of(model):
+    for part in [model] if embedding_bags_in(model) else blocks_of(model):
         run_as_written(part)
     return model
 
