@@ -242,8 +242,11 @@ def test_effects_add_up(merged, alone, ranks):
             assert effect.count == sum(part.count for part in parts) > 1000
             assert effect.total == pytest.approx(sum(part.total for part in parts), rel=1e-12)
             both, one = effect.kl(), alone.layers[path].effects[name].kl()
-            assert both.low <= one.high, "estimates of the same from other rows"
-            assert one.low <= both.high
+            if "centred" in name or "hot" in name:  # by means and columns that other rows tell
+                assert both.low <= one.high
+                assert one.low <= both.high
+            else:
+                assert both.low <= one.value * 1.0001 <= both.high * 1.0001
         tables = [name for name in layer.operands["input"].tensors if name.startswith("effect_depth_")]
         assert tables
         for name in tables:

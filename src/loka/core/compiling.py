@@ -29,9 +29,9 @@ Module = TypeVar("Module", bound=nn.Module)
 
 
 _numbers = itertools.count()
-_owners: weakref.WeakKeyDictionary[nn.Module, Any] = weakref.WeakKeyDictionary()
-"""The compiled calls of modules whose owners had compiled them; not on the modules, which are copied."""
-_ours: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+_before: weakref.WeakKeyDictionary[nn.Module, Any] = weakref.WeakKeyDictionary()
+"""How modules that are compiled here were called before: None, or as their owners had compiled them. Not on the
+modules, which are copied."""
 _collector = threading.RLock()
 
 
@@ -43,10 +43,8 @@ def compile_in_place(module: Module, frame: CodeType | None = None, *, replayed:
     call `torch.compiler.cudagraph_mark_step_begin()` where nobody needs that of before any more.
     """
     options: dict[str, Any] | None = {"triton.cudagraphs": True} if replayed else None
-    if module._compiled_call_impl is not None and module not in _ours:
-        _owners.setdefault(module, module._compiled_call_impl)
+    _before.setdefault(module, module._compiled_call_impl)
     module._compiled_call_impl = torch.compile(_own_call(module, frame), dynamic=False, options=options)
-    _ours.add(module)
     return module
 
 
@@ -58,7 +56,7 @@ def allow_programs(count: int) -> None:
     """
     config = torch._dynamo.config
     config.recompile_limit = max(config.recompile_limit, count)
-    config.accumulated_recompile_limit = max(config.accumulated_recompile_limit, config.recompile_limit)
+    config.accumulated_recompile_limit = max(config.accumulated_recompile_limit, 64 * count)
 
 
 def compiled_by_rows(module: nn.Module) -> Callable[..., Any]:
@@ -181,8 +179,7 @@ def new_frame() -> CodeType:
 
 def run_as_written(module: Module) -> Module:
     """Undoes `compile_in_place`: a module that its owner had compiled is compiled so again."""
-    _ours.discard(module)
-    module._compiled_call_impl = _owners.pop(module, None)
+    module._compiled_call_impl = _before.pop(module, None)
     return module
 
 

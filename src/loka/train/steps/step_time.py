@@ -141,7 +141,6 @@ def compiled(model: nn.Module, *, replayed: bool = False) -> nn.Module:
     but these is compiled as one instead: its host is what a step waits for, and each part costs it some.
     """
     allow_programs(_PROGRAMS)
-    torch._dynamo.config.accumulated_recompile_limit = 64 * _PROGRAMS
     # Gradients of a part travel while the next one goes backward. DDPOptimizer would cut each part, and the
     # regions in it, where DistributedDataParallel's buckets end.
     torch._dynamo.config.optimize_ddp = False
