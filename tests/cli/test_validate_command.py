@@ -53,7 +53,9 @@ def test_finished_runs_are_judged_again_without_training(judged):
         (("--arm", "naive", "--schedule", "step"), "one of cosine, linear, wsd, constant"),
         (("--arm", "naive", "--sequential"), "looks begin after 4"),
         (("--arm", "naive", "--segment", "dense:99"), "dense:0 to dense:12"),
-        (("--arm", "naive", "--limit", 0), "lets nothing pass"),
+        (("--arm", "naive", "--limit", 0), "a finite number above 0"),
+        (("--arm", "naive", "--limit", "inf"), "a finite number above 0"),
+        (("--arm", "naive", "--segment-limit", "inf"), "a finite number above 0"),
         (("--arm", "missing.json"), "no such file"),
     ],
 )

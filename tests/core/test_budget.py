@@ -39,7 +39,8 @@ def test_effects_of_all_sites_add_up(several):
 @pytest.mark.parametrize(
     ("told", "wrong"),
     [("on_miss is", {"on_miss": "drop"}), ("ne is", {"ne": -1e-9}), ("ne is", {"ne": math.inf}),
-     ("ne is", {"ne": math.nan}), ("ne is", {"ne": "1"}), ("cannot be negative", {"min_speedup": -0.1}),
+     ("ne is", {"ne": math.nan}), ("ne is", {"ne": "1"}), ("finite number, 0 or more", {"min_speedup": -0.1}),
+     ("max_mere .* 0 or more", {"max_mere": -1.0}),
      ("min_speedup is", {"min_speedup": math.inf}), ("min_speedup is", {"min_speedup": math.nan}),
      ("keep is .* a tuple", {"keep": "fc"}), ("segments is", {"segments": [("a", 1)]}),
      ("segments.* is None", {"segments": {"a": None}}), ("max_mere is", {"max_mere": math.inf}),

@@ -7,6 +7,8 @@ layers each takes 300 us in hp and 240 in FP8. So between others it takes 290 an
 import dataclasses
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from ne_reports import costing, effect, model_report
 from reports import around, measured
 
@@ -132,6 +134,35 @@ def test_a_budget_that_takes_one_out_makes_ends_of_its_neighbours():
     assert two.kl is None or two.kl.value <= 2.5e-4
     ends = {d.path: d.speedup.value for d in two.decisions.values() if d.candidate in IN_REGIONS}
     assert all(value == pytest.approx(310 / 270) for value in ends.values())
+
+
+@pytest.mark.parametrize("chain_us", [310.0, 350.0])
+def test_neighbours_that_slow_each_other_down_are_not_both_planned(chain_us):
+    """Alone in a region a layer takes 290 us for 330 in hp; two that are joined take what is no gain."""
+    made = report_of("a", "b", reads={"b": ("a",)}, cell=times(290.0, 330.0), chain=times(chain_us, 310.0))
+    plan = loka.plan(made)
+    assert inside(plan) == {"a"}
+    assert plan.decisions["a/output"].speedup.value == pytest.approx(330 / 290)
+    assert inside(loka.plan(made, loka.Budget(keep=("a",)))) == {"b"}
+
+
+US = st.integers(200, 400).map(float)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data(), st.integers(1, 6))
+def test_what_a_plan_says_of_a_region_is_what_layers_take_at_their_places(data, layers):
+    paths = "abcdef"[:layers]
+    reads = {p: tuple(q for q in paths[:i] if data.draw(st.booleans())) for i, p in enumerate(paths)}
+    made = report_of(*paths, reads=reads)
+    cells = {p: times(data.draw(US), data.draw(US)) for p in paths}
+    chains = {p: times(data.draw(US), data.draw(US)) for p in paths}
+    made = dataclasses.replace(made, region_times=cells, times_in_chains=chains)
+    plan = loka.plan(made)
+    for path in inside(plan):
+        found = times_at(made, path, inside(plan))[REGION].speedup
+        assert plan.decisions[f"{path}/output"].speedup == found
+        assert found.low >= plan.budget.min_speedup
 
 
 def test_a_report_keeps_them(tmp_path):

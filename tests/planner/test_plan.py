@@ -45,6 +45,24 @@ def test_differences_within_the_noise_go_by_name():
         assert "tied" in decision.reason
 
 
+def test_times_of_another_clock_are_told_by_the_race():
+    """1.25x in turns with hp, by a clock at which 80 us were 102."""
+    slow = dataclasses.replace(measured(28.5, 80.0), microseconds=Estimate(102.0, 101.0, 103.0))
+    plan = loka.plan(report({"torch:rowwise_e4m3": slow}))
+    assert plan.decisions["fc/output"].microseconds.value == pytest.approx(80.0)
+    assert "100 us in hp, 80 us by plan (1.25x)" in plan.summary()
+
+
+def test_the_order_of_sites_decides_nothing():
+    a, b = "torch:rowwise_e4m3", "torch:tensorwise_e4m3"
+    alike, saved = measured(28.5, 60.0, noise=0.001), Estimate(20.0, 20.0, 20.0)
+    two = {Gemm.GRAD_INPUT: {a: alike, b: alike}, Gemm.GRAD_WEIGHT: {a: alike, b: alike}}
+    savings = {"grad_output": {"e4m3_row+e4m3_tensor": saved, "e4m3_tensor+e4m3_row": saved}}
+    made = layer_report(two, savings=savings)
+    turned = dataclasses.replace(made, sites=dict(reversed(made.sites.items())))
+    assert dict(loka.plan(made).decisions) == dict(loka.plan(turned).decisions)
+
+
 def test_bf16_stays_when_nothing_is_worth_having():
     decision = decide({FAST: measured(28, 96)})
     assert decision.candidate == "hp"

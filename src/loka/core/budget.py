@@ -61,6 +61,8 @@ class Budget:
             value = getattr(self, name)
             if value is not None and not _finite(value):
                 raise ValueError(f"{name} is {value!r}; it must be a finite number, or None to lift the limit")
+        if self.max_mere is not None and self.max_mere < 0:
+            raise ValueError(f"max_mere is {self.max_mere!r}; an error is 0 or more, None lifts the limit")
         if not isinstance(self.segments, Mapping):
             raise ValueError(f"segments is {self.segments!r}; it must map names to limits")
         by_name: dict[str, object] = {f"segments[{name!r}]": limit for name, limit in self.segments.items()}
@@ -74,7 +76,7 @@ class Budget:
             if not (_finite(limit) and limit >= 0):
                 raise ValueError(f"{name} is {limit!r}; an increase allowed is 0 or more (ne: or None for no limit)")
         if not (_finite(self.min_speedup) and self.min_speedup >= 0):
-            raise ValueError(f"min_speedup is {self.min_speedup!r}; a ratio of times cannot be negative")
+            raise ValueError(f"min_speedup is {self.min_speedup!r}; a ratio of times is a finite number, 0 or more")
         if isinstance(self.keep, str):
             raise ValueError(f"keep is the text {self.keep!r}; it must be a tuple of patterns")
 

@@ -18,7 +18,7 @@ def decision_of(site: SiteReport, candidate: str, reason: str, rejected: Mapping
         sqnr_db=errors.get("sqnr_db"),
         mere=errors.get("mere"),
         kl=errors.get("ne"),
-        microseconds=measured.microseconds,
+        microseconds=(hp.microseconds and measured.beside(hp.microseconds)) or measured.microseconds,
         hp_microseconds=hp.microseconds,
         speedup=measured.speedup,
         rejected=rejected,

@@ -27,6 +27,15 @@ def times_at(report: Report, path: str, joined: Collection[str]) -> Mapping[str,
     return {**cell, **{arm: _measurement(time, placed[HP].value, arm) for arm, time in placed.items()}}
 
 
+def not_neighbours(reads: Mapping[str, Collection[str]], paths: Collection[str]) -> list[str]:
+    """Those of `paths`, by name, of which none feeds another: each first one keeps out its neighbours."""
+    taken: list[str] = []
+    for path in sorted(paths):
+        if _ends(reads, path, taken) == 2:
+            taken.append(path)
+    return taken
+
+
 def _ends(reads: Mapping[str, Collection[str]], path: str, joined: Collection[str]) -> int:
     fed = any(other in joined for other in reads.get(path, ()))
     feeds = any(path in reads.get(other, ()) for other in joined)
@@ -38,13 +47,11 @@ def _timed(times: Mapping[str, Measurement], arm: str) -> bool:
 
 
 def _microseconds(times: Mapping[str, Measurement], arm: str) -> Estimate:
-    found = times[arm].microseconds
+    hp = times[HP].microseconds
+    assert hp is not None
+    found = hp if arm == HP else times[arm].beside(hp)
     assert found is not None
-    if arm == HP:
-        return found
-    ratio, hp = times[arm].speedup, _microseconds(times, HP).value
-    assert ratio is not None
-    return Estimate(hp / ratio.value, hp / ratio.high, hp / max(ratio.low, 1e-9))  # free of clock drift
+    return found
 
 
 def _mixed(cell: Estimate, chain: Estimate, share: float) -> Estimate:

@@ -42,6 +42,7 @@ from loka.planner.choice.ne_budget import Granted, grant, is_forced
 from loka.planner.choice.untimed import least_effect, most_exact, ties
 from loka.planner.decision import decision_of
 from loka.planner.package_target import plan_package
+from loka.planner.placing import not_neighbours
 from loka.planner.regions import in_region, regions_of, unsupported
 
 _ROUNDS = 8  # of tighter limits, until what layers lose together is within
@@ -119,16 +120,26 @@ def plan(
 def _spent(
     report: Report, budget: Budget, limits: Limits, force: Mapping[str, str], layers: Mapping[str, list[SiteReport]]
 ) -> tuple[Granted | None, dict[str, Decision]]:
-    """Decisions where the sums of effects keep `limits`."""
-    joined = set(layers)
-    while True:  # a layer's time in a region goes by which of its neighbours are there: those of the round before
-        opened = {path: _open_layer(sites, report, budget, limits, force, joined) for path, sites in layers.items()}
+    """Decisions where the sums of effects keep `limits`.
+
+    A layer's time in a region goes by which of its neighbours are `joined`: all at first, then fewer, until those that
+    are chosen are those that were assumed. One that was left out for a slow neighbour may come back where that one
+    stays away; left out twice, it stays out, so that the rounds end.
+    """
+    joined, left, out = set(layers), set[str](), set[str]()
+    while True:
+        opened = {
+            path: _open_layer(sites, report, budget, limits, force, None if path in out else joined)
+            for path, sites in layers.items()
+        }
         granted = grant(report, budget, limits, opened) if limits else None
         decisions = _decisions(report, opened, budget, limits, granted.layers if granted else None)
         inside = {d.path for d in decisions.values() if d.reason.startswith(IN_REGION)}
-        if joined <= inside or not report.times_in_chains:
+        if joined == inside or not report.times_in_chains:
             return granted, decisions
-        joined &= inside
+        gone = joined - inside
+        out, left = out | (gone & left), left | gone
+        joined = joined & inside if gone else joined | set(not_neighbours(report.reads, inside - joined))
 
 
 def _matches(site: SiteReport, pattern: str) -> bool:
@@ -173,8 +184,9 @@ def _open_layer(
     budget: Budget,
     limits: Limits,
     force: Mapping[str, str],
-    joined: Collection[str],
+    joined: Collection[str] | None,
 ) -> Layer:
+    """`joined`: those that the layer would be in a region with; None: it may not be in one."""
     fixed: dict[Gemm, Decision] = {}
     rejected: dict[Gemm, dict[str, str]] = {}
     options: dict[Gemm, dict[str, Option]] = {}
@@ -187,8 +199,9 @@ def _open_layer(
             fixed[gemm] = decision
             known = option_of(site, decision.candidate) if decision.candidate in site.measurements else None
             options[gemm] = {decision.candidate: known} if known else {}
-    by_rule: dict[str, str] = {REGION: "a GEMM of it is decided by rule"}
-    regions, why_not = ((), by_rule) if fixed else regions_of(sites, report, budget, limits, joined)
+    by_rule = "its neighbours in a region and it slow each other down" if joined is None else None
+    by_rule = "a GEMM of it is decided by rule" if fixed else by_rule
+    regions, why_not = ((), {REGION: by_rule}) if by_rule else regions_of(sites, report, budget, limits, joined or ())
     if report.timed:
         for reasons in rejected.values():
             reasons.update(why_not)

@@ -1,5 +1,6 @@
 """`loka validate`: paired runs with a verdict. Exit status 0: pass; 1: fail; 4: undecided."""
 
+from math import inf
 from pathlib import Path
 from typing import Annotated
 
@@ -110,8 +111,8 @@ def validate(
     when started again, and --pairs may grow: finished runs are kept.
     """
     require_alone("validate")
-    if not (limit > 0 and (segment_limit is None or segment_limit > 0)):
-        raise LokaError("a limit that is not above 0 lets nothing pass", way_out="such as --limit 0.02")
+    if not all(0 < at_most < inf for at_most in (limit, limit if segment_limit is None else segment_limit)):
+        raise LokaError("a limit has to be a finite number above 0, in percent", way_out="such as --limit 0.02")
     device = choose_device(device)
     opened = open_data(data, rows=size_of_world(rows, data), seed=seed, schema=schema, test=test_data)
     arms = [arm_named(name, rows=batch_size) for name in arm]

@@ -52,6 +52,13 @@ class Measurement:
     unsupported: str | None = None
     kl_by_part: Mapping[str, Estimate] = sparse(default_factory=dict)
 
+    def beside(self, hp: Estimate) -> Estimate | None:
+        """Microseconds by the clock at which high precision took `hp`'s median; None where nothing was raced."""
+        ratio = self.speedup
+        if ratio is None:
+            return None
+        return Estimate(hp.value / ratio.value, hp.value / ratio.high, hp.value / max(ratio.low, 1e-9))
+
     def kl_of(self, part: str) -> Estimate | None:
         """The predicted KL/H of a part; None where it is not known."""
         return self.errors.get("ne") if part == WHOLE else self.kl_by_part.get(part)

@@ -82,10 +82,9 @@ def option_of(site: SiteReport, name: str) -> Option | None:
         return None
     if name == HP:
         return Option(name=HP, time=Estimate(hp.value, hp.value, hp.value), casts=None)
-    if measured.speedup is None:
+    time = measured.beside(hp)
+    if time is None:
         return None
-    ratio = measured.speedup
-    time = Estimate(hp.value / ratio.value, hp.value / ratio.high, hp.value / max(ratio.low, 1e-9))
     casts = candidate_named(name).recipe.casts(site.problem.gemm)
     assert casts is not None
     return Option(name=name, time=time, casts=(casts[0].name, casts[1].name))
@@ -193,5 +192,5 @@ def _fastest_by_casts(options: Mapping[str, Option]) -> list[Option]:
 
 
 def _order(choice: Choice) -> tuple[int, tuple[str, ...]]:
-    names = tuple(option.name for option in choice.options.values())
+    names = tuple(choice.options[gemm].name for gemm in Gemm if gemm in choice.options)  # in whatever order sites came
     return sum(name != HP for name in names), names
