@@ -1,7 +1,10 @@
+import copy
+
 import torch
 from models import Encoder, odd_mlp
 from torch import nn
 
+import loka
 from loka.nn import find_linears, signature, unwrap
 
 
@@ -44,6 +47,31 @@ def test_wrappers_do_not_change_names():
     compiled = torch.compile(model, backend="eager")  # not called: importing inductor takes seconds
     assert unwrap(compiled) is model
     assert signature(compiled) == signature(model)
+
+
+def test_looking_at_a_spectral_norm_leaves_its_buffers():
+    """In training each read of the weight is a step of its power iteration."""
+    model = nn.Sequential(nn.utils.parametrizations.spectral_norm(nn.Linear(64, 96)), nn.ReLU(), nn.Linear(96, 32))
+    x, name = torch.randn(32, 64), "emulated:rowwise_e4m3_pow2"
+    with loka.Probe(model, every=1, effect_samples=0) as probe:
+        model(x).square().mean().backward()
+    report = loka.measure(probe.stats(), device="cpu", candidates=[name], errors_only=True)
+    plan = loka.plan(report, force={"0.parametrizations*": "hp", "*": name})  # the iteration itself by itself
+    before = {key: value.clone() for key, value in model.state_dict().items()}
+    loka.convert(model, plan)
+    loka.revert(model)
+    with loka.Probe(model):
+        pass
+    signature(model)
+    assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
+    assert all(module.training for module in model.modules())
+    loka.convert(model, plan)
+    reads = copy.deepcopy(model)  # a forward steps once, as without sites
+    loka.revert(reads)
+    for each in (model, reads):
+        each(x)
+    for key, value in model.state_dict().items():
+        assert torch.equal(value, reads.state_dict()[key])
 
 
 def test_signature_differences_are_listed():

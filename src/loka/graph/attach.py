@@ -2,10 +2,11 @@
 
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
+from torch.nn.utils import parametrize
 
 from loka.core.exceptions import NotConverted
 from loka.core.records.report import HP
@@ -92,7 +93,11 @@ def _mistaken(
 
 def _weight_of(modules: Mapping[str, nn.Module], use: WeightUse) -> tuple[int, str, str]:
     owner, attribute, name = _owner(modules, use.key)
-    return id(getattr(owner, attribute)), use.key.removeprefix(name), use.form
+    if parametrize.is_parametrized(owner, attribute):  # each read computes it anew: known by what computes it
+        held = cast(nn.ModuleDict, owner.parametrizations)[attribute]
+    else:
+        held = getattr(owner, attribute)
+    return id(held), use.key.removeprefix(name), use.form
 
 
 def _centre(path: str, output: str, layer: LinearShape, centres: Mapping[str, Sequence[float]]) -> torch.Tensor | None:

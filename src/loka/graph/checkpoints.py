@@ -85,24 +85,27 @@ def _under_sites(function: Callable[..., Any], *, runs_first: bool) -> Callable[
     `runs_first`: its first call is the one in forward, with the modes on.
     """
     modes = [mode for mode in _get_current_function_mode_stack() if isinstance(mode, ParameterMode)]
-    kept = [mode.again for mode in modes if mode.again is not None]
-    kept += [watching] if _is_on() else []  # a checkpoint within one that is recomputed
-    if not kept:
+    kept = [(mode, mode.again) for mode in modes if mode.again is not None]
+    on = _is_on()  # a checkpoint within one that is recomputed
+    if not (kept or on):
         return function
     in_forward = runs_first
+    given: list[list[tuple[int, str]]] = [[] for _ in kept]
 
     def run(*args: Any, **kwargs: Any) -> Any:
         nonlocal in_forward
         if in_forward:
             in_forward = False
+            for (mode, _), keys in zip(kept, given, strict=True):
+                keys += [(place, key) for place, arg in enumerate(args) if (key := mode.key_of(arg)) is not None]
             return function(*args, **kwargs)
-        return _entered(kept, function, args, kwargs)
+        with contextlib.ExitStack() as entered:
+            for (_, again), keys in zip(kept, given, strict=True):
+                mode = entered.enter_context(again())
+                for place, key in keys:  # a reentrant checkpoint recomputes with its arguments detached
+                    mode.note(args[place], key)
+            if on:
+                entered.enter_context(watching())
+            return function(*args, **kwargs)
 
     return run
-
-
-def _entered(kept: list[Callable[[], Any]], function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    if not kept:
-        return function(*args, **kwargs)
-    with kept[0]():
-        return _entered(kept[1:], function, args, kwargs)

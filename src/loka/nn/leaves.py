@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from loka.nn.site import Site, SiteForward
+from loka.nn.unwrap import weight_of
 
 
 def _with_bias(y: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
@@ -64,7 +65,7 @@ def _rows_of_nested(forward: LinearForward, input: torch.Tensor) -> torch.Tensor
 
 def leaf_forward(module: nn.Module) -> type[LinearForward] | None:
     """What may replace the forward of `module`, or None where it is no such module."""
-    if "forward" in module.__dict__ or not isinstance(getattr(module, "weight", None), torch.Tensor):
+    if "forward" in module.__dict__ or not isinstance(weight_of(module), torch.Tensor):
         return None
     own = type(module).forward
     if own is nn.Linear.forward:

@@ -6,7 +6,7 @@ from torch import nn
 
 from loka.core.signature import LinearShape, ModelSignature
 from loka.nn.site import DTYPES
-from loka.nn.unwrap import class_name, named_modules, named_parameters
+from loka.nn.unwrap import class_name, named_modules, named_parameters, weight_of
 
 Filter = Callable[[nn.Module, str], bool]
 """As in torchao: (module, fully qualified name) -> whether to include it."""
@@ -29,8 +29,8 @@ def find_linears(model: nn.Module, *, filter: Filter | None = None) -> tuple[dic
             skipped[path] = f"{type(module).__name__} is a subclass of nn.Linear and computes otherwise"
         elif filter is not None and not filter(module, path):
             skipped[path] = "left out by the filter"
-        elif module.weight.dtype not in DTYPES:
-            skipped[path] = f"{module.weight.dtype} weights; LoKA knows bfloat16, float16 and float32"
+        elif (dtype := weight_of(module).dtype) not in DTYPES:
+            skipped[path] = f"{dtype} weights; LoKA knows bfloat16, float16 and float32"
         elif 0 in (module.out_features, module.in_features):  # a shard of its weight may be empty (FSDP)
             skipped[path] = f"an empty weight {(module.out_features, module.in_features)}"
         else:

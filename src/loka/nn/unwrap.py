@@ -5,9 +5,11 @@ DistributedModelParallel each hold the user's module in an attribute, which then
 """
 
 from collections.abc import Iterator
+from typing import Any, cast
 
 import torch
 from torch import nn
+from torch.nn.utils import parametrize
 
 _INNER = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_dmp_wrapped_module")
 _HELD_AS_MODULE = ("DistributedDataParallel", "DataParallel", "AveragedModel", "DistributedModelParallel")
@@ -29,6 +31,22 @@ def unwrap(model: nn.Module) -> nn.Module:
     while (inner := inner_of(model)) is not None:
         model = inner
     return model
+
+
+def weight_of(module: nn.Module, name: str = "weight") -> Any:
+    """The attribute as a forward would read it, or None. Nothing changes: at each read in training a spectral norm
+    iterates on its buffers, which is the model's own step."""
+    if not parametrize.is_parametrized(module, name):
+        return getattr(module, name, None)
+    chain = cast(nn.ModuleDict, module.parametrizations)[name]
+    training = [each for each in chain.modules() if each.training]
+    try:
+        for each in training:
+            each.training = False
+        return getattr(module, name)
+    finally:
+        for each in training:
+            each.training = True
 
 
 def device_of(model: nn.Module) -> torch.device:

@@ -165,3 +165,37 @@ def test_checkpoints_inside_checkpoints(outer, inner):
         model(x.clone().requires_grad_()).square().mean().backward()
     assert_same_gradients(found, gradients(flat))
     assert all(runs(found).values())
+
+
+class Given(nn.Module):
+    """Raw parameters that are arguments of the checkpointed function, one of them twice."""
+
+    def __init__(self, reentrant):
+        super().__init__()
+        torch.manual_seed(0)
+        self.kind = reentrant
+        self.v, self.w = (nn.Parameter(torch.randn(32, 32) / 32**0.5) for _ in range(2))
+
+    def forward(self, x):
+        def inside(x, v, w, again):
+            return torch.relu(torch.relu(x @ v) @ w.t()) @ again
+
+        given = x, self.v, self.w, self.v
+        inner = inside(*given) if self.kind is None else checkpoint(inside, *given, use_reentrant=self.kind)
+        return x @ self.w + inner
+
+
+@KINDS
+def test_parameters_that_are_handed_to_a_checkpoint_are_sites_in_recomputation(reentrant):
+    """A reentrant one recomputes with its arguments detached: other tensors than those of forward."""
+    x = torch.randn(48, 32, generator=torch.Generator().manual_seed(1))
+    plain, found = Given(None), Given(reentrant)
+    plan = force(probe(plain, lambda: plain(x.clone().requires_grad_()).square().mean().backward()))
+    for model in (plain, found):
+        model.zero_grad()
+        loka.convert(model, plan)
+        model(x.clone().requires_grad_()).square().mean().backward()
+    assert_same_gradients(found, gradients(plain))
+    backward = {site: count for site, count in runs(plain).items() if not site.endswith("output")}
+    assert all(backward.values())
+    assert {site: runs(found)[site] for site in backward} == backward
