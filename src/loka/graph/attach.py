@@ -80,18 +80,18 @@ def _mistaken(
     callers: dict[tuple[int, str, str], set[str]] = {}
     for path in candidates:
         if (use := layers[path].use) is not None:
-            callers.setdefault(_weight_of(modules, use), set()).add(use.caller)
+            callers.setdefault(_identity_of(modules, use), set()).add(use.caller)
     found = {}
     for path, shape in layers.items() if callers else ():
         use = use_of(path, shape)
         with contextlib.suppress(NotConverted):  # a part of the model was converted, without that layer
-            others = callers.get(_weight_of(modules, use), set()) - {use.caller}
+            others = callers.get(_identity_of(modules, use), set()) - {use.caller}
             if others and path not in candidates and use.caller in modules:
                 found[path] = use
     return found
 
 
-def _weight_of(modules: Mapping[str, nn.Module], use: WeightUse) -> tuple[int, str, str]:
+def _identity_of(modules: Mapping[str, nn.Module], use: WeightUse) -> tuple[int, str, str]:
     owner, attribute, name = _owner(modules, use.key)
     if parametrize.is_parametrized(owner, attribute):  # each read computes it anew: known by what computes it
         held = cast(nn.ModuleDict, owner.parametrizations)[attribute]

@@ -33,17 +33,17 @@ def unwrap(model: nn.Module) -> nn.Module:
     return model
 
 
-def weight_of(module: nn.Module, name: str = "weight") -> Any:
-    """The attribute as a forward would read it, or None. Nothing changes: at each read in training a spectral norm
+def weight_of(module: nn.Module) -> Any:
+    """`module.weight` as a forward would read it, or None. Nothing changes: at each read in training a spectral norm
     iterates on its buffers, which is the model's own step."""
-    if not parametrize.is_parametrized(module, name):
-        return getattr(module, name, None)
-    chain = cast(nn.ModuleDict, module.parametrizations)[name]
+    if not parametrize.is_parametrized(module, "weight"):
+        return getattr(module, "weight", None)
+    chain = cast(nn.ModuleDict, module.parametrizations)["weight"]
     training = [each for each in chain.modules() if each.training]
     try:
         for each in training:
             each.training = False
-        return getattr(module, name)
+        return module.weight
     finally:
         for each in training:
             each.training = True
