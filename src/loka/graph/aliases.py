@@ -11,11 +11,14 @@ import torch
 
 from loka.graph.views import TRANSPOSED
 
-_answers: list[str] = []  # one question at a time: dynamo holds its lock while it traces
+_answers: list[str | None] = []  # one question at a time: dynamo holds its lock while it traces
 
 
-def seen_as(tensor: torch.Tensor, known: torch.Tensor) -> str:
-    """What items, of items too, and `.mT` add to the key of `known`, or ""; only to be called in traced code."""
+def seen_as(tensor: torch.Tensor, known: torch.Tensor) -> str | None:
+    """What items, of items too, and `.mT` add to the key of `known`; None: it is no such view.
+
+    "" is the whole: `.data`, or `.mT` of `.mT`. Only to be called in traced code.
+    """
     from torch._dynamo.comptime import comptime
 
     comptime(_compare)
@@ -27,21 +30,22 @@ def _compare(context: Any) -> None:
     _answers.append(_added(tensor, known))
 
 
-def _added(tensor: Any, known: Any, so_far: str = "") -> str:
+def _added(tensor: Any, known: Any, so_far: str = "") -> str | None:
+    if _geometry(tensor) == _geometry(known):
+        return so_far
     if _geometry(tensor) == _geometry(known.mT):
         return so_far + TRANSPOSED
     place = (tensor.storage_offset() - known.storage_offset()) // max(known.stride(0), 1)
     if known.dim() < 3 or not 0 <= place < len(known):
-        return ""
-    item, so_far = known[place], f"{so_far}.unbind(0)[{place}]"
-    return so_far if _geometry(tensor) == _geometry(item) else _added(tensor, item, so_far)
+        return None
+    return _added(tensor, known[place], f"{so_far}.unbind(0)[{place}]")
 
 
 def _geometry(tensor: torch.Tensor) -> tuple[Any, ...]:
     return tensor.untyped_storage()._cdata, tensor.storage_offset(), tensor.shape, tensor.stride()
 
 
-def _answer() -> str:
+def _answer() -> str | None:
     return _answers.pop()
 
 

@@ -11,12 +11,13 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
 from loka.graph.aliases import seen_as
 from loka.graph.gemm_calls import GEMMS, GemmCall, gemm_of
-from loka.graph.views import VIEWS, view_key
+from loka.graph.views import TRANSPOSED, VIEWS, view_key
 
 
 class _Again:
@@ -101,8 +102,9 @@ class ParameterMode(TorchFunctionMode):
             for known, key in reversed(self.known):
                 if known.dim() >= operand.dim():
                     added = seen_as(operand, known)
-                    if added and self.wants(key + added):
-                        self.note(operand, key + added)
+                    ways = () if added is None else (key + added + 2 * TRANSPOSED, key + added)
+                    if wanted := next((way for way in ways if self.wants(way)), None):
+                        self.note(operand, wanted)
                         break
 
     def _view(self, key: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -117,6 +119,13 @@ class ParameterMode(TorchFunctionMode):
             self.note(out, key + added)
         return out
 
+
+# Where a graph breaks inside of a module, torch calls the mode for what runs in between. Dynamo would compile that call
+# by itself, and what it calls; its guards take getters of a tensor for one another, so that `grad_fn` came out as
+# `requires_grad`. Inside of a graph the mode is traced all the same.
+set_code_exec_strategy(
+    ParameterMode.__torch_function__.__code__, _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP)
+)
 
 # The function's own code, without the question that would hand it to the mode again.
 _attention = types.FunctionType(

@@ -8,7 +8,7 @@ import itertools
 
 import pytest
 import torch
-from forced import OTHERS_WARN, planned, ran
+from forced import OTHERS_WARN, plan_of, planned, ran
 from foreign.registry import FOREIGN
 from foreign.spec import call, train_step
 from oracle import CLOSE, assert_close, assert_same_gradients, gradients
@@ -138,3 +138,39 @@ def test_converted_after_it_was_compiled():
     _compare(known, model, compiled)
     loka.revert(model)
     torch.testing.assert_close(foreign.loss(call(compiled, foreign.inputs(ROWS))).detach(), plain)
+
+
+class _Halves(nn.Module):
+    """A layer, and two parameters that it reads by getters; a hook breaks the graph inside of its forward."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer = nn.Linear(32, 48)
+        self.first = nn.Parameter(torch.randn(48, 32) / 6)
+        self.second = nn.Parameter(torch.randn(2, 32, 48) / 6)
+
+    def forward(self, x):
+        x = torch.relu(self.layer(x)) @ self.first.T.mT
+        return x @ self.second.mT[0].T.float() if x.requires_grad else x
+
+
+@pytest.mark.parametrize("hooked", [False, True], ids=["broken", "hooked"])
+def test_graphs_that_break_inside_of_an_owner(hooked):
+    """Between the graphs nothing is compiled under the mode: Dynamo took one getter of a tensor for another."""
+    x = torch.randn(ROWS, 32)
+    plan, steps = plan_of(_Halves(), x), []
+    for made in (lambda model: model, lambda model: torch.compile(model, backend="aot_eager")):
+        model = loka.convert(_Halves(), plan)
+        if hooked:
+            model.layer.register_full_backward_hook(lambda *_: None)
+        else:
+            model.layer.register_forward_hook(torch.compiler.disable(lambda *_: None))
+        compiled = made(model)
+        for _ in range(2):
+            y = compiled(x.clone().requires_grad_())
+            y.square().mean().backward()
+        steps.append((y.detach(), gradients(model), ran(model)))
+    assert_close(*(y for y, _, _ in steps))
+    assert_same_gradients(model, steps[0][1])
+    assert steps[0][2] == steps[1][2] == set(plan.decisions)
