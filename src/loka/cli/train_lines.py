@@ -31,7 +31,8 @@ def show_result(result: TrainResult, config: TrainConfig) -> None:
         say(f"continued from step {result.resumed_from}")
     if result.step_reason is not None:
         say(f"steps did not run as --step {config.step} asks: {result.step_reason}")
-    say(f"train: {result.steps} steps, NE {train_ne(result)}, {result.rows_per_second:.0f} rows/s")
+    speed = f"{result.rows_per_second:.0f} rows/s" if result.rows_per_second else "no step was left to train"
+    say(f"train: {result.steps} steps, NE {train_ne(result)}, {speed}")
     readings = result.reading_by_task
     for task, reading in readings.items():
         of = _of(task, readings)

@@ -3,8 +3,9 @@
     y [..., N] = x [..., K] @ weight [N, K]^T
     y [E, M, N] = x [E, M, K] @ weight [E, N, K]^T    for E stacked weights
 
-`gemm_of` reads F.linear, matmul, mm, bmm, mv, addmm, baddbmm, einsum, tensordot and convolutions whose kernel
-is one; the weight may stand on either side. Probe and a converted model share it, so what was measured is
+`gemm_of` reads F.linear, matmul, mm, bmm, mv by a vector, addmm, baddbmm, einsum, tensordot and convolutions
+whose kernel is one; the weight may stand on either side. (Not mv of a matrix that is the weight: it has one
+row, as the power iteration of a spectral norm.) Probe and a converted model share it, so what was measured is
 what runs. Everything here is views and constants, which torch.compile traces without a trace of it in
 the graph. Calls that it cannot bring to the form return None; accounting names them (graph/flops.py).
 """
@@ -47,7 +48,7 @@ def gemm_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], is_weight:
         return _linear(*args, is_weight=is_weight, **kwargs)
     if func in _PRODUCTS:
         a, b = _two(args, kwargs, ("input", "self"), ("other", "mat2", "vec"))
-        return _product(a, b, None, is_weight)
+        return None if func in _VECTORS and is_weight(a) else _product(a, b, None, is_weight)
     if func in _REVERSED:
         return _product(args[1], args[0], None, is_weight)
     if func in _ADDED:
@@ -62,17 +63,16 @@ def gemm_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], is_weight:
 
 
 _LINEAR = {F.linear}
-_PRODUCTS = {
+_VECTORS = {torch.mv, torch.Tensor.mv}
+_PRODUCTS = _VECTORS | {
     torch.matmul,
     torch.mm,
     torch.bmm,
-    torch.mv,
     torch.Tensor.matmul,
     torch.Tensor.__matmul__,
     operator.matmul,  # what torch.export traces for it
     torch.Tensor.mm,
     torch.Tensor.bmm,
-    torch.Tensor.mv,
 }
 _REVERSED = {torch.Tensor.__rmatmul__}
 _ADDED = {torch.addmm, torch.baddbmm, torch.Tensor.addmm, torch.Tensor.baddbmm}

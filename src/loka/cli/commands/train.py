@@ -288,7 +288,7 @@ def without_graphs(dense: str, config: TrainConfig) -> str | None:
     if replays_blocks(config, sharded=sharded):
         return None
     by = "with --step graph" if config.accumulate == 1 else "with --step graph and without --accumulate"
-    way_out = "" if sharded else f"; {by} they replay a graph for each block"
+    way_out = "" if sharded else f"; {by} what is compiled replays graphs"
     return (
         "note: these steps run without CUDA graphs, by which plans are timed; on two H200s the host made them slower "
         f"than bf16's (docs/distributed.md){way_out}"
