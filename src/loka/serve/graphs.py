@@ -48,16 +48,18 @@ _LEAST_ROWS = 8  # of a site over tokens, where a request fills little of its gr
 
 
 class Seen(NamedTuple):
-    """`looked_at` of a site's `rows` are: by `SCALES`, by being `FINITE` or not, or by their maxima, 0."""
+    """`looked_at` of a site's `rows` are, by `width` numbers each: `SCALES`, numbers that are `FINITE` or not, or
+    maxima, 0."""
 
     name: str
     looked_at: int
+    width: int
     rows: int
     what: int
 
 
-def _likeness(seen: Seen) -> tuple[int, int, int]:
-    return seen.looked_at, seen.rows, seen.what
+def _likeness(seen: Seen) -> tuple[int, ...]:
+    return seen[1:]
 
 
 @dataclass(frozen=True)
@@ -159,14 +161,19 @@ class _Waiting:
         site's, where these lie by rows of the batch; else some copies of the last row are among them."""
         count, whole = self.filled
         begin = 0
-        for (looked_at, rows, what), alike in itertools.groupby(self.sites, key=_likeness):
+        for (looked_at, width, rows, what), alike in itertools.groupby(self.sites, key=_likeness):
             names = [seen.name for seen in alike]
-            end = begin + len(names) * looked_at
-            numbers = self.values[begin:end].view(len(names), looked_at)
+            end = begin + len(names) * looked_at * width
+            numbers = self.values[begin:end].view(len(names), looked_at, width).sum(dim=2)
             begin = end
             kept = -(-(count * rows // whole) // apart(rows))
             if kept >= _LEAST_ROWS or kept == looked_at or rows <= whole:
-                yield names, look_of_scales(numbers[:, :kept]) if what == SCALES else numbers[:, :kept]
+                yield names, _maxima(numbers[:, :kept], what)
+
+
+def _maxima(numbers: torch.Tensor, what: int) -> torch.Tensor:
+    """As `look` gives them; of numbers that tell no more than whether rows are finite, 0 or NaN."""
+    return look_of_scales(numbers) if what == SCALES else numbers * 0.0 if what == FINITE else numbers
 
 
 class Capturer:
@@ -279,29 +286,22 @@ class Capturer:
         names = {site.health.data_ptr(): name for name, site in frozen_sites(self._template).items()}
 
         def take(shown: list[tuple[str, torch.Tensor, int, int]]) -> None:
-            """Copies it at once: the memory of what a graph shows is the graph's own."""
-            known = [each for each in shown if each[0] in self._ranges]
-            if known:
-                found.append(torch.cat([values for _, values, _, _ in known]))
-                sites.extend(Seen(name, values.numel(), rows, what) for name, values, rows, what in known)
+            """Copies it at once, by a kernel for all that are as wide: the memory of what a graph shows is its own."""
+            known = [(Seen(name, len(some), some.shape[1], rows, what), some) for name, some, rows, what in shown]
+            known = sorted((each for each in known if each[0].name in self._ranges), key=lambda each: each[0][2:])
+            for _, alike in itertools.groupby(known, key=lambda each: each[0].width):
+                seen, values = zip(*alike, strict=True)
+                found.append(torch.cat(values).reshape(-1))
+                sites.extend(seen)
 
         def shown_by(graph: list[tuple[int, torch.Tensor, int]]) -> None:
-            some = [(names[health], some_of(of_rows), len(of_rows), what) for health, of_rows, what in graph]
-            take(
-                [
-                    (name, some.sum(dim=1) * 0.0 if what == FINITE else some.reshape(-1), rows, what)
-                    for name, some, rows, what in some
-                ]
-            )
+            take([(names[health], some_of(rows.view(len(rows), -1)), len(rows), what) for health, rows, what in graph])
 
-        with watched_by(shown_by), observed_by(lambda name, rows: take([(name, look(rows), len(rows), 0)])):
+        with watched_by(shown_by), observed_by(lambda name, rows: take([(name, look(rows)[:, None], len(rows), 0)])):
             output = call()
         if not found:
             return output, torch.empty(0)
-        parts = torch.cat(found).split([seen.looked_at for seen in sites])
-        order = sorted(range(len(sites)), key=lambda at: _likeness(sites[at]))
-        sites[:] = [sites[at] for at in order]
-        return output, torch.cat([parts[at] for at in order])
+        return output, found[0] if len(found) == 1 else torch.cat(found)
 
 
 def _microseconds(recording: Recording, device: torch.device) -> float:

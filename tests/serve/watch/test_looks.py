@@ -5,9 +5,12 @@ import torch
 from served import POW2, plan_for
 from test_serve_graphs import PLAN, backend, frozen, inputs, wide
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from loka.compiler import notes
 from loka.compiler.notes import watched_by
 from loka.serve import freeze, graphs
+from loka.serve.build import frozen_sites
 from loka.serve.sites import observed_by
 from loka.serve.watch.monitor import EVERY, look, octaves_of
 
@@ -52,6 +55,34 @@ def test_looks_see_what_the_sites_get(backend, count):
         assert apart.sum() <= 1
     replays([inputs(0)], 2, looking=True)
     replays.note(lambda *several: pytest.fail("a request of no rows shows none"))
+
+
+def test_looks_are_a_kernel_for_sites_that_show_as_many_numbers(backend):
+    """And none for each site: 34 sites, most of them behind a norm, took 106 us of a graph of 1.9 ms."""
+
+    class Launched(TorchDispatchMode):
+        names = []
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            if not func.is_view:
+                Launched.names.append(str(func))
+            return func(*args, **(kwargs or {}))
+
+    capturer = frozen(wide())._capturer
+    names = sorted(PLAN)
+
+    def call():
+        healths = [frozen_sites(capturer._template)[name].health.data_ptr() for name in names]
+        scales = [(health, torch.rand(256, 1), notes.SCALES) for health in healths]
+        behind = [(health, torch.rand(256, 3), notes.FINITE) for health in healths]
+        with Launched():
+            notes._HERE.watcher(scales + behind)
+
+    sites = []
+    _, values = capturer._shown(call, sites)
+    assert [seen.name for seen in sites] == 2 * names
+    assert len(values) == sum(seen.looked_at * seen.width for seen in sites)
+    assert Launched.names == 2 * ["aten.cat.default"]
 
 
 def test_what_a_graph_shows_is_copied_at_once(backend, monkeypatch):
