@@ -60,12 +60,12 @@ def test_looks_see_what_the_sites_get(backend, count):
 def test_looks_are_a_kernel_for_sites_that_show_as_many_numbers(backend):
     """And none for each site: 34 sites, most of them behind a norm, took 106 us of a graph of 1.9 ms."""
 
-    class Launched(TorchDispatchMode):
-        names = []
+    launched = []
 
+    class Launches(TorchDispatchMode):
         def __torch_dispatch__(self, func, types, args=(), kwargs=None):
             if not func.is_view:
-                Launched.names.append(str(func))
+                launched.append(str(func))
             return func(*args, **(kwargs or {}))
 
     capturer = frozen(wide())._capturer
@@ -75,14 +75,14 @@ def test_looks_are_a_kernel_for_sites_that_show_as_many_numbers(backend):
         healths = [frozen_sites(capturer._template)[name].health.data_ptr() for name in names]
         scales = [(health, torch.rand(256, 1), notes.SCALES) for health in healths]
         behind = [(health, torch.rand(256, 3), notes.FINITE) for health in healths]
-        with Launched():
+        with Launches():
             notes._HERE.watcher(scales + behind)
 
     sites = []
     _, values = capturer._shown(call, sites)
     assert [seen.name for seen in sites] == 2 * names
     assert len(values) == sum(seen.looked_at * seen.width for seen in sites)
-    assert Launched.names == 2 * ["aten.cat.default"]
+    assert launched == 2 * ["aten.cat.default"]
 
 
 def test_what_a_graph_shows_is_copied_at_once(backend, monkeypatch):
