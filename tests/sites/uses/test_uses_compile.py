@@ -149,9 +149,10 @@ class _Halves(nn.Module):
         self.layer = nn.Linear(32, 48)
         self.first = nn.Parameter(torch.randn(48, 32) / 6)
         self.second = nn.Parameter(torch.randn(2, 32, 48) / 6)
+        self.fixed = nn.Parameter(torch.randn(32, 32) / 6, requires_grad=False)
 
     def forward(self, x):
-        x = torch.relu(self.layer(x)) @ self.first.T.mT
+        x = torch.relu(self.layer(x)) @ self.first.T.mT @ self.fixed.data
         return x @ self.second.mT[0].T.float() if x.requires_grad else x
 
 
