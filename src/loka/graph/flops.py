@@ -51,12 +51,28 @@ _OWN: dict[Any, Callable[[tuple[Any, ...], Any], float]] = {
 }
 
 
+def _attention_flops(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any, **__: Any) -> float:
+    """[..., H, S, D], [..., T, D], [..., T, V] -> 2 H S T (D + V); heads of the query may share keys."""
+    return 2.0 * math.prod(query.shape[:-1]) * key.shape[-2] * (query.shape[-1] + value.shape[-1])
+
+
+def _attention_backward_flops(
+    grad: torch.Tensor, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any, **__: Any
+) -> float:
+    """Of the scores anew, and the gradients of scores, values, query and key."""
+    return 2.0 * math.prod(query.shape[:-1]) * key.shape[-2] * (3 * query.shape[-1] + 2 * value.shape[-1])
+
+
 def flop_formulas() -> Mapping[Any, Any]:
-    """torch's, by op, and those of attention on a CPU, which it lacks (2.13)."""
+    """torch's, by op; but attention's, which torch lacks on a CPU (2.13), and of which it raises where heads of the
+    query share keys (2.11)."""
     from torch.utils.flop_counter import flop_registry as known  # it imports triton: not when loka is imported
 
-    flash, ends = "_scaled_dot_product_flash_attention", ("", "_backward")
-    return {getattr(aten, f"{flash}_for_cpu{end}"): known[getattr(aten, flash + end)] for end in ends} | known
+    own: dict[Any, Any] = {}
+    for kind in ("flash_attention", "flash_attention_for_cpu", "efficient_attention", "cudnn_attention"):
+        own[getattr(aten, f"_scaled_dot_product_{kind}")] = _attention_flops
+        own[getattr(aten, f"_scaled_dot_product_{kind}_backward")] = _attention_backward_flops
+    return {**known, **own}
 
 
 # These keep the numbers of what they are given: a copy of a parameter is a parameter still.
