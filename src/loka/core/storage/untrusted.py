@@ -42,7 +42,7 @@ def open_regular(path: Path) -> BinaryIO:
     return os.fdopen(handle, "rb")
 
 
-def read_bounded(path: Path, limits: Limits) -> bytes:
+def read_bounded(path: Path, limits: Limits) -> bytes | bytearray:
     """The bytes of a regular file; of one ending in ".gz" or ".xz" those that gzip or xz compressed.
 
     Raises:
@@ -51,7 +51,7 @@ def read_bounded(path: Path, limits: Limits) -> bytes:
         EOFError, zlib.error, lzma.LZMAError: compressed data are not whole, or ask for too much memory.
     """
     with open_regular(path) as file:
-        data = _at_most(file, limits.bytes + 1)
+        data: bytes | bytearray = _at_most(file, limits.bytes + 1)
     if path.suffix == ".gz" and len(data) <= limits.bytes:
         with gzip.open(io.BytesIO(data)) as unpacked:
             data = _at_most(unpacked, limits.bytes + 1)
@@ -62,7 +62,7 @@ def read_bounded(path: Path, limits: Limits) -> bytes:
     return data
 
 
-def _unpacked(data: bytes, most: int) -> bytes:
+def _unpacked(data: bytes | bytearray, most: int) -> bytes:
     """At most so many of the bytes that one stream of xz holds."""
     unpacker = lzma.LZMADecompressor(format=lzma.FORMAT_XZ, memlimit=_DICTIONARY)
     found = unpacker.decompress(data, most)
@@ -73,16 +73,16 @@ def _unpacked(data: bytes, most: int) -> bytes:
     return found
 
 
-def _at_most(file: BinaryIO | gzip.GzipFile, most: int) -> bytes:
-    """By parts: `read` sets aside all that it may return, and a limit may be more than there is memory."""
-    parts = []
-    while most > 0 and (part := file.read(min(most, _PART))):
-        parts.append(part)
-        most -= len(part)
-    return b"".join(parts)
+def _at_most(file: BinaryIO | gzip.GzipFile, most: int) -> bytearray:
+    """By parts: `read` sets aside all that it may return, and a limit may be more than there is memory. Grown in
+    its place: parts and what they are joined to would take twice as much."""
+    found = bytearray()
+    while most > len(found) and (part := file.read(min(most - len(found), _PART))):
+        found += part
+    return found
 
 
-def parse_json(data: bytes, limits: Limits) -> Any:
+def parse_json(data: bytes | bytearray, limits: Limits) -> Any:
     """Raises ValueError or RecursionError for what is in no record: NaN, 1e999, integers of 400 digits, a
     name twice in one object, too many values, too deep a nesting."""
     if data.count(b",") + data.count(b"[") + data.count(b"{") > limits.values:
