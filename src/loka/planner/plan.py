@@ -37,15 +37,14 @@ from loka.planner.choice.layer_choice import (
     speedup_of,
     tied,
 )
-from loka.planner.choice.limits import Cost, Limits, cost_of, fits, limits_of, lost_alike, other_than_the_sum
+from loka.planner.choice.limits import Cost, Limits, cost_of, fits, limits_of, other_than_the_sum
 from loka.planner.choice.ne_budget import Granted, grant, is_forced
+from loka.planner.choice.together import within_together
 from loka.planner.choice.untimed import least_effect, most_exact, ties
 from loka.planner.decision import decision_of
 from loka.planner.package_target import plan_package
 from loka.planner.placing import not_neighbours
 from loka.planner.regions import in_region, regions_of, unsupported
-
-_ROUNDS = 8  # of tighter limits, until what layers lose together is within
 
 
 def plan(
@@ -82,10 +81,10 @@ def plan(
     layers: dict[str, list[SiteReport]] = {}
     for site in report.sites.values():
         layers.setdefault(site.path, []).append(site)
-    charged = limits
-    for _ in range(_ROUNDS):
+
+    def decide(charged: Limits) -> tuple[Granted | None, Plan]:
         granted, decisions = _spent(report, budget, charged, force, layers)
-        decided = Plan(
+        return granted, Plan(
             model=report.model,
             machine=report.machine,
             budget=budget,
@@ -94,10 +93,8 @@ def plan(
             coverage=report.coverage,
             limits={} if tuple(limits) == (WHOLE,) else limits,
         )
-        over = {at: limit / lost for at, limit in limits.items() if (lost := lost_alike(decided, report, at)) > limit}
-        if not over:
-            break
-        charged = {at: limit * over.get(at, 1.0) for at, limit in charged.items()}
+
+    granted, decided = within_together(report, limits, decide)
     notes = [f"{path} stays in hp: {reason}" for path, reason in report.skipped.items()]
     notes += [*(granted.notes if granted else ()), *report.notes]
     if limits:

@@ -12,10 +12,15 @@ from loka.planner.diff import PlanDiff, diff
 from loka.planner.plan import plan
 
 
-def with_effects(report: Report, effects: Mapping[str, Mapping[str, Estimate]]) -> Report:
+def with_effects(
+    report: Report,
+    effects: Mapping[str, Mapping[str, Estimate]],
+    alike: Mapping[str, Mapping[str, float]] | None = None,
+) -> Report:
     """`report` with other effects on KL/H: by layer and recipe, as `core.drift.effects_of` gives them.
 
-    A candidate whose recipe is not in `effects` keeps its own; times and errors stay as they are.
+    A candidate whose recipe is not in `effects` keeps its own; times and errors stay as they are. `alike`: correlations
+    of layers (core/records/parts.py) in the place of the report's, where there are any.
     """
     sites = {}
     for name, site in report.sites.items():
@@ -27,10 +32,15 @@ def with_effects(report: Report, effects: Mapping[str, Mapping[str, Estimate]]) 
                 if candidate != HP and not measured.unsupported and effect is not None:
                     measurements[candidate] = replace(measured, errors={**measured.errors, "ne": effect})
         sites[name] = replace(site, measurements=measurements)
-    return replace(report, sites=sites)
+    return replace(report, sites=sites, alike=alike or report.alike)
 
 
-def replan(made: Plan, report: Report, effects: Mapping[str, Mapping[str, Estimate]]) -> PlanDiff:
+def replan(
+    made: Plan,
+    report: Report,
+    effects: Mapping[str, Mapping[str, Estimate]],
+    alike: Mapping[str, Mapping[str, float]] | None = None,
+) -> PlanDiff:
     """What `made`'s budget would decide differently now: `report` as it was against it `with_effects`.
 
     Raises PlanMismatch for a report of another model or machine than the plan's, LokaError for a plan with
@@ -50,4 +60,4 @@ def replan(made: Plan, report: Report, effects: Mapping[str, Mapping[str, Estima
             why=differences,
             way_out="give the report that the plan was made from",
         )
-    return diff(plan(report, made.budget), plan(with_effects(report, effects), made.budget))
+    return diff(plan(report, made.budget), plan(with_effects(report, effects, alike), made.budget))

@@ -27,7 +27,7 @@ import torch.distributed as dist
 from loka.core import exchange
 from loka.core.exceptions import PlanMismatch
 from loka.core.numerics.effect import merged
-from loka.core.records.parts import Part, joined, judged, tasks_in
+from loka.core.records.parts import Part, joined, joined_alike, judged, tasks_in
 from loka.core.records.stats import Distribution, LinearStats, Stats
 from loka.core.records.stats_bytes import from_bytes, to_bytes
 from loka.core.signature import ModelSignature
@@ -178,8 +178,12 @@ def _merge(a: Stats, b: Stats, rank: int) -> Stats:
         final_rate=a.final_rate if a.final_rate == b.final_rate else None,
         parts=_parts(a, b, layers),
         not_clicks=a.not_clicks or b.not_clicks,
-        alike={**b.alike, **a.alike},
+        alike=joined_alike(a.alike, b.alike, (_effect_rows(a), _effect_rows(b))),
     )
+
+
+def _effect_rows(stats: Stats) -> float:
+    return max((effect.count for layer in stats.layers.values() for effect in layer.effects.values()), default=0.0)
 
 
 def _parts(a: Stats, b: Stats, layers: Mapping[str, LinearStats]) -> dict[str, Part]:

@@ -4,7 +4,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from loka.core.budget import Budget
+from loka.core.budget import Budget, upper_bound
 from loka.core.device import fingerprint
 from loka.core.error import Estimate
 from loka.core.exceptions import DataRefused, PlanMismatch
@@ -224,3 +224,16 @@ def test_a_scatter_of_no_rows_has_no_rms(numbers):
     layer = replace(blind.layers["a"], operands={**blind.layers["a"].operands, "input": uncounted})
     shift = drift(BOTH, replace(blind, layers={**blind.layers, "a": layer}), before=blind).layers["a"].shifts
     assert (shift["input"].amax, shift["input"].rms) == (0.0, None)
+
+
+def test_layers_that_are_alike_cost_more_than_their_sum():
+    """Two of 1e-5 each that change the same: 4e-5 together, as the planner holds a plan to."""
+    plan = replace(BOTH, budget=Budget(ne=3e-5))
+    later = replace(window(), alike={"a": {"b": 1.0}})
+    apart, found = drift(plan, window()), drift(plan, later)
+    assert not apart.over_budget
+    assert apart.together == 0
+    assert found.over_budget
+    assert found.together == pytest.approx(4 * upper_bound(effect(1e-5).kl()))
+    assert "at most by the correlations of its layers: ABOVE the budget" in str(found)
+    assert drift(plan, window(), before=later).over_budget  # where the later window knows none

@@ -91,7 +91,7 @@ def show_drift(plan: Plan, windows: Sequence[Stats], before: Stats | None, repor
     say(history[-1])
     status = REPLAN if history[-1].over_budget else HOLDS
     if report is not None:
-        changed = replan(plan, report, effects_of(windows[-1]))
+        changed = replan(plan, report, effects_of(windows[-1]), windows[-1].alike)
         say(f"planned again with the effects of this window, and the times of the report:\n{changed}")
         status = REPLAN if changed else status
     held = sorted(drift_guard(history))

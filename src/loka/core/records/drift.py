@@ -26,6 +26,7 @@ from loka.core.error import Estimate
 from loka.core.exceptions import DataRefused, PlanMismatch
 from loka.core.numerics.hot_columns import LEFT
 from loka.core.recipe import SHARED_OPERANDS
+from loka.core.records.parts import lost_together
 from loka.core.records.plan import Plan, known_effect
 from loka.core.records.report import HP
 from loka.core.records.stats import OPERANDS, Distribution, Stats
@@ -84,12 +85,14 @@ class LayerDrift:
 
 @dataclass(frozen=True, kw_only=True)
 class Drift:
-    """All layers of a plan. `total` is what the plan costs now; layers whose effect now is unknown count with
-    the one before, as far as there is one."""
+    """All layers of a plan. `total` is what the plan costs now by the sum; layers whose effect now is unknown count
+    with the one before, as far as there is one. `together` is the upper end of what they lose by the correlations of
+    what they change, which a plan is held to as well; 0 where that is the sum."""
 
     layers: Mapping[str, LayerDrift]
     total: Estimate | None
     budget: float | None
+    together: float = 0.0
 
     @property
     def unsafe(self) -> frozenset[str]:
@@ -102,7 +105,9 @@ class Drift:
 
     @property
     def over_budget(self) -> bool:
-        return self.budget is not None and self.total is not None and upper_bound(self.total) > self.budget
+        if self.budget is None or self.total is None:
+            return False
+        return max(upper_bound(self.total), self.together) > self.budget
 
     def __str__(self) -> str:
         header = (
@@ -135,7 +140,8 @@ class Drift:
                 f": {'ABOVE' if self.over_budget else 'within'} the budget of {self.budget:g}" if self.budget else ""
             )
             planned = ", what is unknown as before" if self.unknown else ""
-            lines.append(f"the plan now costs KL/H {self.total}{planned}{state}")
+            alike = f", {self.together:.2g} at most by the correlations of its layers" if self.together else ""
+            lines.append(f"the plan now costs KL/H {self.total}{alike}{planned}{state}")
         lines += [f"unknown: {path}: {self.layers[path].unknown}" for path in self.unknown]
         return "\n".join(lines)
 
@@ -171,9 +177,14 @@ def drift(plan: Plan, after: Stats, *, before: Stats | None = None, limits: Limi
     layers = {}
     for path in plan.model.layers:
         layers[path] = _layer(path, plan, recipes, before, after, limits, negligible)
-    costs = [layers[path].after or layers[path].before for path in recipes]
-    now = [cost for cost in costs if cost is not None]
-    return Drift(layers=layers, total=total_effect(now) if now else None, budget=plan.kl_limit)
+    now = {path: cost for path in recipes if (cost := layers[path].after or layers[path].before) is not None}
+    alike = after.alike or (before.alike if before is not None else {})
+    return Drift(
+        layers=layers,
+        total=total_effect(now.values()) if now else None,
+        budget=plan.kl_limit,
+        together=lost_together(alike, recipes, now),
+    )
 
 
 def drift_guard(history: Sequence[Drift]) -> frozenset[str]:

@@ -13,6 +13,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
 from loka.core.budget import total_effect, upper_bound
+from loka.core.error import Estimate
 from loka.core.numerics.effect import Effect
 from loka.core.storage.codec import record, sparse
 
@@ -93,6 +94,31 @@ def beyond_sum(
     return math.fsum(2 * r * math.sqrt(effects[a] * effects[b]) for a, b, r in pairs if recipes[a] == recipes[b])
 
 
+def lost_together(
+    alike: Mapping[str, Mapping[str, float]], recipes: Mapping[str, str], effects: Mapping[str, Estimate]
+) -> float:
+    """The upper end of what layers with these `effects` lose together; 0 where that is their sum."""
+    charged = {path: upper_bound(effect) for path, effect in effects.items()}
+    beyond = beyond_sum(alike, recipes, charged)
+    return max(math.fsum(charged.values()) + beyond, 0.0) if beyond else 0.0
+
+
+def joined_alike(
+    a: Mapping[str, Mapping[str, float]], b: Mapping[str, Mapping[str, float]], rows: tuple[float, float]
+) -> dict[str, dict[str, float]]:
+    """Correlations of the rows of both, each pair by the number of `rows` that it is of. A pair that one of them does
+    not name, while it names others, counts as none there."""
+    if not a or not b or not sum(rows):
+        return {path: dict(others) for path, others in {**b, **a}.items()}
+    shares = tuple(count / sum(rows) for count in rows)
+    found: dict[str, dict[str, float]] = {}
+    for one, other in dict.fromkeys((path, near) for known in (a, b) for path in known for near in known[path]):
+        values = (known.get(one, {}).get(other, known.get(other, {}).get(one, 0.0)) for known in (a, b))
+        if one not in found.get(other, {}):
+            found.setdefault(one, {})[other] = math.fsum(r * share for r, share in zip(values, shares, strict=True))
+    return found
+
+
 def judged(part: Part, effects: Iterable[Mapping[str, Effect]]) -> Part:
     """`part` with its width, by the effects of each layer, and with no more rows than those are of."""
     found = [by_recipe[REFERENCE] for by_recipe in effects if REFERENCE in by_recipe]
@@ -112,7 +138,7 @@ def joined(part: Part, other: Part) -> Part:
         read=part.read + other.read,
         unknown=part.unknown and other.unknown,
         allowed=min(part.allowed, other.allowed),
-        alike={**other.alike, **part.alike},
+        alike=joined_alike(part.alike, other.alike, (part.rows, other.rows)),
     )
 
 

@@ -14,7 +14,7 @@ from loka.core.budget import Budget, upper_bound
 from loka.core.error import Estimate
 from loka.core.exceptions import EffectUnknown, UnknownName
 from loka.core.recipe import Gemm
-from loka.core.records.parts import WHOLE, beyond_sum, part_name, segments_in, tasks_in
+from loka.core.records.parts import WHOLE, lost_together, part_name, segments_in, tasks_in
 from loka.core.records.plan import Plan, known_effect
 from loka.core.records.report import HP, Measurement, Report, SiteReport
 
@@ -114,16 +114,19 @@ def share_spent(cost: Cost, limits: Limits) -> float:
 
 def lost_alike(plan: Plan, report: Report, part: str) -> float:
     """The upper end of what the layers of `plan` lose of `part` together; 0 where that is their sum."""
-    charged = {path: upper_bound(effect) for path, effect in _known(plan, part).items()}
     alike = report.parts[part].alike if part in report.parts else report.alike
-    beyond = beyond_sum(alike, plan.output_recipes, charged)
-    return max(math.fsum(charged.values()) + beyond, 0.0) if beyond else 0.0
+    return lost_together(alike, plan.output_recipes, _known(plan, part))
+
+
+def charged_alone(plan: Plan, part: str) -> float:
+    """The upper end of what its layers lose of `part` by the sum."""
+    return math.fsum(map(upper_bound, _known(plan, part).values()))
 
 
 def other_than_the_sum(plan: Plan, report: Report, part: str, limit: float) -> str:
     """A note where the layers of `plan` lose more or less together than the sum, which is what a plan keeps to
     where it is more; "" else."""
-    lost, charged = lost_alike(plan, report, part), math.fsum(map(upper_bound, _known(plan, part).values()))
+    lost, charged = lost_alike(plan, report, part), charged_alone(plan, part)
     if not lost or (abs(lost - charged) <= 0.1 * charged and lost <= limit):
         return ""
     named, said = f"{part}: " if part else "", "within" if lost <= limit else "ABOVE"
