@@ -197,6 +197,8 @@ def frozen_tree(
     modules = dict(named_modules(tree))
     for key in dropped:
         path, _, attribute = key.rpartition(".")
+        if path not in modules:  # a second name of a module
+            continue
         weight = modules[path]._parameters[attribute]
         assert weight is not None
         modules[path]._parameters[attribute] = on_meta(weight)  # type: ignore[assignment]
@@ -228,7 +230,9 @@ def droppable(
         elif sites:
             reason = "a shared or computed weight" if type(forward) is LinearForward else "read as a view"
             kept += [f"{site.name} ({reason})" for site in sites]
-    return keys, kept
+    held = tree.state_dict(keep_vars=True)
+    once = {id(held[key]) for key in keys if key in held}
+    return keys + [key for key, value in held.items() if id(value) in once and key not in keys], kept  # second names
 
 
 def frozen_sites(tree: nn.Module) -> dict[str, FrozenSite]:

@@ -30,7 +30,7 @@ from loka.serve.by_rows import buckets_by_site, by_rows, check_plans, in_fp8
 from loka.serve.card import Calibration, Card, SiteCard
 from loka.serve.graphs import wants_graphs
 from loka.serve.race import fastest
-from loka.serve.rows import Form, Request, digest, form_of, leaves, pad
+from loka.serve.rows import Form, Request, digest, form_of, leaves, mapped, pad
 from loka.serve.run import Runner, written_attributes
 from loka.serve.server import Server
 from loka.serve.sites import FrozenSite, FrozenWeight, answering, input_cast, scale_source
@@ -266,7 +266,7 @@ class _Found:
 
 
 def _run_all(tree: nn.Module, batches: Sequence[Sequence[torch.Tensor]], run: Runner) -> list[Any]:
-    return [run(tree, batch) for batch in batches]
+    return [mapped(run(tree, batch), torch.clone) for batch in batches]  # copied: a model may write over its answer
 
 
 def _calibrate(precise: nn.Module, plan: Plan, batches: Sequence[Sequence[torch.Tensor]], run: Runner) -> _Found:

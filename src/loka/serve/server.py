@@ -197,8 +197,7 @@ class Server:
             observed = nullcontext() if looking is None else observed_by(_of_request(looking, rows, sizes[-1]))
             with answering(sizes[-1]), observed, self._refusing():
                 output = self._run(by, pad(part, sizes[-1], self.card.form))
-            given = {tensor.untyped_storage().data_ptr() for tensor in tensors}
-            parts.append(mapped(output, partial(_own_rows, rows, given)))
+                parts.append(mapped(output, partial(_own_rows, rows)))
         return joined(parts), tuple(sizes)
 
     @contextmanager
@@ -328,6 +327,9 @@ def _of_request(monitor: Monitor, rows: int, padded: int) -> Observer:
     return lambda site, seen: monitor.observe(site, seen[: -(-len(seen) * rows // padded)])
 
 
-def _own_rows(rows: int, given: set[int], leaf: torch.Tensor) -> torch.Tensor:
-    """Of an output; a copy where it is the caller's own memory."""
-    return leaf[:rows].clone() if leaf.untyped_storage().data_ptr() in given else leaf[:rows]
+def _own_rows(rows: int, leaf: torch.Tensor) -> torch.Tensor:
+    """Of an output, copied: it may be the caller's own memory, or a buffer of the model, which another request
+    would write over."""
+    if leaf.is_meta:
+        raise NotImplementedError("an output lies on the meta device")
+    return leaf[:rows].clone()
