@@ -6,6 +6,7 @@ from dataclasses import replace
 from loka.core.error import Estimate
 from loka.core.exceptions import LokaError, PlanMismatch
 from loka.core.recipe import Gemm
+from loka.core.records.parts import joined_alike
 from loka.core.records.plan import Plan
 from loka.core.records.report import HP, Report
 from loka.planner.diff import PlanDiff, diff
@@ -20,7 +21,7 @@ def with_effects(
     """`report` with other effects on KL/H: by layer and recipe, as `core.drift.effects_of` gives them.
 
     A candidate whose recipe is not in `effects` keeps its own; times and errors stay as they are. `alike`: correlations
-    of layers (core/records/parts.py) in the place of the report's, where there are any.
+    of layers (core/records/parts.py) in the place of the report's, pair by pair.
     """
     sites = {}
     for name, site in report.sites.items():
@@ -32,7 +33,7 @@ def with_effects(
                 if candidate != HP and not measured.unsupported and effect is not None:
                     measurements[candidate] = replace(measured, errors={**measured.errors, "ne": effect})
         sites[name] = replace(site, measurements=measurements)
-    return replace(report, sites=sites, alike=alike or report.alike)
+    return replace(report, sites=sites, alike=joined_alike(alike or {}, report.alike, (1, 0)))
 
 
 def replan(

@@ -237,3 +237,5 @@ def test_layers_that_are_alike_cost_more_than_their_sum():
     assert found.together == pytest.approx(4 * upper_bound(effect(1e-5).kl()))
     assert "at most by the correlations of its layers: ABOVE the budget" in str(found)
     assert drift(plan, window(), before=later).over_budget  # where the later window knows none
+    apart_now = replace(window(), alike={"a": {"b": 0.1}})
+    assert drift(plan, apart_now, before=later).together == pytest.approx(2.2 * upper_bound(effect(1e-5).kl()))

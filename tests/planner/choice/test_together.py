@@ -66,11 +66,7 @@ def test_a_later_window_brings_its_correlations():
 
 def test_correlations_of_both_by_their_rows():
     few, many = {"a": {"b": 0.9, "c": 0.3}}, {"b": {"a": 0.4}}
-    found = joined_alike(few, many, (100, 300))
-    assert found == {"a": {"b": pytest.approx(0.525), "c": pytest.approx(0.075)}}
-    other = joined_alike(many, few, (300, 100))
-    assert {frozenset((a, b)): r for a, near in other.items() for b, r in near.items()} == {
-        frozenset("ab"): pytest.approx(0.525),
-        frozenset("ac"): pytest.approx(0.075),
-    }
+    expected = {"a": {"b": pytest.approx(0.525), "c": 0.3}}  # what a record does not name, chance could have made there
+    assert joined_alike(few, many, (100, 300)) == joined_alike(many, few, (300, 100)) == expected
+    assert joined_alike(few, many, (1, 0)) == {"a": {"b": pytest.approx(0.9), "c": 0.3}}
     assert joined_alike({}, few, (1000, 1)) == few

@@ -26,7 +26,7 @@ from loka.core.error import Estimate
 from loka.core.exceptions import DataRefused, PlanMismatch
 from loka.core.numerics.hot_columns import LEFT
 from loka.core.recipe import SHARED_OPERANDS
-from loka.core.records.parts import lost_together
+from loka.core.records.parts import joined_alike, lost_together
 from loka.core.records.plan import Plan, known_effect
 from loka.core.records.report import HP
 from loka.core.records.stats import OPERANDS, Distribution, Stats
@@ -87,7 +87,8 @@ class LayerDrift:
 class Drift:
     """All layers of a plan. `total` is what the plan costs now by the sum; layers whose effect now is unknown count
     with the one before, as far as there is one. `together` is the upper end of what they lose by the correlations of
-    what they change, which a plan is held to as well; 0 where that is the sum."""
+    what they change, which a plan is held to as well; 0 where that is the sum. Pairs that the later window does not
+    name count as before."""
 
     layers: Mapping[str, LayerDrift]
     total: Estimate | None
@@ -178,7 +179,7 @@ def drift(plan: Plan, after: Stats, *, before: Stats | None = None, limits: Limi
     for path in plan.model.layers:
         layers[path] = _layer(path, plan, recipes, before, after, limits, negligible)
     now = {path: cost for path in recipes if (cost := layers[path].after or layers[path].before) is not None}
-    alike = after.alike or (before.alike if before is not None else {})
+    alike = joined_alike(after.alike, before.alike if before is not None else {}, (1, 0))
     return Drift(
         layers=layers,
         total=total_effect(now.values()) if now else None,

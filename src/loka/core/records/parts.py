@@ -106,16 +106,18 @@ def lost_together(
 def joined_alike(
     a: Mapping[str, Mapping[str, float]], b: Mapping[str, Mapping[str, float]], rows: tuple[float, float]
 ) -> dict[str, dict[str, float]]:
-    """Correlations of the rows of both, each pair by the number of `rows` that it is of. A pair that one of them does
-    not name, while it names others, counts as none there."""
-    if not a or not b or not sum(rows):
-        return {path: dict(others) for path, others in {**b, **a}.items()}
-    shares = tuple(count / sum(rows) for count in rows)
+    """Correlations of the rows of both: of a pair that both name, their mean by `rows`.
+
+    A pair that one does not name keeps what the other says: of few rows a record leaves out what chance could make,
+    which is not to say that it is none.
+    """
+    of_a, of_b = ({frozenset((p, q)): r for p, near in known.items() for q, r in near.items()} for known in (a, b))
+    share = rows[0] / sum(rows) if sum(rows) else 0.5
+    both = {pair: share * of_a[pair] + (1 - share) * of_b[pair] for pair in of_a.keys() & of_b.keys()}
     found: dict[str, dict[str, float]] = {}
-    for one, other in dict.fromkeys((path, near) for known in (a, b) for path in known for near in known[path]):
-        values = (known.get(one, {}).get(other, known.get(other, {}).get(one, 0.0)) for known in (a, b))
-        if one not in found.get(other, {}):
-            found.setdefault(one, {})[other] = math.fsum(r * share for r, share in zip(values, shares, strict=True))
+    for pair, r in {**of_a, **of_b, **both}.items():
+        one, other = sorted(pair)
+        found.setdefault(one, {})[other] = r
     return found
 
 
