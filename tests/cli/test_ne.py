@@ -21,7 +21,7 @@ def test_a_budget_is_spent_and_told(folder):
     assert "Predicted KL/H" in text
     assert "the budget is 0.001" in text
     nothing = loka("plan", "report.json", "--ne", "0", "--out", "none.json", cwd=folder)
-    assert "is above the whole budget of 0" in nothing, "each output says what it would have cost"
+    assert "is above all that the sum of layers may spend, 0" in nothing, "each output says what it would have cost"
     content = json.loads((folder / "plan.json").read_text())
     assert '"ne": 0.001' in json.dumps(content)
 

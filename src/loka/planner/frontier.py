@@ -15,11 +15,11 @@ from loka.core.error import Estimate
 from loka.core.exceptions import LokaError
 from loka.core.records.parts import WHOLE, tasks_in
 from loka.core.records.plan import Plan
-from loka.core.records.report import HP, Measurement, Report
+from loka.core.records.report import HP, Report
 from loka.core.storage.codec import encode, named, sparse
 from loka.core.storage.files import write_record
 from loka.core.table import format_table
-from loka.planner.choice.limits import WAY_OUT
+from loka.planner.choice.limits import WAY_OUT, spent_of
 from loka.planner.plan import plan
 
 _UNLIMITED = 1e9  # no model loses so much
@@ -28,8 +28,9 @@ _DECADES = 4  # that the default range covers below the largest effect
 
 @dataclass(frozen=True, kw_only=True)
 class Point:
-    """A budget and what became of it. `spent` is the upper end of `kl`, which the budget limits; `fp8` the
-    candidates of the sites that are not in hp; `knee` marks the frontier's knee."""
+    """A budget and what became of it. `kl` is the sum of its layers' effects; `spent`, which the budget limits, its
+    upper end, or what they lose together where that is more; `fp8` the candidates of the sites that are not in hp;
+    `knee` marks the frontier's knee."""
 
     budget: float
     kl: Estimate = named("ne")
@@ -41,7 +42,7 @@ class Point:
 
 @dataclass(frozen=True, kw_only=True)
 class Frontier:
-    """`points` by rising budget, each unlike the one before; the first spends nothing.
+    """`points` by rising budget, each faster than the one before; the first spends nothing.
 
     `base` is the time in hp, in `unit`: "us", or "multiplications" of what was not timed. Of `tasks` each has
     the budget, and KL/H is that of the one that spends most.
@@ -108,27 +109,23 @@ def frontier(
     everything = plan(report, replace(budget, ne=_UNLIMITED))
     tasks = tasks_in(report.parts)
     parts = tasks or (WHOLE,)
-    most = _most(everything, parts)
-    if most is None:
+    if all(everything.kl_of(part) is None for part in parts):
         raise LokaError(
             f"no FP8 candidate of {report.model.name} has an estimate of its KL/H within this budget",
             why=list(everything.notes[:4]),
             way_out=WAY_OUT,
         )
     if limits is None:
-        limits = [0.0, *_range(report, parts, upper_bound(most), count)]
+        limits = [0.0, *_range(report, parts, _most(everything, report, parts)[1], count)]
     points: list[Point] = []
     for limit in sorted(limits):
         made = plan(report, replace(budget, ne=limit))
         fp8 = {site: found.candidate for site, found in made.decisions.items() if found.candidate != HP}
-        if points and points[-1].fp8 == fp8:
+        time = base_time(report) - saved_time(made)
+        if points and not time < points[-1].time:  # what layers lose together makes no even staircase
             continue
-        effect = _most(made, parts) or Estimate(0.0, 0.0, 0.0)
-        points.append(
-            Point(
-                budget=limit, kl=effect, spent=upper_bound(effect), time=base_time(report) - saved_time(made), fp8=fp8
-            )
-        )
+        effect, spent = _most(made, report, parts)
+        points.append(Point(budget=limit, kl=effect, spent=spent, time=time, fp8=fp8))
     knee = _knee(points)
     return Frontier(
         model=report.model.name,
@@ -140,8 +137,11 @@ def frontier(
     )
 
 
-def _most(found: Plan | Measurement, parts: Sequence[str]) -> Estimate | None:
-    return max((kl for part in parts if (kl := found.kl_of(part)) is not None), key=upper_bound, default=None)
+def _most(found: Plan, report: Report, parts: Sequence[str]) -> tuple[Estimate, float]:
+    """The loss of the part that spends most, by the sum, and what it spends."""
+    spent = {part: spent_of(found, report, part) for part in parts}
+    dearest = max(parts, key=spent.__getitem__)
+    return found.kl_of(dearest) or Estimate(0.0, 0.0, 0.0), spent[dearest]
 
 
 def _knee(points: Sequence[Point]) -> Point:
@@ -176,12 +176,12 @@ def saved_time(made: Plan) -> float:
 
 
 def _range(report: Report, parts: Sequence[str], largest: float, count: int) -> list[float]:
-    costs = [
-        upper_bound(kl)
+    known = [
+        [kl for part in parts if (kl := measured.kl_of(part)) is not None]
         for site in report.sites.values()
         for measured in site.measurements.values()
-        if (kl := _most(measured, parts)) is not None
     ]
+    costs = [max(map(upper_bound, each)) for each in known if each]
     smallest = min((cost for cost in costs if 0 < cost < largest), default=largest)
     low = max(smallest, largest / 10**_DECADES)
     ratio = (largest / low) ** (1 / max(count - 1, 1)) if low > 0 else 1.0

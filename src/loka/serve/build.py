@@ -10,7 +10,7 @@ A new checkpoint makes a new tree. Requests that run hold the old one until they
 import copy
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any, TypeGuard
+from typing import Any
 
 import torch
 from torch import nn
@@ -36,7 +36,7 @@ from loka.serve.sites import (
 
 
 def on_meta(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor with the same shape and dtype that holds nothing: computing with it fails, always."""
+    """A tensor with the same shape and dtype that holds nothing: computing with it fails (serve/run.py)."""
     empty = torch.empty_like(tensor, device="meta", requires_grad=False)
     return nn.Parameter(empty, requires_grad=False) if isinstance(tensor, nn.Parameter) else empty
 
@@ -49,23 +49,11 @@ def skeleton_of(model: nn.Module) -> nn.Module:
     return copy.deepcopy(model, memo)
 
 
-def views_of_weights(model: nn.Module) -> list[str]:
-    """Tensors that no state dict has and that lie in the memory of one that it has: a new one does not reach them.
-
-    Not those that a hook computes anew from NAME_orig before each forward, as torch's old spectral norm does."""
-    held = {t.untyped_storage().data_ptr(): key for key, t in model.state_dict(keep_vars=True).items() if _is_plain(t)}
-    found = []
-    for path, module in named_modules(model):
-        own = {name: value for name, value in vars(module).items() if f"{name}_orig" not in module._parameters}
-        own |= {name: module._buffers[name] for name in module._non_persistent_buffers_set}
-        for name, value in own.items():
-            if _is_plain(value) and value.untyped_storage().data_ptr() in held:
-                found.append(f"{path}.{name}".lstrip(".") + f" is a view of {held[value.untyped_storage().data_ptr()]}")
-    return found
-
-
-def _is_plain(value: object) -> TypeGuard[torch.Tensor]:
-    return type(value) in (torch.Tensor, nn.Parameter) and not value.is_meta and value.numel() > 0  # type: ignore[attr-defined]
+def relinked(skeleton: nn.Module, model: nn.Module) -> nn.Module:
+    """A tree of `skeleton` with the tensors of `model`, put there as a refresh puts new ones."""
+    tree = copy.deepcopy(skeleton)
+    tree.load_state_dict(model.state_dict(keep_vars=True), assign=True)
+    return tree.requires_grad_(False)
 
 
 def load_precise(

@@ -42,8 +42,8 @@ class Card:
 
     `in_hp`: of each bucket, the FP8 sites that run in high precision there. `dropped`: keys of weights that
     are kept in FP8 only. `kept`: why other weights of FP8 sites are kept in high precision too. `scratch`:
-    attributes that the model's forward writes to, so that requests are answered one at a time; empty where
-    they run at once. `dense_bytes`: of FP8 weights with their scales, and of the same weights in bf16.
+    attributes that the model's forward changes, which the replay of a graph would not do. `dense_bytes`: of FP8
+    weights with their scales, and of the same weights in bf16.
     """
 
     model: str
@@ -93,8 +93,7 @@ class Card:
         lines += [f"the alarm is blind at {name}: its rows differ by more than 20 times" for name in self.blind]
         if self.scratch:
             lines.append(
-                "one request at a time, no CUDA graphs, and answers may go by requests before: forward writes to "
-                + ", ".join(self.scratch)
+                "no CUDA graphs, and answers may go by requests before: forward writes to " + ", ".join(self.scratch)
             )
         return "\n".join(lines)
 
@@ -103,7 +102,7 @@ class Card:
 class Folder(
     RecordFile,
     kind="loka-serve-card",
-    version=4,
+    version=5,
     way_out="name a folder that `save` of a frozen model wrote, or freeze and save again",
 ):
     """What a folder's `card.json` holds: the card, and the sha256 of each other file by name."""

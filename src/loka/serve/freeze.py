@@ -6,7 +6,6 @@ the errors on the card. Recipes with a scale for a row or a part of a row keep t
 serve/sites.py.
 """
 
-import copy
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -16,25 +15,25 @@ import torch
 from torch import nn
 
 from loka.core.device import fingerprint
-from loka.core.error import decibels, sqnr_db
+from loka.core.error import decibels
 from loka.core.exceptions import LokaError, ServeRefused
 from loka.core.numerics.reference import scale_of
 from loka.core.problem import dtype_name
 from loka.core.records.plan import Plan
-from loka.graph.attach import detach
-from loka.nn.site import site_forwards
-from loka.nn.unwrap import class_name, device_of, named_parameters, unwrap
+from loka.nn.unwrap import class_name, device_of
 from loka.planner.convert import check
-from loka.serve.build import droppable, frozen_tree, record_weights, share, skeleton_of, views_of_weights, watch
+from loka.serve.build import droppable, frozen_tree, record_weights, relinked, share, skeleton_of, watch
 from loka.serve.by_rows import buckets_by_site, by_rows, check_plans, in_fp8
 from loka.serve.card import Calibration, Card, SiteCard
 from loka.serve.graphs import wants_graphs
+from loka.serve.model.independence import alike, check_independent, check_sizes
+from loka.serve.model.private import check_apart, private_copy, tried, written_attributes
 from loka.serve.race import fastest
-from loka.serve.rows import Form, Request, digest, form_of, leaves, mapped, pad
-from loka.serve.run import Runner, written_attributes
+from loka.serve.rows import Request, digest, form_of, leaves, mapped
+from loka.serve.run import Runner
 from loka.serve.server import Server
-from loka.serve.sites import FrozenSite, FrozenWeight, answering, input_cast, scale_source
-from loka.serve.watch.agreement import LEAST_DB, AnswerError, error_of
+from loka.serve.sites import FrozenSite, FrozenWeight, input_cast, scale_source
+from loka.serve.watch.agreement import AnswerError, error_of
 from loka.serve.watch.monitor import range_of
 from loka.serve.watch.shadow import check_share
 
@@ -97,7 +96,7 @@ def freeze(
     batches = list(calibration)
     if not batches:
         raise _too_few(0)
-    precise = _private_copy(model)
+    precise = private_copy(model)
     for each in [plan] if isinstance(plan, Plan) else plan.values():
         check(precise, each)
     planned = by_rows(plan, buckets)
@@ -121,10 +120,9 @@ def freeze(
     if digest(rows) != content:
         raise ServeRefused("this model's forward writes to its inputs", way_out="let it write to a copy, `x.clone()`")
     # After calibration: what forward makes in its first call alone, no later one writes.
-    scratch = written_attributes(precise, lambda: run(precise, rows[0]))
+    scratch = written_attributes(precise, lambda: check_apart(model, lambda: run(precise, rows[0])))
     graphs = wants_graphs(graphs, device, scratch)
-    check_rows = form.check_rows(device)
-    weights = record_weights(precise, plan, lambda tree: run(tree, check_rows), joined=graphs)
+    weights = _weights(precise, skeleton, plan, run, form.check_rows(device), joined=graphs)
     lost = [path for path in found.peaks if path not in weights]
     if lost:
         raise ServeRefused(
@@ -144,8 +142,8 @@ def freeze(
     call = partial(_run_all, batches=rows, run=run)
     tree, given, dropped, kept = _frozen(precise, plan, weights, scales, in_hp, call)
     answers = _answer_errors(given, plain)
-    _check_independent(tree, precise, run, form, rows)
-    _check_sizes(tree, run, form, rows[0], buckets)
+    check_independent(tree, precise, run, form, rows)
+    check_sizes(tree, run, form, rows[0], buckets)
     read = {path: found.card(path, fp8[path], sources[path], weights[path], scales) for path in fp8 if path in weights}
     card = Card(
         model=class_name(model),
@@ -181,6 +179,28 @@ def freeze(
     )
 
 
+def _weights(
+    precise: nn.Module, skeleton: nn.Module, plan: Plan, run: Runner, rows: list[torch.Tensor], *, joined: bool
+) -> dict[str, FrozenWeight]:
+    """Found as each refresh will find them: in a tree that new weights were put into."""
+
+    def call(tree: nn.Module) -> None:
+        if any(leaf.is_meta for leaf in leaves(run(tree, rows))):
+            raise NotImplementedError("it reads a weight that the new ones did not replace")
+
+    tried(
+        lambda: call(precise),
+        "this model fails for rows whose numbers are drawn one by one between those of the calibration rows",
+        "refresh finds weights by them, and load tells models apart: let forward take any number that it may be given",
+    )
+    found: dict[str, FrozenWeight] = tried(
+        lambda: record_weights(relinked(skeleton, precise), plan, call, joined=joined),
+        "this model fails once other weights are put into its state dict's places",
+        "read weights in forward by the names that they have there, as self.weight, and keep them in no list",
+    )
+    return found
+
+
 def _check_buckets(buckets: Sequence[int]) -> None:
     numbers = isinstance(buckets, Sequence) and all(type(rows) is int for rows in buckets)
     if not numbers or not buckets or list(buckets) != sorted(set(buckets)) or buckets[0] < 1:
@@ -191,30 +211,6 @@ def _version() -> str:
     import loka
 
     return loka.__version__
-
-
-def _private_copy(model: nn.Module) -> nn.Module:
-    sharded = [name for name, p in named_parameters(model) if hasattr(p, "device_mesh")]
-    parameters = [p for _, p in named_parameters(model)]
-    if sharded or any(getattr(p, "_fsdp_flattened", False) for p in parameters):
-        raise ServeRefused(
-            "this model holds a shard of its weights",
-            why=sharded[:5],
-            way_out="gather them into a model on one device, and freeze that",
-        )
-    if views := views_of_weights(model):
-        raise ServeRefused(
-            "this model reads weights by tensors that no state dict has: a refresh would leave them as they are",
-            why=views,
-            way_out="read the weight in forward, or make the tensor a parameter or a buffer that is saved",
-        )
-    if len({p.device for p in parameters}) != 1:
-        raise ServeRefused("this model's weights are not on one device", way_out="model.to(device) first")
-    kept = [t for module in model.modules() for t in vars(module).values() if isinstance(t, torch.Tensor) and t.grad_fn]
-    made = copy.deepcopy(unwrap(model), {id(t): t.detach().clone() for t in kept})
-    if site_forwards(made):
-        detach(made)
-    return made.eval().requires_grad_(False)
 
 
 def _too_few(rows: int) -> ServeRefused:
@@ -329,7 +325,7 @@ def _frozen(
     lean = frozen_tree(share(precise), plan, weights, scales, keys, in_hp)
     try:
         same = all(
-            got.device == want.device and torch.equal(got, want)
+            got.device == want.device and alike(got, want)
             for got, want in zip(leaves(call(lean)), leaves(answers), strict=True)
         )
     except LokaError:
@@ -348,52 +344,3 @@ def _answer_errors(answers: Sequence[Any], plain: Sequence[Any]) -> tuple[Answer
         error_of(*(torch.cat([leaf.flatten() for leaf in column]) for column in pair))
         for pair in zip(low, high, strict=True)
     )
-
-
-def _check_sizes(
-    tree: nn.Module, run: Runner, form: Form, batch: Sequence[torch.Tensor], buckets: Sequence[int]
-) -> None:
-    """Raises ServeRefused where a bucket's outputs lack its rows, as of a `squeeze()` that takes a batch of one
-    off: a request's rows are cut out of them."""
-    several = [list(leaf.shape) for leaf in leaves(run(tree, pad([t[:2] for t in batch], 3, form)))]
-    for rows in buckets:
-        with answering(rows):
-            answer = run(tree, pad([tensor[:rows] for tensor in batch], rows, form))
-        for leaf, (_, *sides) in zip(leaves(answer), several, strict=True):
-            if list(leaf.shape) != [rows, *sides]:
-                raise ServeRefused(
-                    f"an output {list(leaf.shape)} for {rows} rows, where 3 give {[3, *sides]}",
-                    why=["a request is padded, and its rows are cut out of each output"],
-                    way_out=f"keep the side of rows, as squeeze(-1) does, or freeze without {rows} in buckets",
-                )
-
-
-def _check_independent(
-    tree: nn.Module, precise: nn.Module, run: Runner, form: Form, batches: Sequence[Sequence[torch.Tensor]]
-) -> None:
-    """Raises ServeRefused where rows of padding change the answers of others, or their place or number does.
-    In place, and among as many, kernels are the same, and bits must be; elsewhere, in high precision, they agree."""
-    whole = [torch.cat(column) for column in zip(*batches, strict=True)]
-    differs = torch.stack([(c != c[:1])[:, None].flatten(1).any(1) for c in whole]).any(0)
-    differs[0] = True  # beside it rows unlike it: of rows alike another order shows nothing
-    picked = differs.nonzero()[:128, 0]
-    batch, count = [column[picked] for column in whole], len(picked)
-    answer = run(tree, pad(batch, 2 * count + 1, form))
-    other = [column.flip(0) for column in batch]
-    beside = [torch.cat([a, b, b[-1:]]) for a, b in zip(batch, other, strict=True)]  # no last row like padding's
-    among = [torch.cat([torch.stack([b, a], 1).flatten(0, 1), b, b]) for a, b in zip(batch, other, strict=True)]
-    answers = (answer, run(tree, beside), run(precise, beside), run(precise, among))
-    for one, two, plain, moved in zip(*map(leaves, answers), strict=True):
-        if one.dim() == 0 or one.shape[0] != 2 * count + 1:
-            raise ServeRefused(
-                f"an output {list(one.shape)} for {2 * count + 1} rows",
-                why=["a request is padded, and its rows are cut out of each output"],
-                way_out="return outputs [B, ...] alone, and reduce them outside",
-            )
-        plain, moved = plain[:count], moved[1 : 2 * count : 2]
-        numbers = plain.is_floating_point() and bool(plain.isfinite().all())
-        if not torch.equal(one[:count], two[:count]) or (numbers and not sqnr_db(moved, plain) >= LEAST_DB):
-            raise ServeRefused(
-                "this model mixes rows: other rows beside them, their place or their number change the answers",
-                way_out="serve the part of it that scores rows by themselves",
-            )

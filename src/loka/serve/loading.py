@@ -4,7 +4,6 @@ The model brings the code; its weights do not matter. What it computes with the 
 rows is compared with what was saved, since two models may have the same layers and differ between them.
 """
 
-import copy
 import importlib
 import logging
 from collections.abc import Mapping
@@ -22,16 +21,15 @@ from loka.core.numerics.reference import Quantized
 from loka.core.recipe import Gemm
 from loka.core.records.plan import Plan
 from loka.core.storage.files import read_tensors, sha256_of_file
-from loka.graph.attach import detach
 from loka.kernels.gemm.registry import candidate_named
 from loka.kernels.quantize.side import empty_scale
-from loka.nn.site import site_forwards
-from loka.nn.unwrap import device_of, unwrap
+from loka.nn.unwrap import device_of
 from loka.planner.convert import check
 from loka.serve.build import frozen_tree, load_precise, on_meta, skeleton_of
 from loka.serve.by_rows import buckets_by_site
 from loka.serve.card import Card, Folder
 from loka.serve.graphs import wants_graphs
+from loka.serve.model.private import check_apart, private_copy
 from loka.serve.saving import CARD, PLAN, PRECISE, WEIGHTS, check_outputs
 from loka.serve.server import Server
 from loka.serve.sites import FrozenWeight, even_weight
@@ -63,10 +61,7 @@ def load(folder: Path | str, model: nn.Module, *, shadow: float = 0.0, graphs: b
     folder = Path(folder)
     record = Folder.load(folder / CARD)
     card = record.card
-    bare = copy.deepcopy(unwrap(model))
-    if site_forwards(bare):
-        detach(bare)
-    bare.eval().requires_grad_(False)
+    bare = private_copy(model)
     device = device_of(bare)
     graphs = wants_graphs(graphs, device, card.scratch)
     with ThreadPoolExecutor(1) as aside:
@@ -89,7 +84,8 @@ def load(folder: Path | str, model: nn.Module, *, shadow: float = 0.0, graphs: b
     _check_dtypes(card, skeleton, state)
     in_hp = buckets_by_site(card.buckets, card.in_hp)
     tree = frozen_tree(_filled(skeleton, state, card, device), plan, weights, scales, (), in_hp)
-    _check_same(card, tree, _below("check/", tensors), folder)
+    found = check_apart(model, lambda: check_outputs(card, tree))
+    _check_same(card, found, _below("check/", tensors), folder)
     precise = _precise(folder, record, skeleton, device) if shadow else None
     return Server(
         card=card,
@@ -170,8 +166,7 @@ def _check_dtypes(card: Card, skeleton: nn.Module, state: Mapping[str, torch.Ten
         )
 
 
-def _check_same(card: Card, tree: nn.Module, saved: Mapping[str, torch.Tensor], folder: Path) -> None:
-    found = check_outputs(card, tree)
+def _check_same(card: Card, found: list[torch.Tensor], saved: Mapping[str, torch.Tensor], folder: Path) -> None:
     for place, leaf in enumerate(found):
         want = saved.get(str(place))
         if want is None or len(saved) != len(found) or (want.shape, want.dtype) != (leaf.shape, leaf.dtype):
@@ -187,6 +182,14 @@ def _check_same(card: Card, tree: nn.Module, saved: Mapping[str, torch.Tensor], 
             f"this model computes something else than the one in {folder}",
             why=[f"for the same {found[0].shape[0]} rows {reason}" for reason in why],
             way_out=f"give a {card.model} as it was when it was frozen: same code, options and buffers",
+        )
+    blind = [place for place, leaf in enumerate(wanted) if leaf.is_floating_point() and not leaf.isfinite().any()]
+    if blind:
+        _LOG.warning(
+            "%s: outputs %s are NaN or infinite for all rows that this %s was compared by, which tell nothing of them",
+            folder,
+            ", ".join(map(str, blind)),
+            card.model,
         )
     bits = ([leaf.contiguous().view(torch.uint8) for leaf in leaves] for leaves in (found, wanted))
     other = [place for place, (a, b) in enumerate(zip(*bits, strict=True)) if not torch.equal(a, b)]

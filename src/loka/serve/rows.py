@@ -8,6 +8,7 @@ of a kind that the model knows; an empty request is padded with the form's own r
 import copy
 import functools
 import hashlib
+import math
 from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -31,14 +32,14 @@ MOST_PLACES = 4096
 class Column:
     """One input: its keyword or position, its dtype such as "float32", and its sides without the rows.
 
-    `least`, `most`: of integers and booleans, what calibration rows hold at each place of a row, such as the ids of
-    one table; a single number where rows have more than `MOST_PLACES`, all of which have held it."""
+    `least`, `most`: what calibration rows hold at each place of a row, such as the ids of one table, NaN and
+    infinity left out; a single number where rows have more than `MOST_PLACES`, all of which have held it."""
 
     name: str
     dtype: str
     sides: tuple[int, ...]
-    least: tuple[int, ...] = sparse(())
-    most: tuple[int, ...] = sparse(())
+    least: tuple[float, ...] = sparse(())
+    most: tuple[float, ...] = sparse(())
 
     def __str__(self) -> str:
         return f"{self.name}: {self.dtype} [{', '.join(['B', *map(str, self.sides)])}]"
@@ -101,7 +102,8 @@ class Form:
         return module(*tensors)
 
     def check_rows(self, device: torch.device, count: int = CHECK_ROWS) -> list[torch.Tensor]:
-        """`count` rows that every machine makes alike: normal numbers, and integers between their bounds.
+        """`count` rows that every machine makes alike, between the calibration rows' bounds: normal numbers, those
+        beyond put within 1 of the bound, and integers.
 
         The model's GEMMs are found with them, and a loaded server is compared with what was saved.
         """
@@ -111,12 +113,15 @@ class Form:
             dtype, shape = getattr(torch, column.dtype), (count, *column.sides)
             rows = torch.zeros(shape, dtype=dtype, device="cpu")
             if dtype.is_floating_point:
-                rows = torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu").to(dtype)
+                rows = torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu")
+                if column.least:
+                    rows = _put_between(rows, *_bounds(column, torch.float32), generator)
+                rows = rows.to(dtype)
             elif column.least:
-                sides = column.sides if len(column.least) > 1 else [1] * len(column.sides)
-                least, most = (torch.tensor(one).view(sides) for one in (column.least, column.most))
+                least, most = _bounds(column, torch.int64)
                 share = torch.rand(shape, generator=generator, dtype=torch.float64, device="cpu")
-                rows = torch.minimum(least + (share * (most - least + 1)).floor().long(), most).to(dtype)
+                span = (most.double() - least.double() + 1).clamp(max=2.0**62)  # of hashes, what int64 can add
+                rows = torch.minimum(least + (share * span).floor().long(), most).to(dtype)
             made.append(rows.to(device))
         return made
 
@@ -130,15 +135,39 @@ class Form:
 
 
 def _bounded(column: Column, tensors: Sequence[torch.Tensor]) -> Column:
-    if not tensors or tensors[0].is_floating_point() or tensors[0].is_complex():
+    if not tensors or tensors[0].is_complex():
         return column
-    places = [tensor.long().flatten(1) if tensor.dim() > 1 else tensor.long()[:, None] for tensor in tensors]
-    least = torch.stack([one.amin(dim=0) for one in places]).amin(dim=0)
-    most = torch.stack([one.amax(dim=0) for one in places]).amax(dim=0)
+    numbers = tensors[0].is_floating_point()
+    places = [tensor.flatten(1) if tensor.dim() > 1 else tensor[:, None] for tensor in tensors]
+    places = [each.double() if numbers else each.long() for each in places]
+    least = torch.stack([_finite(each, math.inf).amin(dim=0) for each in places]).amin(dim=0)
+    most = torch.stack([_finite(each, -math.inf).amax(dim=0) for each in places]).amax(dim=0)
+    least, most = (torch.where(least > most, 0, each) for each in (least, most))  # at places without a finite number
     if len(least) > MOST_PLACES:
-        low, high = int(least.max()), int(most.min())
-        least, most = torch.tensor([min(low, high)]), torch.tensor([high])
+        low, high = least.max(), most.min()
+        least, most = torch.minimum(low, high)[None], high[None]
     return replace(column, least=tuple(least.tolist()), most=tuple(most.tolist()))
+
+
+def _finite(x: torch.Tensor, other: float) -> torch.Tensor:
+    return torch.where(x.isfinite(), x, other) if x.is_floating_point() else x
+
+
+def _bounds(column: Column, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    sides = column.sides if len(column.least) > 1 else [1] * len(column.sides)
+    least, most = (torch.tensor(each, dtype=dtype, device="cpu").view(sides) for each in (column.least, column.most))
+    return least, most
+
+
+def _put_between(
+    rows: torch.Tensor, least: torch.Tensor, most: torch.Tensor, generator: torch.Generator
+) -> torch.Tensor:
+    inside = torch.minimum(torch.maximum(rows, least), most)
+    if torch.equal(inside, rows):
+        return rows
+    step = torch.rand(rows.shape, generator=generator, device="cpu") * (most - least).clamp(max=1.0)
+    moved = torch.where(rows < least, least + step, torch.where(rows > most, most - step, rows))
+    return torch.minimum(torch.maximum(moved, least), most)
 
 
 def form_of(request: Request) -> Form:

@@ -1,19 +1,23 @@
 """How rows run through a module tree: with autocast as frozen, without gradients."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
-from loka.nn.unwrap import named_modules
 from loka.serve.rows import Form
 
 
 @dataclass(frozen=True, kw_only=True)
 class Runner:
-    """Calls a module with the tensors of a request, the same from every thread."""
+    """Calls a module with the tensors of a request, the same from every thread.
+
+    Raises NotImplementedError or RuntimeError where it computes with a weight that is on the meta device."""
 
     form: Form
     autocast: torch.dtype | None
@@ -21,24 +25,17 @@ class Runner:
     @torch.no_grad()
     def __call__(self, module: nn.Module, tensors: Sequence[torch.Tensor]) -> Any:
         kind = tensors[0].device.type
-        with torch.autocast(kind, dtype=self.autocast, enabled=self.autocast is not None):
+        checked = _WithoutMeta() if kind == "cpu" and isinstance(module, nn.Module) else nullcontext()
+        with checked, torch.autocast(kind, dtype=self.autocast, enabled=self.autocast is not None):
             return self.form.call(module, tensors)
 
 
-def written_attributes(module: nn.Module, call: Callable[[], Any]) -> list[str]:
-    """Attributes and buffers that a call writes to, such as `tower.cache`: threads would share them."""
+class _WithoutMeta(TorchDispatchMode):
+    """Torch's GEMMs for CPUs take a weight on the meta device, and answer with whatever memory holds."""
 
-    def now() -> dict[str, tuple[int, int]]:
-        return {
-            f"{path}.{name}" if path else name: (id(value), value._version if isinstance(value, torch.Tensor) else 0)
-            for path, part in named_modules(module)
-            for held in (part.__dict__, part._buffers)
-            for name, value in held.items()
-        }
-
-    held = [value for _, part in named_modules(module) for value in part.__dict__.values()]
-    before = now()
-    call()
-    after = now()
-    del held  # alive until now, so that no new object took over an id
-    return sorted(name for name in after if before.get(name) != after[name])
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        if any(isinstance(value, torch.Tensor) and value.is_meta for value in tree_leaves((args, kwargs or {}))):
+            raise NotImplementedError(f"{func} takes a tensor on the meta device")
+        return func(*args, **(kwargs or {}))

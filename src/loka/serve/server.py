@@ -2,8 +2,8 @@
 
 A version is a module tree that nothing writes to. `refresh` builds another beside it and then replaces one
 reference, which Python does at once: a request reads it once and keeps that version until its answer is
-whole, split or not. So requests need no lock, none waits for a refresh, and no answer holds rows of two
-versions.
+whole, split or not. So none waits for a refresh, and no answer holds rows of two versions. Without graphs
+requests take turns: what `forward` leaves in attributes another thread would read.
 """
 
 import gc
@@ -81,7 +81,7 @@ class Server:
         self.card, self.plan = card, plan
         self._skeleton, self._scales = skeleton, scales
         self._changing = threading.Lock()
-        self._serial = threading.Lock() if card.scratch else nullcontext()
+        self._one = nullcontext() if graphs else threading.Lock()  # forward may keep what a call needs in attributes
         self._requests = itertools.count()
         self._shadow = shadow
         self._run = Runner(form=card.form, autocast=None if card.autocast is None else getattr(torch, card.autocast))
@@ -172,7 +172,7 @@ class Server:
         version, number = self._current, next(self._requests)
         tensors = self.card.form.read(request, self.device)
         by, looking = version.replays or version.module, number % EVERY == 0 and tensors[0].shape[0] > 0
-        with self._serial:
+        with self._one:
             output, sizes = self._answer(by, tensors, looking=version.monitor if looking else None)
             if version.replays is not None:
                 version.replays.note(version.monitor.look_at)

@@ -100,6 +100,17 @@ def test_an_amax_that_rose_more_than_an_octave_closes(amax, closes):
         assert "amax of input rose by 1.0 octaves" in str(found)
 
 
+def test_the_largest_of_more_batches_is_no_drift():
+    """Batches of one heavy tail, 2 of them before and 16 after: every fourth doubled the amax."""
+    before, after = window(amax=4.0), window()
+    many = torch.tensor([4.0, 4.0, 16.0, 4.0] * 3 + [3.0, 16.0, 4.0, 3.9])
+    learnt = dict(after.layers["a"].operands)
+    learnt["input"] = replace(learnt["input"], tensors={**learnt["input"].tensors, "amax": many})
+    after = replace(after, layers={**after.layers, "a": replace(after.layers["a"], operands=learnt)})
+    assert not drift(BOTH, after, before=before).unsafe
+    assert drift(BOTH, after, before=before).layers["a"].shifts["input"].amax == 0.0
+
+
 def test_only_operands_that_run_in_fp8_count():
     """grad_output rises too, but only `output` is in FP8; then only grad_weight is."""
     found = drift(BOTH, window(amax=16.0), before=window())

@@ -25,7 +25,10 @@ def test_the_budget_goes_where_it_saves_most():
     assert chosen(everything) == chosen(loka.plan(report)), "a budget that binds nothing changes nothing"
     refused = loka.plan(report, Budget(ne=1.6e-4 - 1e-8)).decisions["dear/output"]
     assert "is better spent elsewhere" in refused.rejected[ROW]
-    assert "above the whole budget" in loka.plan(report, Budget(ne=1e-4)).decisions["dear/output"].reason
+    assert (
+        "above all that the sum of layers may spend, 0.0001"
+        in loka.plan(report, Budget(ne=1e-4)).decisions["dear/output"].reason
+    )
 
 
 def test_a_doubtful_effect_costs_its_upper_end():
@@ -164,10 +167,10 @@ def test_what_is_forced_spends_first():
     assert chosen(plan) == {"cheap": ROW, "dear": ROW, "slow": "hp"}
     over = loka.plan(report, Budget(ne=1e-4), force={"dear": ROW})
     assert chosen(over) == {"cheap": "hp", "dear": ROW, "slow": "hp"}
-    assert any("above the budget" in note for note in over.notes)
+    assert any("left for the sum" in note for note in over.notes)
     just = loka.plan(report, Budget(ne=1.5e-4), force={"dear": ROW})  # all of it
     assert chosen(just) == {"cheap": "hp", "dear": ROW, "slow": "hp"}
-    assert not any("above the budget" in note for note in just.notes)
+    assert not any("left for the sum" in note for note in just.notes)
 
 
 def untimed(**sides):

@@ -1,16 +1,18 @@
 """Plans keep a limit by what their layers lose together, not by the sum alone."""
 
 import dataclasses
+import itertools
 import math
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from ne_reports import ROW, THREE, chosen, costing, effect, outputs
 
 import loka
 from loka.core.records.parts import joined_alike
 from loka.planner.choice.limits import lost_alike
+from loka.planner.frontier import frontier
 from loka.planner.replan import replan
 
 EACH = 1e-5
@@ -45,6 +47,17 @@ def test_no_limit_is_broken_but_by_what_is_forced(costs, correlation, share):
     everything = lost_alike(loka.plan(report, loka.Budget(ne=1.0)), report, "")
     limit = max(share * everything, 1e-9)
     assert lost_alike(loka.plan(report, loka.Budget(ne=limit)), report, "") <= limit * (1 + 1e-9)
+
+
+@given(st.floats(0.1, 1.0), st.lists(st.floats(1e-7, 1e-4), min_size=len(PATHS), max_size=len(PATHS)))
+@settings(max_examples=10)
+def test_a_frontier_counts_what_layers_lose_together(correlation, costs):
+    report = report_of(correlation, costs)
+    points = frontier(report, count=6).points
+    assert all(point.spent <= point.budget * (1 + 1e-9) for point in points)
+    assert all(after.time < before.time for before, after in itertools.pairwise(points))
+    last = loka.plan(report, loka.Budget(ne=points[-1].budget))
+    assert points[-1].spent == lost_alike(last, report, "") > points[-1].kl.high
 
 
 def test_what_is_forced_is_said():

@@ -1,6 +1,7 @@
 """Has the data moved since a plan was made? Statistics of a later window against those of the plan.
 
-    amax shift  = log2( max amax after / max amax before )         octaves, by operand
+    amax shift  = log2( max amax after / max amax before )         octaves, by operand; of as many batches each, the
+                                                                   latest: the largest of more is larger
     rms shift   = log2( rms after / rms before )
     growth      = predicted KL/H after / before                    at the recipe that the plan runs
 
@@ -224,7 +225,7 @@ def _layer(
     for operand, learnt in learnt_now.items():
         earlier = then.operands.get(operand) if then else None
         if operand in OPERANDS and earlier is not None:
-            shifts[operand] = Shift(amax=_ratio(_amax(learnt), _amax(earlier)), rms=_ratio(_rms(learnt), _rms(earlier)))
+            shifts[operand] = Shift(amax=_ratio(*_amaxes(learnt, earlier)), rms=_ratio(_rms(learnt), _rms(earlier)))
     recipe = recipes.get(path)
     old = new = None
     if recipe is not None:
@@ -310,10 +311,14 @@ def _low_operands(path: str, plan: Plan) -> list[str]:
     return [name for name in OPERANDS if any(candidates[gemm] != HP for gemm, _ in SHARED_OPERANDS[name])]
 
 
-def _amax(learnt: Distribution) -> float | None:
-    """The largest |x| of the window; of a weight, that of its mean."""
-    values = learnt.tensors.get("amax", learnt.tensors.get("mean"))
-    return float(values.abs().max()) if values is not None and values.numel() else None
+def _amaxes(*windows: Distribution) -> list[float | None]:
+    """The largest |x| of the latest batches, of as many in each window; of a weight, that of its mean."""
+    found = [learnt.tensors.get("amax", learnt.tensors.get("mean")) for learnt in windows]
+    if any(values is None or not values.numel() for values in found):
+        return [None] * len(found)
+    values = [each for each in found if each is not None]
+    batches = min(len(each) for each in values)
+    return [float(each[-batches:].abs().max()) for each in values]
 
 
 def _rms(learnt: Distribution) -> float | None:

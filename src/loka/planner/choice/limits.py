@@ -98,7 +98,7 @@ def over_limits(measured: Measurement, limits: Limits) -> str | None:
         if effect is None:
             return f"its KL/H{of} is not known; {WAY_OUT}"
         if not upper_bound(effect) <= limit:
-            return f"KL/H{of} +{effect} is above the whole budget of {limit:g}"
+            return f"KL/H{of} +{effect} is above all that the sum of layers may spend, {limit:g}"
     return None
 
 
@@ -116,6 +116,11 @@ def lost_alike(plan: Plan, report: Report, part: str) -> float:
     """The upper end of what the layers of `plan` lose of `part` together; 0 where that is their sum."""
     alike = report.parts[part].alike if part in report.parts else report.alike
     return lost_together(alike, plan.output_recipes, _known(plan, part))
+
+
+def spent_of(plan: Plan, report: Report, part: str) -> float:
+    """What a limit on `part` is compared with: what its layers lose by the sum, or together where that is more."""
+    return max(charged_alone(plan, part), lost_alike(plan, report, part))
 
 
 def charged_alone(plan: Plan, part: str) -> float:

@@ -51,7 +51,7 @@ def grant(report: Report, budget: Budget, limits: Limits, layers: Mapping[str, L
         spent = math.fsum(cost[place] for cost in granted.values())
         if spent > limit * (1 + 1e-9):
             of = f" of {part}" if part else ""
-            notes += (f"what was forced spends {spent:.2g} of KL/H{of} by itself, above the budget of {limit:g}",)
+            notes += (f"what was forced spends {spent:.2g} of KL/H{of} alone, above the {limit:g} left for the sum",)
     return Granted(layers={path: granted[path] for path in layers}, notes=notes)
 
 

@@ -1,0 +1,73 @@
+"""Whether a model scores rows by themselves: what is padded, split and sliced must be."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+from loka.core.error import sqnr_db
+from loka.core.exceptions import ServeRefused
+from loka.serve.rows import Form, leaves, pad
+from loka.serve.run import Runner
+from loka.serve.sites import answering
+from loka.serve.watch.agreement import LEAST_DB
+
+
+def alike(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """The same entries, NaN where the other has NaN."""
+    return one.shape == other.shape and bool(((one == other) | ((one != one) & (other != other))).all())
+
+
+def check_sizes(
+    tree: nn.Module, run: Runner, form: Form, batch: Sequence[torch.Tensor], buckets: Sequence[int]
+) -> None:
+    """Raises ServeRefused where a bucket's outputs lack its rows, as of a `squeeze()` that takes a batch of one
+    off: a request's rows are cut out of them."""
+    several = [list(leaf.shape) for leaf in leaves(run(tree, pad([t[:2] for t in batch], 3, form)))]
+    for rows in buckets:
+        with answering(rows):
+            answer = run(tree, pad([tensor[:rows] for tensor in batch], rows, form))
+        for leaf, (_, *sides) in zip(leaves(answer), several, strict=True):
+            if list(leaf.shape) != [rows, *sides]:
+                raise ServeRefused(
+                    f"an output {list(leaf.shape)} for {rows} rows, where 3 give {[3, *sides]}",
+                    why=["a request is padded, and its rows are cut out of each output"],
+                    way_out=f"keep the side of rows, as squeeze(-1) does, or freeze without {rows} in buckets",
+                )
+
+
+def check_independent(
+    tree: nn.Module, precise: nn.Module, run: Runner, form: Form, batches: Sequence[Sequence[torch.Tensor]]
+) -> None:
+    """Raises ServeRefused where rows of padding change the answers of others, or their place or number does.
+    In place, and among as many, kernels are the same, and bits must be; elsewhere, in high precision, they agree."""
+    whole = [torch.cat(column) for column in zip(*batches, strict=True)]
+    differs = torch.stack([(c != c[:1])[:, None].flatten(1).any(1) for c in whole]).any(0)
+    differs[0] = True  # beside it rows unlike it: of rows alike another order shows nothing
+    picked = differs.nonzero()[:128, 0]
+    batch, count = [column[picked] for column in whole], len(picked)
+    answer = run(tree, pad(batch, 2 * count + 1, form))
+    other = [column.flip(0) for column in batch]
+    beside = [torch.cat([a, b, b[-1:]]) for a, b in zip(batch, other, strict=True)]  # no last row like padding's
+    among = [torch.cat([torch.stack([b, a], 1).flatten(0, 1), b, b]) for a, b in zip(batch, other, strict=True)]
+    answers = (answer, run(tree, beside), run(precise, beside), run(precise, among))
+    for one, two, plain, moved in zip(*map(leaves, answers), strict=True):
+        if one.dim() == 0 or one.shape[0] != 2 * count + 1:
+            raise ServeRefused(
+                f"an output {list(one.shape)} for {2 * count + 1} rows",
+                why=["a request is padded, and its rows are cut out of each output"],
+                way_out="return outputs [B, ...] alone, and reduce them outside",
+            )
+        plain, moved = plain[:count], moved[1 : 2 * count : 2]
+        numbers = plain.is_floating_point() and bool(plain.isfinite().all())
+        if not alike(one[:count], two[:count]) or (numbers and not sqnr_db(moved, plain) >= LEAST_DB):
+            if not all(map(alike, leaves(run(tree, beside)), leaves(answers[1]))):
+                raise ServeRefused(
+                    "this model answers the same rows by other numbers each time",
+                    why=["it draws random numbers, counts its calls, or sums in any order"],
+                    way_out="in eval it must not: F.dropout takes training=self.training, for one",
+                )
+            raise ServeRefused(
+                "this model mixes rows: other rows beside them, their place or their number change the answers",
+                way_out="serve the part of it that scores rows by themselves",
+            )
