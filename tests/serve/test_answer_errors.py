@@ -34,7 +34,7 @@ class Branching(Mlp):
 
 
 class Multiplying(Mlp):
-    """Torch's GEMM for CPUs answers for a weight on the meta device with what memory holds."""
+    """Torch's GEMMs answer for a weight on the meta device with what memory holds."""
 
     def forward(self, x):
         far = x[:, 0] > 50
