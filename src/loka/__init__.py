@@ -23,7 +23,7 @@ from loka.core.records.stats import Stats
 from loka.kernels.gemm.run import kernel_runs
 from loka.measurement import measure
 from loka.nn import check_finite, health_of
-from loka.planner import agree, convert, diff, plan, revert
+from loka.planner import agree, confirm, convert, diff, plan, revert
 from loka.probe import Probe
 from loka.scaling.scale import scale
 
@@ -38,6 +38,7 @@ __all__ = [
     "Stats",
     "agree",
     "check_finite",
+    "confirm",
     "convert",
     "diff",
     "health_of",

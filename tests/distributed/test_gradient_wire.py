@@ -128,8 +128,10 @@ def on_rank(rank, folder):
         found[f"{engine} accumulated"] = accumulated(engine, rank)
         found[f"{engine} clipped"] = clipped(engine, rank)
         found[f"{engine} scaled"] = scaled(engine, rank)
+        found[f"{engine} faint"] = faint(engine, rank)
         found[f"{engine} other codecs"] = other_codecs(engine, rank)
     found["unused"] = unused()
+    found["float64"] = refused_in_float64()
     return found
 
 
@@ -176,6 +178,36 @@ def scaled(engine, rank):
     scaler.update()
     kept = all(torch.equal(a, b.detach()) for a, b in zip(before, model.parameters(), strict=True))
     return {"kept": bool(kept), "scale": scaler.get_scale()}
+
+
+class Faint(nn.Module):
+    """A small matrix beside one whose gradients are 10^4 times its."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.large, self.gate = nn.Linear(11, 8, bias=False), nn.Linear(11, 2, bias=False)
+
+    def forward(self, x):
+        return self.large(x).sum(1) * 100 + self.gate(x).sum(1) * 0.01
+
+
+def faint(engine, rank):
+    """The share of the small one's gradient that arrives as 0."""
+    model = Faint()
+    if engine == "ddp":
+        model = DistributedDataParallel(model)
+    else:
+        fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+    send_gradients(model, GradientWire(scatter="int8", gather="int8"))
+    model(torch.rand(16, 11, generator=torch.Generator().manual_seed(rank)) + 0.5).sum().backward()
+    return float((gradients(model)["gate.weight"] == 0).float().mean())
+
+
+def refused_in_float64():
+    with pytest.raises(LokaError) as raised:
+        send_gradients(DistributedDataParallel(nn.Linear(4, 4).double()), GradientWire())
+    return str(raised.value)
 
 
 def unused():
@@ -245,6 +277,16 @@ def test_an_overflow_on_one_rank_is_seen_by_all(three):
     for found in three:
         for engine in ("ddp", "fsdp2"):
             assert found[f"{engine} scaled"] == {"kept": True, "scale": 2.0}
+
+
+@pytest.mark.parametrize("engine", ["ddp", "fsdp2"])
+def test_a_small_matrix_keeps_its_gradient_beside_a_large_one(three, engine):
+    """In one block with it all of its numbers were 0, and it never trained."""
+    assert [found[f"{engine} faint"] for found in three] == [0.0] * len(three)
+
+
+def test_gradients_in_float64_are_refused(three):
+    assert all("are in float64" in found["float64"] for found in three)
 
 
 def test_a_parameter_without_gradient_is_refused(three):

@@ -1,6 +1,7 @@
 """The command line. Each command parses, calls the library, and prints what comes back."""
 
 import contextlib
+import gc
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -292,6 +293,11 @@ def main() -> None:
     except (LokaError, OSError) as error:
         say(f"{_whose()}{type(error).__name__}: {error}", error=True)
         raise SystemExit(2) from None
+    finally:
+        # A rank's process group ends with its last owner, some of which are in circles: gloo's threads, which outlive
+        # it then, let go of tensors while Python ends, and abort the rank.
+        if _several_ranks():
+            gc.collect()
 
 
 def _whose() -> str:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx import Graph, Node
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 SIZE = torch.ops.aten.sym_size.int
 VIEW = torch.ops.aten.view.default
@@ -26,6 +27,7 @@ class Emitter:
         self._like: Node | None = None
         self._replaced: dict[Node, Node] = {}
         self._constants: dict[tuple[float, torch.device], Node] = {}
+        self._copies: dict[Node, Node] = {}
         self.lying: set[Node] = set()  # what has other strides than what it stands for
 
     @contextmanager
@@ -104,6 +106,19 @@ class Emitter:
     def item(self, node: Node, place: int) -> Node:
         return self.call(operator.getitem, node, place)
 
+    def in_rows(self, node: Node, features: int) -> Node:
+        """`node`, or one copy of it for all readers, whose memory is rows of so many elements.
+
+        What makes a transposed tensor can write the copy in its place: Inductor fuses a clone, and cannot see a copy
+        that an op makes inside.
+        """
+        if _in_rows(node.meta["val"], features):
+            return node
+        if node not in self._copies:
+            with self.like(node):
+                self._copies[node] = self.call(COPY, node, memory_format=torch.contiguous_format)
+        return self._copies[node]
+
     def constant(self, value: float, device: torch.device) -> Node:
         """float32 [1], one node a value: Inductor launches a fill for each node that ops read."""
         found = self._constants.get((value, device))
@@ -134,6 +149,13 @@ def settle(emitter: Emitter, changed: set[Node]) -> None:
         node.meta["val"] = now
         if _strides(now) != _strides(before):
             changed.add(node)
+
+
+def _in_rows(value: torch.Tensor, features: int) -> bool:
+    try:
+        return features == 1 or bool(statically_known_true(value.view(-1, features).stride(1) == 1))
+    except (RuntimeError, ValueError):  # no view has these strides
+        return False
 
 
 def _strides(value: Any) -> list[tuple[Any, ...]]:

@@ -19,7 +19,8 @@ A block with NaN or infinity arrives as NaN or infinity, so that GradScaler and 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
@@ -98,6 +99,12 @@ def codec_named(name: str, block: int = BLOCK) -> Codec:
 
 
 FP32 = codec_named("fp32")
+
+
+def blocks_of(sizes: Iterable[int], *, block: int = BLOCK) -> tuple[list[int], int]:
+    """Where matrices of these sizes begin, each at a block's border, and where the last one's block ends."""
+    ends = list(itertools.accumulate((-(-size // block) * block for size in sizes), initial=0))
+    return ends[:-1], ends[-1]
 
 
 def padded_columns(elements: int, ranks: int) -> int:

@@ -4,7 +4,8 @@
     FSDP2    a unit:    scatter, sum in float32                  set_custom_reduce_scatter
 
 Matrices go by the codec, vectors (biases, norms) exactly: they are few bytes, and what eight bits make of
-them is what biases training (docs/distributed.md). The means are torch's: over the ranks of the group.
+them is what biases training (docs/distributed.md). Each matrix begins a block of its own: beside a neighbour's
+numbers all of a small one's may vanish. The means are torch's: over the ranks of the group.
 """
 
 from collections.abc import Callable, Sequence
@@ -20,7 +21,15 @@ from torch.nn.parallel import DistributedDataParallel
 from loka.core.exceptions import LokaError
 from loka.core.exchange import same_on_all
 from loka.distributed.dense_sharding import sparse_tables
-from loka.distributed.gradient_codec import Codec, codec_named, gathered, padded_columns, scattered_sum
+from loka.distributed.gradient_codec import (
+    BLOCK,
+    Codec,
+    blocks_of,
+    codec_named,
+    gathered,
+    padded_columns,
+    scattered_sum,
+)
 from loka.nn.fsdp_units import Sharded, sharded_parameters, units_of
 from loka.nn.unwrap import named_parameters
 
@@ -87,6 +96,13 @@ def agree_on_codecs(model: nn.Module, codecs: str) -> None:
 
 def _group_to_hook(model: nn.Module) -> dist.ProcessGroup:
     """Whose ranks send. Raises LokaError where `model` takes no hooks."""
+    wide = [name for name, p in named_parameters(model) if p.requires_grad and p.dtype is torch.float64]
+    if wide:
+        raise LokaError(
+            "gradients are in float64, and codecs add them in float32",
+            why=wide[:5],
+            way_out="model.float(), or leave its gradients to torch",
+        )
     if not isinstance(model, DistributedDataParallel):
         if held := sharded_parameters(model):
             return held[0].group
@@ -137,24 +153,25 @@ def _reduce_bucket(
     ranks = group.size()
     matrices, vectors = ([p for p in parts if (p.dim() > 1) is wide] for wide in (True, False))
     buffer = bucket.buffer()
-    wide = _rows(matrices, ranks, padded_columns(sum(p.numel() for p in matrices), ranks), buffer)
+    begins, count = blocks_of([part.numel() for part in matrices])
+    wide = _rows(matrices, begins, ranks, padded_columns(count, ranks), buffer)
     if sending.observe is not None:
         weights = [names[id(w)] for w in bucket.parameters() if w.dim() > 1]
-        row = _row_of(group.rank(), wide.shape[1], weights, [part.numel() for part in matrices])
+        row = _row_of(group.rank(), wide.shape[1], weights, begins, [part.numel() for part in matrices])
         sending.observe(f"bucket {bucket.index()}", wide, row, group, True)
     if wire is None:
         return allreduce_hook(group, bucket)
-    thin = _rows(vectors, ranks, -(-sum(p.numel() for p in vectors) // ranks), buffer)
+    thin_begins, thin_count = blocks_of([part.numel() for part in vectors], block=1)
+    thin = _rows(vectors, thin_begins, ranks, -(-thin_count // ranks), buffer)
     scatter, gather = wire.codecs
     sums = scattered_sum(wide, thin, scatter, group)
     means = gathered(sums[0] / ranks, sums[1] / ranks, gather, group)
     _note(wire, wide, thin, scatter, ranks - 1)
     _note(wire, wide, thin, gather, ranks - 1)
-    for found, into in zip(means, (matrices, vectors), strict=True):
-        flat, start = found.flatten(), 0
-        for part in into:
-            part.copy_(flat[start : start + part.numel()].view_as(part))
-            start += part.numel()
+    for found, into, places in zip(means, (matrices, vectors), (begins, thin_begins), strict=True):
+        flat = found.flatten()
+        for part, begin in zip(into, places, strict=True):
+            part.copy_(flat[begin : begin + part.numel()].view_as(part))
     return done_with(buffer)
 
 
@@ -164,24 +181,23 @@ def done_with(buffer: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
     return done
 
 
-def _rows(parts: Sequence[torch.Tensor], ranks: int, columns: int, like: torch.Tensor) -> torch.Tensor:
-    """float32 [ranks, columns] of all elements, with zeros behind them."""
+def _rows(
+    parts: Sequence[torch.Tensor], begins: Sequence[int], ranks: int, columns: int, like: torch.Tensor
+) -> torch.Tensor:
+    """float32 [ranks, columns] of all elements, with zeros between and behind them."""
     found = like.new_zeros(ranks * columns, dtype=torch.float32)
-    start = 0
-    for part in parts:
-        found[start : start + part.numel()] = part.reshape(-1)
-        start += part.numel()
+    for part, begin in zip(parts, begins, strict=True):
+        found[begin : begin + part.numel()] = part.reshape(-1)
     return found.view(ranks, columns)
 
 
-def _row_of(row: int, columns: int, names: Sequence[str], sizes: Sequence[int]) -> Segments:
-    """Which elements of matrices that lie one behind the other are in one row of `_rows`."""
-    found, start = [], -row * columns
-    for name, size in zip(names, sizes, strict=True):
-        begin, end = max(start, 0), min(start + size, columns)
+def _row_of(row: int, columns: int, names: Sequence[str], begins: Sequence[int], sizes: Sequence[int]) -> Segments:
+    """Which elements of matrices are in one row of `_rows`."""
+    found = []
+    for name, at, size in zip(names, begins, sizes, strict=True):
+        begin, end = max(at - row * columns, 0), min(at - row * columns + size, columns)
         if begin < end:
             found.append((name, begin, end))
-        start += size
     return tuple(found)
 
 
@@ -233,13 +249,13 @@ class _ReduceScatter:
         is_wide = [len(one.size) > 1 for one in trained]
         wide = [chunk for chunk, matrix in zip(chunks, is_wide, strict=True) if matrix]
         thin = [chunk for chunk, matrix in zip(chunks, is_wide, strict=True) if not matrix]
-        count = sum(chunk.shape[1] for chunk in wide)
-        rest = input_tensor.new_zeros(ranks, padded_columns(count, 1) - count, dtype=torch.float32)
+        begins, _ = blocks_of([chunk.shape[1] for chunk in wide])
         none = input_tensor.new_zeros(ranks, 0, dtype=torch.float32)
-        matrices, vectors = torch.cat([*wide, rest], dim=1), torch.cat([*thin, none], dim=1)
+        padded = [nn.functional.pad(chunk, (0, -chunk.shape[1] % BLOCK)) for chunk in wide]
+        matrices, vectors = torch.cat([*padded, none], dim=1), torch.cat([*thin, none], dim=1)
         if observe is not None:
             names = [one.name for one, matrix in zip(trained, is_wide, strict=True) if matrix]
-            row = _row_of(0, matrices.shape[1], names, [chunk.shape[1] for chunk in wide])
+            row = _row_of(0, matrices.shape[1], names, begins, [chunk.shape[1] for chunk in wide])
             observe(f"unit {self.unit}", matrices, row, group, False)
         if wire is None:
             reduce_scatter(output_tensor, input_tensor, op=op, group=group)
@@ -247,12 +263,13 @@ class _ReduceScatter:
         codec = wire.codecs[0]
         sums = scattered_sum(matrices, vectors, codec, group)
         _note(wire, matrices, vectors, codec, ranks - 1)
-        starts, start = [0, 0], 0
+        places = iter(begins), iter(blocks_of([chunk.shape[1] for chunk in thin], block=1)[0])
+        start = 0
         for size, matrix in zip(sizes, is_wide, strict=True):
             kind = 0 if matrix else 1
-            found = sums[kind][starts[kind] : starts[kind] + size]
+            begin = next(places[kind])
+            found = sums[kind][begin : begin + size]
             if op == dist.ReduceOp.AVG:
                 found = found / ranks
             output_tensor[start : start + size] = found
-            starts[kind] += size
             start += size

@@ -1,8 +1,9 @@
-"""Deciding every site, and running the model that way: plan, agree, convert, revert, diff."""
+"""Deciding every site, and running the model that way: plan, agree, convert, confirm, revert, diff."""
 
 from loka.planner.collective_plan import agree
+from loka.planner.confirm import Confirmed, confirm
 from loka.planner.convert import convert, revert
 from loka.planner.diff import PlanDiff, diff
 from loka.planner.plan import plan
 
-__all__ = ["PlanDiff", "agree", "convert", "diff", "plan", "revert"]
+__all__ = ["Confirmed", "PlanDiff", "agree", "confirm", "convert", "diff", "plan", "revert"]

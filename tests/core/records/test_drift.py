@@ -9,9 +9,10 @@ from loka.core.device import fingerprint
 from loka.core.error import Estimate
 from loka.core.exceptions import DataRefused, PlanMismatch
 from loka.core.numerics.effect import Effect
+from loka.core.numerics.hot_columns import LEFT
 from loka.core.problem import linear_problem
 from loka.core.recipe import Gemm
-from loka.core.records.drift import drift, drift_guard, effects_of
+from loka.core.records.drift import Limits, drift, drift_guard, effects_of
 from loka.core.records.plan import Decision, Plan
 from loka.core.records.stats import Distribution, LinearStats, Stats
 from loka.core.signature import LinearShape, ModelSignature
@@ -101,14 +102,39 @@ def test_an_amax_that_rose_more_than_an_octave_closes(amax, closes):
 
 
 def test_the_largest_of_more_batches_is_no_drift():
-    """Batches of one heavy tail, 2 of them before and 16 after: every fourth doubled the amax."""
+    """Batches of one heavy tail, 2 of them before and 16 after: one in five is four times as large."""
     before, after = window(amax=4.0), window()
-    many = torch.tensor([4.0, 4.0, 16.0, 4.0] * 3 + [3.0, 16.0, 4.0, 3.9])
+    many = torch.tensor([4.0, 4.0, 16.0, 4.0, 4.0] * 3 + [3.9])
     learnt = dict(after.layers["a"].operands)
     learnt["input"] = replace(learnt["input"], tensors={**learnt["input"].tensors, "amax": many})
     after = replace(after, layers={**after.layers, "a": replace(after.layers["a"], operands=learnt)})
     assert not drift(BOTH, after, before=before).unsafe
     assert drift(BOTH, after, before=before).layers["a"].shifts["input"].amax == 0.0
+    learnt["input"].tensors["amax"][:9] = 16.0  # and none where they rose in most of them, though not in the last
+    assert drift(BOTH, after, before=before).unsafe == {"a"}
+
+
+def test_what_moved_under_means_and_columns_of_the_plan_is_charged():
+    """A window tells effects by its own means and columns. These means are 1 of variance 3: off by a third of it; of
+    eight columns one has half the error, and the plan takes another."""
+    low, after = plan_of({"a/output": f"emulated:{RECIPE}"}, budget=Budget(ne=1.2e-5)), window()
+    assert not drift(low, after).over_budget
+    off = drift(replace(low, centres={"a": (0.0,) * 8}), after)
+    assert off.layers["a"].after.value == pytest.approx(1e-5 * 4 / 3)
+    assert off.over_budget
+    assert not off.unsafe, "a third is within what closes it"
+    heat = torch.ones(8, 1)
+    heat[3] = 7.0
+    after.layers["a"].operands["input"].tensors["effect_columns"] = heat
+    assert drift(replace(low, hot_columns={"a": (3,)}), after).total.value == pytest.approx(1e-5)
+    left = (14 - (1 - LEFT)) / (14 - (1 - LEFT) * 7)
+    assert drift(replace(low, hot_columns={"a": (2,)}), after).total.value == pytest.approx(1e-5 * left)
+
+
+def test_the_guard_opens_after_as_many_windows_as_it_is_told():
+    windows = [drift(BOTH, window(amax=16.0), before=window()), drift(BOTH, window(), before=window())]
+    assert drift_guard(windows) == {"a"}
+    assert drift_guard(windows, limits=Limits(reopen_after=1)) == frozenset()
 
 
 def test_only_operands_that_run_in_fp8_count():

@@ -122,6 +122,9 @@ class Writer:
     ) -> dict[str, Node]:
         """Emits the op, hands what the cone gives to those who read it; gives back all outputs by name."""
         leaves, side = [emitter.now(leaf) for leaf in self.leaves], emitter.side(rows)
+        wide = self.cone.matrix.features
+        kinds = zip(leaves, self._kinds, strict=True)
+        leaves = [emitter.in_rows(leaf, wide) if kind is Kind.FULL else leaf for leaf, kind in kinds]
         op = emitter.call(edge, leaves, side, input_scale, gradient_scale, tops, program.to_text())
         outputs = {name: emitter.item(op, place) for place, name in enumerate(program.outputs)}
         for place, node in enumerate(self.cone.given):

@@ -1,15 +1,17 @@
 """Has the data moved since a plan was made? Statistics of a later window against those of the plan.
 
-    amax shift  = log2( max amax after / max amax before )         octaves, by operand; of as many batches each, the
-                                                                   latest: the largest of more is larger
+    amax shift  = log2( max amax after / max amax before )         octaves, by operand; of as many batches each: of
+                                                                   more the median over as many at a time
     rms shift   = log2( rms after / rms before )
     growth      = predicted KL/H after / before                    at the recipe that the plan runs
 
 The drift guard closes a layer (returns it to hp) where its FP8 GEMMs are in doubt: an operand's amax rose by
 more than an octave, or its KL/H more than doubled, beyond the intervals of both, to more than a
 site's fair half of the budget. So is a centred layer whose means lie off those that are taken away, and one whose
-hot columns are others now: a window's own effects are those of the means and columns that it would choose itself.
+hot columns are others now. A window's own effects are those of the means and columns that it would choose itself; what
+a layer costs by those of the plan is more:
 
+    now  = effect of the window * left * (1 + off)
     off  = sum_k (mean_k - m_k)^2 / sum_k var_k                    of energy that the recipe meant to leave
     left = error with the plan's columns / with the hottest now
 
@@ -189,8 +191,9 @@ def drift(plan: Plan, after: Stats, *, before: Stats | None = None, limits: Limi
     )
 
 
-def drift_guard(history: Sequence[Drift]) -> frozenset[str]:
+def drift_guard(history: Sequence[Drift], *, limits: Limits | None = None) -> frozenset[str]:
     """The layers to hold in hp after these windows, oldest first."""
+    limits = limits or Limits()
     safe: dict[str, int] = {}
     for window in history:
         for path in window.layers:
@@ -198,7 +201,7 @@ def drift_guard(history: Sequence[Drift]) -> frozenset[str]:
                 safe[path] = 0
             elif path in safe and window.layers[path].tells:
                 safe[path] += 1
-    return frozenset(path for path, windows in safe.items() if windows < Limits().reopen_after)
+    return frozenset(path for path, windows in safe.items() if windows < limits.reopen_after)
 
 
 def effects_of(stats: Stats) -> dict[str, dict[str, Estimate]]:
@@ -234,6 +237,10 @@ def _layer(
         planned = plan.decisions.get(f"{path}/output")
         if old is None and planned is not None:
             old = known_effect(planned.kl)
+    off = _off_centre(plan.centres[path], learnt_now.get("input")) if path in plan.centres else 0.0
+    left = _left(plan.hot_columns.get(path, ()), recipe, learnt_now.get("input"))
+    if new is not None:
+        new = Estimate(*(left * (1 + off) * each for each in (new.value, new.low, new.high)))
     unsafe = []
     low = _low_operands(path, plan)
     for operand in low:
@@ -244,10 +251,8 @@ def _layer(
         grown = new.value > limits.growth * old.value and new.low > old.high
         if grown and upper_bound(new) > negligible:
             unsafe.append(f"its KL/H grew {new.value / max(old.value, 1e-300):.1f} times")
-    off = _off_centre(plan.centres[path], learnt_now.get("input")) if path in plan.centres else 0.0
     if off > limits.centre:
         unsafe.append(f"means moved from those that are taken off its input: by {off:.0%} of its variance; plan again")
-    left = _left(plan.hot_columns.get(path, ()), recipe, learnt_now.get("input"))
     if left > limits.growth:
         unsafe.append(f"its hot columns are others now: they leave {left:.1f} times the error; plan again")
     return LayerDrift(
@@ -264,7 +269,7 @@ def _layer(
 def _off_centre(centre: Sequence[float], learnt: Distribution | None) -> float:
     """|mean now - m|^2 over the variance now, of all columns. A column without an m adds a quarter at most, as
     planned: its mean is below half a standard deviation (core/numerics/centring.py)."""
-    if learnt is None or not any(centre) or not {"mean", "square"} <= learnt.tensors.keys():
+    if learnt is None or not {"mean", "square"} <= learnt.tensors.keys():
         return 0.0
     mean = learnt.tensors["mean"].double()
     off = float((mean - mean.new_tensor(centre)).square().sum())
@@ -312,13 +317,17 @@ def _low_operands(path: str, plan: Plan) -> list[str]:
 
 
 def _amaxes(*windows: Distribution) -> list[float | None]:
-    """The largest |x| of the latest batches, of as many in each window; of a weight, that of its mean."""
+    """The largest |x| of a batch's worth, of as many batches in each window; of a weight, that of its mean.
+
+    The largest of more batches is larger, where nothing moved: of the longer window it is the median over groups of
+    as many as the shorter has."""
     found = [learnt.tensors.get("amax", learnt.tensors.get("mean")) for learnt in windows]
-    if any(values is None or not values.numel() for values in found):
-        return [None] * len(found)
-    values = [each for each in found if each is not None]
-    batches = min(len(each) for each in values)
-    return [float(each[-batches:].abs().max()) for each in values]
+    values = [each.abs().float() for each in found if each is not None and each.numel()]
+    if len(values) < len(windows):
+        return [None] * len(windows)
+    batches = min(map(len, values))
+    groups = (each[len(each) % batches :].reshape(-1, batches, *each.shape[1:]) for each in values)
+    return [float(each.flatten(1).amax(dim=1).quantile(0.5)) for each in groups]
 
 
 def _rms(learnt: Distribution) -> float | None:

@@ -1,0 +1,228 @@
+"""Is the whole model faster by its plan? What `measure` times are its layers, each with the code around it.
+
+    hp      the model as it is                                     1
+    all     by the plan                                            step time of hp / step time
+    half    by the plan, but for the half of its layers that it says gain least; then half of those, ...
+
+Around a layer the compiler may do more for the whole model than for the piece that was timed: fuse a copy, read
+a tensor once for two. The plan that comes back is the fastest of these, or hp everywhere.
+"""
+
+import copy
+import gc
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from loka.core.compiling import allow_programs
+from loka.core.error import Estimate
+from loka.core.exceptions import LokaError
+from loka.core.records.plan import Decision, Plan
+from loka.core.records.report import HP
+from loka.core.table import format_table
+from loka.core.timing import first_line, still_usable, time_interleaved
+from loka.nn.site import site_forwards
+from loka.nn.unwrap import device_of
+from loka.planner.convert import check, convert
+
+_ARMS = 4  # each is compiled anew
+_ROUNDS = 21
+
+
+@dataclass(frozen=True, kw_only=True)
+class Arm:
+    """The model with these layers by the plan: time of a step in high precision over its own, or why there is none."""
+
+    layers: tuple[str, ...]
+    speedup: Estimate | None = None
+    microseconds: Estimate | None = None
+    failure: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Confirmed:
+    """`plan` runs in eight bits what is fastest in the whole model; `arms` are those that were raced."""
+
+    plan: Plan
+    arms: tuple[Arm, ...]
+
+    def __str__(self) -> str:
+        rows = [
+            (
+                str(len(arm.layers)),
+                f"{arm.microseconds.value:.1f}" if arm.microseconds else "-",
+                f"{arm.speedup.value:.3f}x [{arm.speedup.low:.3f}, {arm.speedup.high:.3f}]" if arm.speedup else "-",
+                arm.failure,
+            )
+            for arm in self.arms
+        ]
+        left = len(fp8_paths(self.plan))
+        table = format_table(("layers by the plan", "us a step", "over high precision", "why not"), rows)
+        return f"{table}\n{left} layers run by the plan that is left"
+
+
+def confirm(
+    model: nn.Module,
+    plan: Plan,
+    step: Callable[[Any], object],
+    *,
+    compile: Callable[[nn.Module], Any] = torch.compile,
+    rounds: int = _ROUNDS,
+    on_arm: Callable[[Arm], None] | None = None,
+) -> Confirmed:
+    """Races whole steps by `plan` against steps in high precision, compiled, in CUDA graphs, in turns.
+
+    Args:
+        model: on the device to train or serve on, not converted. It is copied, once for each arm, and stays as it is.
+        step: runs one step of what it is given, on tensors that are there already, such as
+            `lambda model: loss(model(x), y).backward()`. Gradients are let go before each.
+        compile: what the user compiles with, for high precision too.
+        rounds: of the race of each arm.
+        on_arm: told each arm when it has been raced.
+
+    Raises:
+        PlanMismatch, NoKernelFits, WrongResults: as `convert` does.
+        LokaError: the model is converted or on no CUDA device; the plan runs nothing in eight bits; the step in high
+            precision cannot be captured.
+    """
+    check(model, plan)
+    device = device_of(model)
+    layers = _by_promise(plan)
+    if site_forwards(model):
+        raise LokaError("this model runs by a plan already", way_out="loka.revert(model) first")
+    if not layers:
+        raise LokaError("this plan runs nothing in eight bits", way_out="there is nothing to confirm")
+    if device.type != "cuda":
+        raise LokaError(f"steps are timed in CUDA graphs, and the model is on {device}", way_out="model.to('cuda')")
+    allow_programs(2 * _ARMS)
+    base = _ready(copy.deepcopy(model), step, compile)
+    arms: list[Arm] = []
+    while layers and len(arms) < _ARMS:
+        arm = _raced(model, without(plan, fp8_paths(plan) - set(layers), ""), layers, base, step, compile, rounds)
+        arms.append(arm)
+        if on_arm is not None:
+            on_arm(arm)
+        best = _fastest(arms)
+        if best is not None and best is not arm:
+            break
+        layers = layers[: len(layers) // 2]
+    chosen = _fastest(arms)
+    kept = set(chosen.layers if chosen else ())
+    return Confirmed(plan=_settled(plan, kept, arms), arms=tuple(arms))
+
+
+def fp8_paths(plan: Plan) -> set[str]:
+    return {decision.path for decision in plan.decisions.values() if decision.candidate != HP}
+
+
+def without(plan: Plan, layers: Collection[str], reason: str) -> Plan:
+    """The plan with these layers in high precision, for a reason."""
+    decisions = {
+        site: _in_hp(decision, reason) if decision.path in layers and decision.candidate != HP else decision
+        for site, decision in plan.decisions.items()
+    }
+    return replace(
+        plan,
+        decisions=decisions,
+        centres={path: means for path, means in plan.centres.items() if path not in layers},
+        hot_columns={path: columns for path, columns in plan.hot_columns.items() if path not in layers},
+    )
+
+
+def _in_hp(decision: Decision, reason: str) -> Decision:
+    return replace(
+        decision,
+        candidate=HP,
+        reason=reason,
+        sqnr_db=None,
+        mere=None,
+        kl=None,
+        kl_by_part={},
+        microseconds=decision.hp_microseconds,
+        speedup=None,
+        saved_us=0.0,
+        runner_up=decision.candidate,
+        rejected={**decision.rejected, decision.candidate: reason},
+    )
+
+
+def _by_promise(plan: Plan) -> tuple[str, ...]:
+    """Layers with eight bits, the one first that is said to gain most."""
+    gains: dict[str, float] = {}
+    for decision in plan.decisions.values():
+        if decision.candidate != HP:
+            found = decision.speedup.value if decision.speedup is not None else 1.0
+            gains[decision.path] = max(gains.get(decision.path, 0.0), found)
+    return tuple(sorted(gains, key=lambda path: -gains[path]))
+
+
+def _ready(model: nn.Module, step: Callable[[Any], object], compile: Callable[[nn.Module], Any]) -> Callable[[], None]:
+    parameters, compiled = list(model.parameters()), compile(model)
+
+    def run() -> None:
+        for parameter in parameters:
+            parameter.grad = None
+        step(compiled)
+
+    return run
+
+
+def _raced(
+    model: nn.Module,
+    plan: Plan,
+    layers: tuple[str, ...],
+    base: Callable[[], None],
+    step: Callable[[Any], object],
+    compile: Callable[[nn.Module], Any],
+    rounds: int,
+) -> Arm:
+    try:
+        by_plan = _ready(convert(copy.deepcopy(model), plan), step, compile)
+    except LokaError:
+        raise
+    except Exception as error:  # compilers raise what they like
+        return Arm(layers=layers, failure=first_line(error))
+    functions = {HP: base, "plan": by_plan}
+    try:
+        found = time_interleaved(
+            functions, baseline=HP, device=device_of(model), keep=list(functions), max_rounds=rounds
+        )
+    except Exception as error:
+        if not still_usable():
+            raise
+        raise LokaError(
+            "the step in high precision cannot be captured in a CUDA graph",
+            why=[first_line(error)],
+            way_out="give a step that does not wait for the device: tensors that are there, no .item(), no data loader",
+        ) from error
+    finally:
+        gc.collect()
+    if "plan" in found.failures:
+        return Arm(layers=layers, failure=found.failures["plan"])
+    timing = found.timings["plan"]
+    return Arm(layers=layers, speedup=timing.speedup, microseconds=timing.microseconds)
+
+
+def _fastest(arms: Sequence[Arm]) -> Arm | None:
+    """Of those that are surely faster than high precision; where two are alike, the one with fewer layers."""
+    faster = [(arm, arm.speedup) for arm in arms if arm.speedup is not None and arm.speedup.low > 1.0]
+    if not faster:
+        return None
+    most = max(speedup.value for _, speedup in faster)
+    return min((arm for arm, speedup in faster if speedup.high >= most), key=lambda arm: len(arm.layers))
+
+
+def _settled(plan: Plan, kept: set[str], arms: Sequence[Arm]) -> Plan:
+    told = "; ".join(
+        f"{len(arm.layers)} layers {arm.speedup.value:.3f}x [{arm.speedup.low:.3f}, {arm.speedup.high:.3f}]"
+        if arm.speedup
+        else f"{len(arm.layers)} layers failed: {arm.failure}"
+        for arm in arms
+    )
+    left = fp8_paths(plan) - kept
+    reason = f"its gain is not there in the whole model: {told}"
+    note = f"raced in the whole model, over high precision: {told}"
+    return replace(without(plan, left, reason), notes=(*plan.notes, note))
