@@ -309,7 +309,7 @@ def test_a_plan_of_regions_is_written_and_told(tmp_path):
     assert loka.Plan.load(tmp_path / "plan.json") == plan
     assert f"3 of 3 sites in FP8: 1 {IN_REGIONS[2]}, 2 {IN_REGIONS[0]}" in plan.summary()
     # More than the 2.00x of the layer with the code around it, whose savings are among the 165 us.
-    assert "300 us in hp, 135 us by plan (2.22x), less also what regions save of the code around" in plan.summary()
+    assert "300 us in hp, 135 us by plan (2.22x), regions in cells of single layers: loka.confirm" in plan.summary()
     assert plan.coverage_lines()[0].startswith("100.0 % of the step's matmul FLOPs run in FP8")
     assert plan.output_recipes == {"fc": "rowwise_e4m3_pow2"}
     assert "in a compiled region" in str(plan)

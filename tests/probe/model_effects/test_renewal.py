@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn import functional
 
 import loka
-from loka.core.exceptions import NotConverted, PlanMismatch
+from loka.core.exceptions import DataRefused, NotConverted, PlanMismatch
 from loka.core.numerics.effect import NO_PROMISE, OLD, Effect
 from loka.core.numerics.label_rate import LabelRate
 from loka.core.recipe import RECIPES
@@ -183,6 +183,15 @@ def test_clusters_reach_over_batches(trained):
     wide, narrow = (found.layers["out"].effects[RECIPE] for found in (wide, narrow))
     assert wide.samples <= BATCH
     assert wide.kl().high / wide.kl().value > 1.5 * narrow.kl().high / narrow.kl().value - 0.5
+
+
+def test_clusters_and_weights_that_fit_no_rows(trained):
+    """Fractions were all one cluster, and a column of weights was multiplied with all terms."""
+    for given in (torch.rand(BATCH), torch.arange(2 * BATCH)):
+        with pytest.raises(DataRefused, match=r"clusters are (fractions|\[\d+\] for \d+ rows)"):
+            renew_effects(*trained, batches(1), clusters=lambda batch, given=given: given)
+    with pytest.raises(DataRefused, match=r"weights are \[\d+, 1\] for \d+ rows"):
+        renew_effects(*trained, batches(1), weights=lambda batch: torch.ones(BATCH, 1))
 
 
 def effect(value, *, noise=0.0):

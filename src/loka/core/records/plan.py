@@ -170,7 +170,7 @@ class Plan(
         after = [us.value - saved for hp, us, saved in known if hp and us]
         left = f" {len(known) - len(after)} sites were not timed." if len(after) < len(known) else ""
         joined = any(d.reason.startswith(IN_REGION) for d in self.decisions.values())
-        around = ", less also what regions save of the code around them" if joined else ""
+        around = ", regions in cells of single layers: loka.confirm times whole steps" if joined else ""
         return (
             f"{text}. Linear-layer GEMM time, quantization included: {sum(before):.0f} us in hp, "
             f"{sum(after):.0f} us by plan ({sum(before) / max(sum(after), 1e-9):.2f}x){around}.{left}{self._spent()}"

@@ -35,6 +35,7 @@ from loka.probe.model_effects.error_projection import effects_of
 from loka.probe.model_effects.logits import Logits, NoEffect, called_logits, refuse
 from loka.probe.model_effects.movement import Horizon, added_variance, widened
 from loka.probe.model_effects.promise import no_promise
+from loka.probe.model_effects.sample_rows import clusters_of_rows, weights_of_rows
 from loka.probe.model_effects.segment_rows import SEGMENT_ROWS, SegmentRows
 from loka.probe.model_effects.sensitivity import Sensitivity
 from loka.probe.model_effects.untouched import as_evaluated, thawed
@@ -114,7 +115,8 @@ def renew_effects(
     Raises:
         PlanMismatch: `stats` is of another model.
         NotConverted: the model runs by a plan; only the unquantized one can be evaluated.
-        DataRefused: places of segments, or labels, that do not fit the rows.
+        DataRefused: places of segments, labels, clusters or weights that do not fit the rows; clusters that are no
+            whole numbers.
         ValueError: a base rate that is no share, another number of them than tasks, other names than logits,
             no samples, or weights that are negative, not finite or all 0.
     """
@@ -168,6 +170,7 @@ class _Rows:
     found: list[Found] = field(default_factory=list)
     clusters: list[torch.Tensor] = field(default_factory=list)
     weights: list[torch.Tensor] = field(default_factory=list)
+    size: int = 0  # of the latest batch
     missed: dict[str, str] = field(default_factory=dict)
     count: int = 0
 
@@ -245,6 +248,7 @@ def _read(
                 way_out="give each row one, or -1",
             )
         rows.missed |= sensitivity.missed()
+        rows.size = sensitivity.size
         return found[0] if found else None
 
     def keep(batch: Any, fresh: Found | None, places: torch.Tensor | None, *, uniform: bool) -> None:
@@ -257,9 +261,9 @@ def _read(
             rows.strata.note(places, fresh)
             rows.places.append(places[fresh.picks])
         if clusters is not None:
-            rows.clusters.append(clusters(batch).to("cpu", torch.int64)[fresh.picks])
+            rows.clusters.append(clusters_of_rows(clusters(batch), rows.size)[fresh.picks])
         if weights is not None:
-            rows.weights.append(weights(batch).to("cpu", torch.float64)[fresh.picks])
+            rows.weights.append(weights_of_rows(weights(batch), rows.size)[fresh.picks])
 
     for number, batch in enumerate(batches):
         strata, places, fresh = rows.strata, None, None

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from loka.core.exceptions import DataRefused
 from loka.probe.model_effects.logits import NoEffect
 from loka.probe.trace import tensors_in
 
@@ -59,3 +60,22 @@ def rows_of(
         if energy[rows].sum().item() >= (1 - _LEAKED) * total:
             return rows
     raise RowsMix("its rows mix samples: the gradient of a sample reaches rows that are not its own")
+
+
+def clusters_of_rows(given: torch.Tensor, rows: int) -> torch.Tensor:
+    """int64 [B]. Raises DataRefused for another shape, and for fractions, which would all be one cluster."""
+    given = _by_row("clusters", given, rows)
+    if given.is_floating_point() and not torch.equal(given, given.round()):
+        raise DataRefused("clusters are fractions", way_out="give whole numbers, the same to rows that may be alike")
+    return given.to(torch.int64)
+
+
+def weights_of_rows(given: torch.Tensor, rows: int) -> torch.Tensor:
+    """float64 [B]. Raises DataRefused for another shape."""
+    return _by_row("weights", given, rows).to(torch.float64)
+
+
+def _by_row(what: str, given: torch.Tensor, rows: int) -> torch.Tensor:
+    if given.shape != (rows,):
+        raise DataRefused(f"{what} are {list(given.shape)} for {rows} rows", way_out="give each row one: [B]")
+    return given.cpu()
