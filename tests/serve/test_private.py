@@ -13,6 +13,7 @@ from torch import nn
 
 from loka.core.exceptions import ServeRefused
 from loka.serve import freeze, load
+from loka.serve.rows import form_of
 
 X = [torch.randn(64, 16, generator=torch.Generator().manual_seed(seed)) for seed in range(3)]
 
@@ -76,6 +77,8 @@ HELD = {
     "list": lambda model: [model.b.weight.detach().view(-1)],
     "dict": lambda model: {"w": model.b.weight.t()},
     "object": lambda model: SimpleNamespace(w=model.b.weight.data),
+    "parameter": lambda model: [nn.Parameter(model.b.weight.data.t(), requires_grad=False)],
+    "numpy": lambda model: torch.from_numpy(model.b.weight.detach().numpy().T),
 }
 
 
@@ -95,6 +98,52 @@ def test_buffers_that_are_views_are_refused_and_spectral_norms_are_not():
     normed = Net()
     nn.utils.spectral_norm(normed.b)  # its weight lies in weight_orig's memory until a forward
     served(normed)
+
+
+class OwnDict(Net):
+    """Whose state dict, as of a module that packs it, gives other objects than it holds."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.BatchNorm1d(16)
+
+    def tail(self, y):
+        return self.norm(super().tail(y))
+
+    def state_dict(self, *args, **kwargs):
+        return {key: value.detach() for key, value in super().state_dict(*args, **kwargs).items()}
+
+
+def test_a_state_dict_of_other_objects_is_no_view():
+    assert served(OwnDict().eval())(X[0]).output.isfinite().all()
+
+
+class Branches(Net):
+    """Operators that take functions, and compiled pieces."""
+
+    def __init__(self):
+        super().__init__()
+        self.piece = torch.compile(torch.sin, backend="eager", fullgraph=True)
+
+    def tail(self, y):
+        return torch.cond(y.shape[1] > 3, torch.sin, torch.cos, (self.piece(super().tail(y)),))
+
+
+def test_operators_that_take_functions_and_compiled_pieces_are_served():
+    torch._dynamo.reset()
+    model = Branches().eval()
+    server = served(model)
+    with torch.no_grad():
+        assert torch.allclose(server(X[0]).output, model(X[0]), atol=0.1)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_a_scripted_part_is_served_as_it_is():
+    model = Net().eval()
+    model.b = torch.jit.script(nn.Sequential(model.b, nn.ReLU()))
+    server = served(model)
+    assert list(server.card.sites) == ["a"]
+    assert torch.allclose(server(X[0]).output, model(X[0]), atol=0.1)
 
 
 class Listed(Net):
@@ -128,6 +177,17 @@ def test_threads_do_not_share_what_a_call_leaves_in_attributes():
     with ThreadPoolExecutor(4) as pool:
         found = list(pool.map(lambda request: server(request).output, requests))
     assert all(map(torch.equal, found, expected))
+
+
+def test_saving_runs_no_module_of_requests(tmp_path):
+    """What `save` runs for the check changed sizes under requests, and they under it."""
+    server = served(Counts().eval())
+    expected = server(X[1]).output
+    with ThreadPoolExecutor(2) as pool:
+        answers = [pool.submit(server, X[1]) for _ in range(40)]
+        saves = [pool.submit(server.save, tmp_path / str(number)) for number in range(4)]
+    assert all(torch.equal(answer.result().output, expected) for answer in answers)
+    assert all(save.exception() is None for save in saves)
 
 
 class Logs(Net):
@@ -189,6 +249,24 @@ def test_ids_in_columns_of_floats_and_hashes_of_63_bits():
     assert hashes.min() <= hashed.min()
     assert hashed.max() <= hashes.max()
     assert int(hashed.max()) - int(hashed.min()) > 2**61
+
+
+def drawn(rows):
+    return form_of(rows).bounded([[rows]]).check_rows(torch.device("cpu"), 100)[0]
+
+
+def test_rows_that_are_drawn_lie_between_and_differ():
+    wide = torch.rand(64, 5000) + 1
+    wide[:, 7] = 0  # padding
+    wide[:, 9] = torch.nan
+    found = drawn(wide)
+    assert 1 <= found.min() < found.max() <= 2
+    apart = torch.cat([torch.rand(64, 3000), 5 + torch.rand(64, 3000)], dim=1)
+    assert drawn(apart).std() > 0.9, "no numbers between: normal ones"
+    ids = 2.0**24 + torch.tensor([[1.0], [2.0], [3.0]], dtype=torch.float64)
+    assert ids.min() <= drawn(ids).min() < drawn(ids).max() <= ids.max()
+    assert (drawn(torch.full((4, 1), 1e300, dtype=torch.float64)) == 1e300).all()
+    assert drawn(torch.full((4, 3), torch.nan)).std() > 0.9
 
 
 class Ends(Net):

@@ -17,6 +17,8 @@ _HELD_AS_MODULE = ("DistributedDataParallel", "DataParallel", "AveragedModel", "
 
 def inner_of(module: nn.Module) -> nn.Module | None:
     """The module inside a wrapper, or None for a module that is none."""
+    if not isinstance(module._modules, dict):  # of a scripted module, which wraps none of ours
+        return None
     for name in _INNER:  # naming their classes would import dynamo (2 s), FSDP and TorchRec
         inner = module._modules.get(name)
         if inner is not None:

@@ -8,7 +8,6 @@ Around a layer the compiler may do more for the whole model than for the piece t
 a tensor once for two. The plan that comes back is the fastest of these, or hp everywhere.
 """
 
-import copy
 import gc
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
@@ -24,6 +23,7 @@ from loka.core.records.plan import Decision, Plan
 from loka.core.records.report import HP
 from loka.core.table import format_table
 from loka.core.timing import first_line, still_usable, time_interleaved
+from loka.nn.copying import Reading, private_copy
 from loka.nn.site import site_forwards
 from loka.nn.unwrap import device_of
 from loka.planner.convert import check, convert
@@ -85,8 +85,8 @@ def confirm(
 
     Raises:
         PlanMismatch, NoKernelFits, WrongResults: as `convert` does.
-        LokaError: the model is converted or on no CUDA device; the plan runs nothing in eight bits; the step in high
-            precision cannot be captured.
+        LokaError: the model is converted, on no CUDA device, cannot be copied, or is read by its copy; the plan runs
+            nothing in eight bits; the step in high precision cannot be captured.
     """
     check(model, plan)
     device = device_of(model)
@@ -98,7 +98,7 @@ def confirm(
     if device.type != "cuda":
         raise LokaError(f"steps are timed in CUDA graphs, and the model is on {device}", way_out="model.to('cuda')")
     allow_programs(2 * _ARMS)
-    base = _ready(copy.deepcopy(model), step, compile)
+    base = _ready(_copy(model, step), step, compile)
     arms: list[Arm] = []
     while layers and len(arms) < _ARMS:
         arm = _raced(model, without(plan, fp8_paths(plan) - set(layers), ""), layers, base, step, compile, rounds)
@@ -159,6 +159,21 @@ def _by_promise(plan: Plan) -> tuple[str, ...]:
     return tuple(sorted(gains, key=lambda path: -gains[path]))
 
 
+def _copy(model: nn.Module, step: Callable[[Any], object]) -> nn.Module:
+    """Whose step, which is run once as it is written, reads nothing of the original."""
+    made, _ = private_copy(model)
+    reading = Reading(model)
+    with reading:
+        step(made)
+    if reading.found:
+        raise LokaError(
+            "a step of a copy reads the original's weights, so both arms would run the same",
+            why=sorted(reading.found)[:5],
+            way_out="let the step use the model that it is given, and no lambda, hook or global hold this one",
+        )
+    return made
+
+
 def _ready(model: nn.Module, step: Callable[[Any], object], compile: Callable[[nn.Module], Any]) -> Callable[[], None]:
     parameters, compiled = list(model.parameters()), compile(model)
 
@@ -179,12 +194,7 @@ def _raced(
     compile: Callable[[nn.Module], Any],
     rounds: int,
 ) -> Arm:
-    try:
-        by_plan = _ready(convert(copy.deepcopy(model), plan), step, compile)
-    except LokaError:
-        raise
-    except Exception as error:  # compilers raise what they like
-        return Arm(layers=layers, failure=first_line(error))
+    by_plan = _ready(convert(private_copy(model)[0], plan), step, compile)
     functions = {HP: base, "plan": by_plan}
     try:
         found = time_interleaved(

@@ -1,6 +1,6 @@
 """One version of a frozen model: from weights in high precision to a module tree that nothing writes to.
 
-    skeleton  the model without its weights (they are on the meta device)
+    skeleton  the model without its weights (serve/model/absent.py)
     precise   a skeleton with a version's weights: what eight bits are compared with
     frozen    the same with FP8 sites; where a site's weight has no other reader, its FP8 copy alone is kept
 
@@ -24,6 +24,7 @@ from loka.nn.leaves import LinearForward
 from loka.nn.site import site_forwards
 from loka.nn.unwrap import named_modules
 from loka.planner.convert import fp8_layers
+from loka.serve.model.absent import absent
 from loka.serve.sites import (
     FrozenSite,
     FrozenWeight,
@@ -35,17 +36,11 @@ from loka.serve.sites import (
 )
 
 
-def on_meta(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor with the same shape and dtype that holds nothing: computing with it fails (serve/run.py)."""
-    empty = torch.empty_like(tensor, device="meta", requires_grad=False)
-    return nn.Parameter(empty, requires_grad=False) if isinstance(tensor, nn.Parameter) else empty
-
-
 def skeleton_of(model: nn.Module) -> nn.Module:
-    """A copy in which all that the state dict holds is on the meta device; other tensors are copied."""
+    """A copy in which all that the state dict holds is absent; other tensors are copied."""
     tensors = [*model.parameters(), *model.buffers()]
     held = {id(value) for value in model.state_dict(keep_vars=True).values()}
-    memo: dict[int, Any] = {id(tensor): on_meta(tensor) for tensor in tensors if id(tensor) in held}
+    memo: dict[int, Any] = {id(tensor): absent(tensor) for tensor in tensors if id(tensor) in held}
     return copy.deepcopy(model, memo)
 
 
@@ -61,7 +56,7 @@ def load_precise(
 ) -> nn.Module:
     """A tree with copies of the weights in `state` on `device`, in the dtypes that the model had.
 
-    Those named in `dropped` stay on the meta device.
+    Those named in `dropped` stay absent.
 
     Raises ServeRefused where keys or shapes differ, integers stand for floats, a weight holds NaN or infinity in the
     model's dtype, or what modules share differs.
@@ -169,7 +164,7 @@ def frozen_tree(
     dropped: Sequence[str],
     in_hp: Mapping[str, Collection[int]],
 ) -> nn.Module:
-    """Puts frozen sites into `tree`, whose weights named in `dropped` go to the meta device, in place.
+    """Puts frozen sites into `tree`, in place; its weights named in `dropped` are absent from then on.
 
     `in_hp`: by site, the buckets that run it in high precision.
     """
@@ -189,7 +184,7 @@ def frozen_tree(
             continue
         weight = modules[path]._parameters[attribute]
         assert weight is not None
-        modules[path]._parameters[attribute] = on_meta(weight)  # type: ignore[assignment]
+        modules[path]._parameters[attribute] = absent(weight)  # type: ignore[assignment]
     return tree
 
 

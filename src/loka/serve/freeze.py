@@ -27,7 +27,7 @@ from loka.serve.by_rows import buckets_by_site, by_rows, check_plans, in_fp8
 from loka.serve.card import Calibration, Card, SiteCard
 from loka.serve.graphs import wants_graphs
 from loka.serve.model.independence import alike, check_independent, check_sizes
-from loka.serve.model.private import check_apart, private_copy, tried, written_attributes
+from loka.serve.model.private import check_apart, own_copy, tried, written_attributes
 from loka.serve.race import fastest
 from loka.serve.rows import Request, digest, form_of, leaves, mapped
 from loka.serve.run import Runner
@@ -84,7 +84,8 @@ def freeze(
         PlanMismatch, NoKernelFits, WrongResults: as `loka.convert` does; WrongResults, too, where compiled
             code computes something else.
         ServeRefused: rows that are too few, all alike, not finite or zero at a site; a model that mixes rows,
-            writes to its inputs, is sharded, or that a kept weight cannot serve; buckets or graphs that cannot be.
+            writes to its inputs, is sharded, cannot be copied, holds views of weights, reads the original's in its
+            copy, or fails for rows drawn between the bounds of these; buckets or graphs that cannot be.
     """
     _check_buckets(buckets)
     check_share(shadow)
@@ -96,7 +97,7 @@ def freeze(
     batches = list(calibration)
     if not batches:
         raise _too_few(0)
-    precise = private_copy(model)
+    precise = own_copy(model)
     for each in [plan] if isinstance(plan, Plan) else plan.values():
         check(precise, each)
     planned = by_rows(plan, buckets)
@@ -127,7 +128,7 @@ def freeze(
     if lost:
         raise ServeRefused(
             "these sites run for calibration rows and not for the rows that refresh finds weights by "
-            "(normal numbers, ids of 0)",
+            "(numbers between theirs, drawn one by one)",
             why=lost,
             way_out="plan again with them forced to 'hp'",
         )

@@ -192,7 +192,7 @@ class Capturer:
         """`errors`: of the outputs, by which compiled and eager answers are compared."""
         self._run, self._ranges, self._device, self._errors = run, ranges, device, errors
         install()  # what joins sites into regions
-        self._template = _like(tree)
+        self._template = like(tree)
         sites = frozen_sites(tree).values()
         plans = {rows: tuple(rows in site.in_hp for site in sites) for rows in buckets}
         programs = {plan: compiled_by_rows(self._template) for plan in set(plans.values())}
@@ -350,7 +350,8 @@ def _check(graph: Graph, expected: Any, errors: Sequence[AnswerError] | None) ->
         )
 
 
-def _like(tree: nn.Module) -> nn.Module:
+def like(tree: nn.Module) -> nn.Module:
+    """Another tree of modules and sites with the same tensors."""
     sites = [site for forward in site_forwards(tree).values() for site in forward.sites]
     shared: list[Any] = [*tree.parameters(), *tree.buffers()]
     for site in sites:

@@ -25,11 +25,12 @@ from loka.kernels.gemm.registry import candidate_named
 from loka.kernels.quantize.side import empty_scale
 from loka.nn.unwrap import device_of
 from loka.planner.convert import check
-from loka.serve.build import frozen_tree, load_precise, on_meta, skeleton_of
+from loka.serve.build import frozen_tree, load_precise, skeleton_of
 from loka.serve.by_rows import buckets_by_site
 from loka.serve.card import Card, Folder
 from loka.serve.graphs import wants_graphs
-from loka.serve.model.private import check_apart, private_copy
+from loka.serve.model.absent import absent
+from loka.serve.model.private import check_apart, own_copy
 from loka.serve.saving import CARD, PLAN, PRECISE, WEIGHTS, check_outputs
 from loka.serve.server import Server
 from loka.serve.sites import FrozenWeight, even_weight
@@ -55,13 +56,14 @@ def load(folder: Path | str, model: nn.Module, *, shadow: float = 0.0, graphs: b
         FileRefused: a folder that is missing, damaged, or none of a frozen model.
         PlanMismatch: another model, machine or versions than it was frozen on.
         NoKernelFits: a kernel of the plan is missing here. WrongResults: one computes wrongly here.
-        ServeRefused: the model has other weights or computes something else; a share without its weights.
+        ServeRefused: the model has other weights or computes something else, or cannot be copied as for `freeze`; a
+            share without its weights.
     """
     check_share(shadow)
     folder = Path(folder)
     record = Folder.load(folder / CARD)
     card = record.card
-    bare = private_copy(model)
+    bare = own_copy(model)
     device = device_of(bare)
     graphs = wants_graphs(graphs, device, card.scratch)
     with ThreadPoolExecutor(1) as aside:
@@ -143,12 +145,12 @@ def _weights(
 
 
 def _filled(skeleton: nn.Module, state: Mapping[str, torch.Tensor], card: Card, device: torch.device) -> nn.Module:
-    """A tree with the weights of `state`; those that the card names as dropped stay on the meta device."""
-    wanted = skeleton.state_dict()
+    """A tree with the weights of `state`; those that the card names as dropped stay absent."""
+    wanted = skeleton.state_dict(keep_vars=True)
     whole = dict(state)
     for key in card.dropped:
         if key in wanted:
-            whole[key] = on_meta(wanted[key])
+            whole[key] = absent(wanted[key])
     return load_precise(skeleton, whole, device, dropped=card.dropped)
 
 

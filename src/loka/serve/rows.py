@@ -26,6 +26,7 @@ Kind = Literal["tensor", "positional", "named"]
 
 CHECK_ROWS = 4
 MOST_PLACES = 4096
+MOST_DRAWN = 256
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,7 +34,8 @@ class Column:
     """One input: its keyword or position, its dtype such as "float32", and its sides without the rows.
 
     `least`, `most`: what calibration rows hold at each place of a row, such as the ids of one table, NaN and
-    infinity left out; a single number where rows have more than `MOST_PLACES`, all of which have held it."""
+    infinity left out (inf, -inf where there is nothing else). Single numbers where rows have more than `MOST_PLACES`:
+    all places, of floats those that vary, hold numbers on both sides of what lies between; none where they do not."""
 
     name: str
     dtype: str
@@ -105,28 +107,31 @@ class Form:
         """`count` rows that every machine makes alike, between the calibration rows' bounds: normal numbers, those
         beyond put within 1 of the bound, and integers.
 
-        The model's GEMMs are found with them, and a loaded server is compared with what was saved.
+        The model's GEMMs are found with them, and a loaded server is compared with what was saved. From
+        `MOST_DRAWN` on they repeat.
         """
+        drawn = min(count, MOST_DRAWN)
         generator = torch.Generator().manual_seed(0)
         made = []
         for column in self.columns:
-            dtype, shape = getattr(torch, column.dtype), (count, *column.sides)
+            dtype, shape = getattr(torch, column.dtype), (drawn, *column.sides)
             rows = torch.zeros(shape, dtype=dtype, device="cpu")
             if dtype.is_floating_point:
-                rows = torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu")
+                wide = torch.float64 if dtype is torch.float64 else torch.float32
+                rows = torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu").to(wide)
                 if column.least:
-                    rows = _put_between(rows, *_bounds(column, torch.float32), generator)
+                    rows = _put_between(rows, *_bounds(column, wide), generator)
                 rows = rows.to(dtype)
             elif column.least:
                 least, most = _bounds(column, torch.int64)
                 share = torch.rand(shape, generator=generator, dtype=torch.float64, device="cpu")
                 span = (most.double() - least.double() + 1).clamp(max=2.0**62)  # of hashes, what int64 can add
                 rows = torch.minimum(least + (share * span).floor().long(), most).to(dtype)
-            made.append(rows.to(device))
+            made.append((rows if drawn == count else rows[torch.arange(count) % drawn]).to(device))
         return made
 
     def bounded(self, batches: Sequence[Sequence[torch.Tensor]]) -> "Form":
-        """With what the integers of these rows, of which there is one, lie between."""
+        """With what the numbers of these rows, of which there is one, lie between."""
         columns = [
             _bounded(column, [tensor for tensor in tensors if tensor.numel()])
             for column, tensors in zip(self.columns, zip(*batches, strict=True), strict=True)
@@ -142,10 +147,13 @@ def _bounded(column: Column, tensors: Sequence[torch.Tensor]) -> Column:
     places = [each.double() if numbers else each.long() for each in places]
     least = torch.stack([_finite(each, math.inf).amin(dim=0) for each in places]).amin(dim=0)
     most = torch.stack([_finite(each, -math.inf).amax(dim=0) for each in places]).amax(dim=0)
-    least, most = (torch.where(least > most, 0, each) for each in (least, most))  # at places without a finite number
     if len(least) > MOST_PLACES:
-        low, high = least.max(), most.min()
-        least, most = torch.minimum(low, high)[None], high[None]
+        varied = least < most  # of floats: one place of padding would leave all rows alike
+        chosen = varied if numbers and bool(varied.any()) else torch.ones_like(varied)
+        low, high = least[chosen].max()[None], most[chosen].min()[None]
+        if numbers and not bool(low < high):
+            return column
+        least, most = torch.minimum(low, high), high
     return replace(column, least=tuple(least.tolist()), most=tuple(most.tolist()))
 
 
@@ -162,6 +170,8 @@ def _bounds(column: Column, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Ten
 def _put_between(
     rows: torch.Tensor, least: torch.Tensor, most: torch.Tensor, generator: torch.Generator
 ) -> torch.Tensor:
+    free = least > most  # nothing finite was seen
+    least, most = torch.where(free, -math.inf, least), torch.where(free, math.inf, most)
     inside = torch.minimum(torch.maximum(rows, least), most)
     if torch.equal(inside, rows):
         return rows

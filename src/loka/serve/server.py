@@ -14,7 +14,7 @@ import threading
 from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from functools import partial
 from pathlib import Path
@@ -29,7 +29,8 @@ from loka.core.timing import first_line
 from loka.serve.build import frozen_tree, load_precise, record_weights, share
 from loka.serve.by_rows import buckets_by_site
 from loka.serve.card import Card
-from loka.serve.graphs import Capturer, Replays
+from loka.serve.graphs import Capturer, Replays, like
+from loka.serve.model.absent import for_compilers
 from loka.serve.packaging.aot import Packaged, package_version
 from loka.serve.packaging.triton_folder import PACKAGE, Batching, add_version, config_of
 from loka.serve.rows import Request, joined, leaves, mapped, pad
@@ -86,6 +87,8 @@ class Server:
         self._shadow = shadow
         self._run = Runner(form=card.form, autocast=None if card.autocast is None else getattr(torch, card.autocast))
         self.device = next(tensor.device for tensor in [*module.parameters(), *module.buffers()] if not tensor.is_meta)
+        if graphs:
+            for_compilers(module)
         self._capturer = (
             Capturer(
                 module, run=self._run, buckets=card.buckets, ranges=card.ranges, device=self.device, errors=card.answers
@@ -123,7 +126,7 @@ class Server:
 
         Raises NotWritten where the disk refuses; the folder then has no card, and is no server's.
         """
-        save_version(Path(folder), self.card, self.plan, self._current)
+        save_version(Path(folder), self.card, self.plan, self._apart_from_requests())
 
     def package(self, path: Path | str, *, batch: tuple[int, int] = (1, 4096)) -> Packaged:
         """Compiles the version that answers now into a file that runs without loka (serve/packaging/aot.py).
@@ -135,7 +138,8 @@ class Server:
             ServeRefused: what cannot be packaged, with the reasons. MissingLibrary: no C++ compiler.
             WrongResults: the file's answers are too far from this server's; none is left.
         """
-        return package_version(Path(path), self.card, self.plan, self._current, batch=batch, device=self.device)
+        version = self._apart_from_requests()
+        return package_version(Path(path), self.card, self.plan, version, batch=batch, device=self.device)
 
     def publish(
         self, repository: Path | str, name: str, *, most: int = 4096, delay_us: int = 0
@@ -153,7 +157,7 @@ class Server:
         name; nothing is written then.
         """
         rows = self.card.form.check_rows(self.device)
-        outputs = leaves(self._run(self._current.module, rows))
+        outputs = leaves(self._run(self._apart_from_requests().module, rows))
         config = config_of(name, self.card.form, outputs, Batching(most=most, delay_us=delay_us))
         with tempfile.TemporaryDirectory() as folder:
             found = self.package(Path(folder) / PACKAGE, batch=(1, most))
@@ -256,9 +260,17 @@ class Server:
             self._previous, self._current = self._current, version
             return version.number
 
+    def _apart_from_requests(self) -> Version:
+        """The version that answers now, with modules of its own: requests may keep things in those of theirs."""
+        with self._one:
+            return replace(self._current, module=like(self._current.module))
+
     def _version(self, module: nn.Module, precise: nn.Module | None) -> Version:
         """The next one; a number is used up only where its graphs are sound."""
-        replays = None if self._capturer is None else self._capturer.capture(module)
+        replays = None
+        if self._capturer is not None:
+            for_compilers(module)
+            replays = self._capturer.capture(module)
         self._newest += 1
         return Version(
             number=self._newest, module=module, precise=precise, monitor=Monitor(self.card.ranges), replays=replays

@@ -88,6 +88,7 @@ def confirmed(plan, model=None, **options):
 def test_what_is_fastest_in_the_whole_model_stays(plan, race, speedups, kept, arms):
     race(*speedups)
     seen, model = [], net()
+    model.kept = model(X)  # with a graph, which deepcopy alone does not copy
     found = confirmed(plan, model, on_arm=seen.append)
     assert fp8_paths(found.plan) == kept
     assert list(found.arms) == seen
@@ -117,6 +118,11 @@ def test_what_cannot_be_confirmed_is_refused(plan, race, monkeypatch):
         confirmed(module.without(plan, fp8_paths(plan), "for the test"))
     with pytest.raises(PlanMismatch):
         confirmed(plan, nn.Linear(3, 3))
+
+    hooked = net()
+    hooked[0].register_forward_hook(lambda layer, given, answer: answer + hooked[2].bias)
+    with pytest.raises(LokaError, match=r"(?s)reads the original's weights.*2\.bias"):
+        confirmed(plan, hooked)
 
     def raises(*args, **options):
         raise RuntimeError("operation not permitted when stream is capturing")

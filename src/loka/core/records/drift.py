@@ -240,7 +240,7 @@ def _layer(
     off = _off_centre(plan.centres[path], learnt_now.get("input")) if path in plan.centres else 0.0
     left = _left(plan.hot_columns.get(path, ()), recipe, learnt_now.get("input"))
     if new is not None:
-        new = Estimate(*(left * (1 + off) * each for each in (new.value, new.low, new.high)))
+        new = Estimate(*(left * (1 + off) * each if each else each for each in (new.value, new.low, new.high)))
     unsafe = []
     low = _low_operands(path, plan)
     for operand in low:

@@ -215,7 +215,7 @@ def _exported(frozen: nn.Module, plan: Plan, run: Runner) -> _Exported:
     for _, module in named_modules(tree):
         for name, parameter in module._parameters.items():
             if parameter is not None and parameter.is_meta:  # its FP8 copy is in the site
-                module._parameters[name] = nn.Parameter(parameter.new_empty(0, device="cpu"), requires_grad=False)
+                module._parameters[name] = nn.Parameter(torch.empty(0, dtype=parameter.dtype), requires_grad=False)
     return _Exported(tree, [site for site in sites.values() if isinstance(site, PackagedSite)], run)
 
 

@@ -1,0 +1,63 @@
+"""In the place of a weight that is not there: a tensor of its shape with which nothing is computed.
+
+The meta device alone is no such place: torch's `mm`, `addmm` and `linear` take a weight on it beside rows on any
+other, and answer with whatever memory holds.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+_METHODS = ("__repr__", "detach", "dim", "element_size", "is_complex", "is_floating_point", "numel", "requires_grad_")
+_SIDES = ("size", "stride")
+_PROPERTIES = ("device", "dtype", "grad", "grad_fn", "is_leaf", "is_meta", "is_nested", "is_quantized", "is_sparse")
+_FORM = ("layout", "ndim", "requires_grad", "shape")
+_ASKED = frozenset(
+    [getattr(torch.Tensor, name) for name in (*_METHODS, *_SIDES)]
+    + [getattr(torch.Tensor, name).__get__ for name in (*_PROPERTIES, *_FORM)]
+    + [torch.Tensor.requires_grad.__set__]  # type: ignore[attr-defined]
+)
+
+
+class _Absent:
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        if func not in _ASKED:
+            raise NotImplementedError(f"{getattr(func, '__name__', func)} of a weight on the meta device")
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return self  # it holds nothing
+
+
+class AbsentParameter(_Absent, nn.Parameter):
+    pass
+
+
+class AbsentBuffer(_Absent, torch.Tensor):
+    pass
+
+
+def absent(tensor: torch.Tensor) -> torch.Tensor:
+    """Raises NotImplementedError wherever it is more than asked for its form; `is_meta`."""
+    if isinstance(tensor, _Absent):
+        return tensor
+    empty = torch.empty_like(tensor, device="meta", requires_grad=False)
+    if isinstance(tensor, nn.Parameter):
+        return AbsentParameter(empty, requires_grad=False)
+    return empty.as_subclass(AbsentBuffer)
+
+
+def for_compilers(tree: nn.Module) -> None:
+    """Puts plain tensors on the meta device in their place: compilers refuse these themselves, by the device."""
+    for module in tree.modules():
+        for held in (module._parameters, module._buffers):
+            for name, tensor in held.items():
+                if isinstance(tensor, _Absent):
+                    empty = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+                    held[name] = nn.Parameter(empty, requires_grad=False) if isinstance(tensor, nn.Parameter) else empty
