@@ -47,6 +47,12 @@ def hooks():
     return model
 
 
+def compiled():
+    model = Net()
+    model.tail = torch.compile(model.tail, fullgraph=True)  # by Inductor, whose kernels nothing sees
+    return model
+
+
 def globals_():
     class Global(Net):
         def tail(self, y):
@@ -56,7 +62,9 @@ def globals_():
     return model
 
 
-@pytest.mark.parametrize(("make", "weight"), [(lambdas, "b.weight"), (hooks, "a.bias"), (globals_, "a.bias")])
+@pytest.mark.parametrize(
+    ("make", "weight"), [(lambdas, "b.weight"), (hooks, "a.bias"), (globals_, "a.bias"), (compiled, "b.weight")]
+)
 def test_functions_that_read_the_original_are_refused(make, weight):
     with pytest.raises(ServeRefused, match=rf"(?s)reads the original's weights.*{weight}"):
         served(make())

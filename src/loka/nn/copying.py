@@ -5,7 +5,7 @@ original. And what holds a view of a weight, in any list or object, holds it aft
 """
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -37,19 +37,24 @@ def private_copy(model: nn.Module, *, refused: type[LokaError] = LokaError) -> t
     return made, _views(model, memo.get(id(memo), []))  # where deepcopy keeps what it has copied
 
 
-class Reading(TorchDispatchMode):
-    """Within it, `found` comes to name the tensors of the state dict of `original` that operations take."""
+def read_of(original: nn.Module, call: Callable[[], object]) -> list[str]:
+    """Names of the tensors of the state dict of `original` that operations of `call` take.
 
+    Compiled functions run as they are written in it: what their kernels read, nobody sees.
+    """
+    reading = _Reading(original)
+    with torch.compiler.set_stance("force_eager"), reading:
+        call()
+    return sorted(reading.found)
+
+
+class _Reading(TorchDispatchMode):
     supports_higher_order_operators = True
 
     def __init__(self, original: nn.Module) -> None:
         super().__init__()
         self.found: set[str] = set()
         self._memory = _memory(original)
-
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        return True
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None

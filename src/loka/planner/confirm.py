@@ -23,7 +23,7 @@ from loka.core.records.plan import Decision, Plan
 from loka.core.records.report import HP
 from loka.core.table import format_table
 from loka.core.timing import first_line, still_usable, time_interleaved
-from loka.nn.copying import Reading, private_copy
+from loka.nn.copying import private_copy, read_of
 from loka.nn.site import site_forwards
 from loka.nn.unwrap import device_of
 from loka.planner.convert import check, convert
@@ -162,13 +162,10 @@ def _by_promise(plan: Plan) -> tuple[str, ...]:
 def _copy(model: nn.Module, step: Callable[[Any], object]) -> nn.Module:
     """Whose step, which is run once as it is written, reads nothing of the original."""
     made, _ = private_copy(model)
-    reading = Reading(model)
-    with reading:
-        step(made)
-    if reading.found:
+    if found := read_of(model, lambda: step(made)):
         raise LokaError(
             "a step of a copy reads the original's weights, so both arms would run the same",
-            why=sorted(reading.found)[:5],
+            why=found[:5],
             way_out="let the step use the model that it is given, and no lambda, hook or global hold this one",
         )
     return made

@@ -121,7 +121,8 @@ def freeze(
     if digest(rows) != content:
         raise ServeRefused("this model's forward writes to its inputs", way_out="let it write to a copy, `x.clone()`")
     # After calibration: what forward makes in its first call alone, no later one writes.
-    scratch = written_attributes(precise, lambda: check_apart(model, lambda: run(precise, rows[0])))
+    scratch = written_attributes(precise, lambda: run(precise, rows[0]))
+    check_apart(model, lambda: run(precise, rows[0]))
     graphs = wants_graphs(graphs, device, scratch)
     weights = _weights(precise, skeleton, plan, run, form.check_rows(device), joined=graphs)
     lost = [path for path in found.peaks if path not in weights]

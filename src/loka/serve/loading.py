@@ -86,8 +86,8 @@ def load(folder: Path | str, model: nn.Module, *, shadow: float = 0.0, graphs: b
     _check_dtypes(card, skeleton, state)
     in_hp = buckets_by_site(card.buckets, card.in_hp)
     tree = frozen_tree(_filled(skeleton, state, card, device), plan, weights, scales, (), in_hp)
-    found = check_apart(model, lambda: check_outputs(card, tree))
-    _check_same(card, found, _below("check/", tensors), folder)
+    check_apart(model, lambda: check_outputs(card, tree))
+    _check_same(card, check_outputs(card, tree), _below("check/", tensors), folder)
     precise = _precise(folder, record, skeleton, device) if shadow else None
     return Server(
         card=card,

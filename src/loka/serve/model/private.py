@@ -9,7 +9,7 @@ from torch import nn
 from loka.core.exceptions import LokaError, ServeRefused
 from loka.core.timing import first_line
 from loka.graph.attach import detach
-from loka.nn.copying import Reading, private_copy
+from loka.nn.copying import private_copy, read_of
 from loka.nn.site import site_forwards
 from loka.nn.unwrap import named_modules, named_parameters, unwrap
 
@@ -42,19 +42,15 @@ def own_copy(model: nn.Module) -> nn.Module:
     return made.eval().requires_grad_(False)
 
 
-def check_apart(original: nn.Module, call: Callable[[], Any]) -> Any:
-    """`call()`, of a copy. Raises ServeRefused where it reads tensors of the original's state dict."""
-    reading = Reading(unwrap(original))
-    with reading:
-        answer = call()
-    if reading.found:
+def check_apart(original: nn.Module, call: Callable[[], Any]) -> None:
+    """Raises ServeRefused where `call`, of a copy, reads tensors of the original's state dict."""
+    if found := read_of(unwrap(original), call):
         raise ServeRefused(
             "a copy of this model reads the original's weights, which no refresh would reach",
-            why=sorted(reading.found)[:5],
+            why=found[:5],
             way_out="a lambda, a hook, a compiled method or a global holds the module: give it the module as an "
             "argument (a hook's first one), or make it a method, and compile the module as a whole",
         )
-    return answer
 
 
 def tried(call: Callable[[], Any], what: str, way_out: str) -> Any:
