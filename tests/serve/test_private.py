@@ -198,6 +198,22 @@ def test_saving_runs_no_module_of_requests(tmp_path):
     assert all(save.exception() is None for save in saves)
 
 
+def test_one_save_after_the_other(tmp_path, monkeypatch):
+    """Two into one folder certified each other's files, or found none."""
+    server, inside = served(Net()), []
+
+    def slow(folder, *version):
+        inside.append(folder)
+        assert len(inside) == 1
+        time.sleep(0.01)
+        inside.pop()
+
+    monkeypatch.setattr("loka.serve.server.save_version", slow)
+    with ThreadPoolExecutor(4) as pool:
+        for save in [pool.submit(server.save, tmp_path) for _ in range(8)]:
+            save.result()
+
+
 class Logs(Net):
     def __init__(self, scale=1.0):
         super().__init__()

@@ -84,7 +84,7 @@ def load_precise(
     if wrong:
         wrapped = next((name for name in ("module.", "_orig_mod.") if any(key.startswith(name) for key in state)), None)
         raise ServeRefused(
-            "these weights are not served; what runs now goes on",
+            "these weights are not served",
             why=wrong[:10] + ([f"and {len(wrong) - 10} more"] if len(wrong) > 10 else []),
             way_out="give the whole state dict of the model that was frozen"
             + (f", without the {wrapped!r} that a wrapper puts before its keys" if wrapped else ""),

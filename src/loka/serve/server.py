@@ -81,7 +81,7 @@ class Server:
         """`module`, `precise`: of version 1. `graphs`: whether versions answer by CUDA graphs."""
         self.card, self.plan = card, plan
         self._skeleton, self._scales = skeleton, scales
-        self._changing = threading.Lock()
+        self._changing, self._saving = threading.Lock(), threading.Lock()
         self._one = nullcontext() if graphs else threading.Lock()  # forward may keep what a call needs in attributes
         self._requests = itertools.count()
         self._shadow = shadow
@@ -126,7 +126,8 @@ class Server:
 
         Raises NotWritten where the disk refuses; the folder then has no card, and is no server's.
         """
-        save_version(Path(folder), self.card, self.plan, self._apart_from_requests())
+        with self._saving:  # two into one folder would take each other's files for their own
+            save_version(Path(folder), self.card, self.plan, self._apart_from_requests())
 
     def package(self, path: Path | str, *, batch: tuple[int, int] = (1, 4096)) -> Packaged:
         """Compiles the version that answers now into a file that runs without loka (serve/packaging/aot.py).

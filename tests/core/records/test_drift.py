@@ -114,6 +114,23 @@ def test_the_largest_of_more_batches_is_no_drift():
     assert drift(BOTH, after, before=before).unsafe == {"a"}
 
 
+def test_a_loss_of_another_scale_is_no_drift_and_hides_none():
+    """Gradients 2^16 times as large, as GradScaler makes them; then one layer's 2^3 times as large as the others'."""
+
+    def scaled(stats, factors):
+        layers = {}
+        for (path, layer), factor in zip(stats.layers.items(), factors, strict=True):
+            gradient = operand(4.0 * factor, mean=factor, variance=3.0 * factor**2)
+            layers[path] = replace(layer, operands={**layer.operands, "grad_output": gradient})
+        return replace(stats, layers=layers)
+
+    backward = plan_of({"a/grad_input": f"emulated:{RECIPE}", "b/grad_input": f"emulated:{RECIPE}"})
+    assert not drift(backward, scaled(window(), (2.0**16, 2.0**16)), before=window()).unsafe
+    hidden = drift(backward, scaled(window(), (2.0**-3, 2.0**-6)), before=window())
+    assert hidden.unsafe == {"a"}
+    assert "rose by 1.5 octaves, beside -4.5 of all gradients" in str(hidden)
+
+
 def test_what_moved_under_means_and_columns_of_the_plan_is_charged():
     """A window tells effects by its own means and columns. These means are 1 of variance 3: off by a third of it; of
     eight columns one has half the error, and the plan takes another."""

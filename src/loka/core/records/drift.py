@@ -1,7 +1,9 @@
 """Has the data moved since a plan was made? Statistics of a later window against those of the plan.
 
     amax shift  = log2( max amax after / max amax before )         octaves, by operand; of as many batches each: of
-                                                                   more the median over as many at a time
+                                                                   more the median over as many at a time. What moves
+                                                                   all gradients alike, as the scale of a loss or a
+                                                                   batch of other size does, is none of grad_output
     rms shift   = log2( rms after / rms before )
     growth      = predicted KL/H after / before                    at the recipe that the plan runs
 
@@ -21,6 +23,7 @@ see it, is no sign that all is well: such layers are `unknown`.
 """
 
 import math
+import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -34,6 +37,8 @@ from loka.core.records.plan import Plan, known_effect
 from loka.core.records.report import HP
 from loka.core.records.stats import OPERANDS, Distribution, Stats
 from loka.core.table import format_table
+
+GRADIENT = "grad_output"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -178,9 +183,9 @@ def drift(plan: Plan, after: Stats, *, before: Stats | None = None, limits: Limi
             )
     recipes = plan.output_recipes
     negligible = (plan.kl_limit or limits.ne) / (2 * max(len(recipes), 1))
-    layers = {}
+    layers, alike_moved = {}, _moved_alike(before, after)
     for path in plan.model.layers:
-        layers[path] = _layer(path, plan, recipes, before, after, limits, negligible)
+        layers[path] = _layer(path, plan, recipes, before, after, limits, negligible, alike_moved)
     now = {path: cost for path in recipes if (cost := layers[path].after or layers[path].before) is not None}
     alike = joined_alike(after.alike, before.alike if before is not None else {}, (1, 0))
     return Drift(
@@ -221,6 +226,7 @@ def _layer(
     after: Stats,
     limits: Limits,
     negligible: float,
+    alike_moved: float,
 ) -> LayerDrift:
     then = before.layers.get(path) if before is not None else None
     shifts = {}
@@ -245,8 +251,12 @@ def _layer(
     low = _low_operands(path, plan)
     for operand in low:
         shift = shifts.get(operand)
-        if shift is not None and shift.amax is not None and shift.amax > limits.amax_octaves:
-            unsafe.append(f"amax of {operand} rose by {shift.amax:.1f} octaves")
+        if shift is None or shift.amax is None:
+            continue
+        rose = shift.amax - (alike_moved if operand == GRADIENT else 0.0)
+        if rose > limits.amax_octaves:
+            beside = f", beside {alike_moved:+.1f} of all gradients" if rose != shift.amax else ""
+            unsafe.append(f"amax of {operand} rose by {rose:.1f} octaves{beside}")
     if old is not None and new is not None:
         grown = new.value > limits.growth * old.value and new.low > old.high
         if grown and upper_bound(new) > negligible:
@@ -264,6 +274,17 @@ def _layer(
         unsafe=tuple(unsafe),
         unknown=_untold(path, recipe, new, after) if low else "",
     )
+
+
+def _moved_alike(before: Stats | None, after: Stats) -> float:
+    """The median over layers of what the rms of their gradients moved by, in octaves."""
+    found = []
+    for path, layer in after.layers.items():
+        then = before.layers[path].operands.get(GRADIENT) if before is not None and path in before.layers else None
+        now = layer.operands.get(GRADIENT)
+        if then is not None and now is not None and (moved := _ratio(_rms(now), _rms(then))) is not None:
+            found.append(moved)
+    return statistics.median(found) if found else 0.0
 
 
 def _off_centre(centre: Sequence[float], learnt: Distribution | None) -> float:
