@@ -101,7 +101,7 @@ def codec_named(name: str, block: int = BLOCK) -> Codec:
 FP32 = codec_named("fp32")
 
 
-def blocks_of(sizes: Iterable[int], *, block: int = BLOCK) -> tuple[list[int], int]:
+def block_begins(sizes: Iterable[int], *, block: int = BLOCK) -> tuple[list[int], int]:
     """Where matrices of these sizes begin, each at a block's border, and where the last one's block ends."""
     ends = list(itertools.accumulate((-(-size // block) * block for size in sizes), initial=0))
     return ends[:-1], ends[-1]

@@ -24,7 +24,7 @@ from loka.distributed.dense_sharding import sparse_tables
 from loka.distributed.gradient_codec import (
     BLOCK,
     Codec,
-    blocks_of,
+    block_begins,
     codec_named,
     gathered,
     padded_columns,
@@ -153,7 +153,7 @@ def _reduce_bucket(
     ranks = group.size()
     matrices, vectors = ([p for p in parts if (p.dim() > 1) is wide] for wide in (True, False))
     buffer = bucket.buffer()
-    begins, count = blocks_of([part.numel() for part in matrices])
+    begins, count = block_begins([part.numel() for part in matrices])
     wide = _rows(matrices, begins, ranks, padded_columns(count, ranks), buffer)
     if sending.observe is not None:
         weights = [names[id(w)] for w in bucket.parameters() if w.dim() > 1]
@@ -161,7 +161,7 @@ def _reduce_bucket(
         sending.observe(f"bucket {bucket.index()}", wide, row, group, True)
     if wire is None:
         return allreduce_hook(group, bucket)
-    thin_begins, thin_count = blocks_of([part.numel() for part in vectors], block=1)
+    thin_begins, thin_count = block_begins([part.numel() for part in vectors], block=1)
     thin = _rows(vectors, thin_begins, ranks, -(-thin_count // ranks), buffer)
     scatter, gather = wire.codecs
     sums = scattered_sum(wide, thin, scatter, group)
@@ -249,7 +249,7 @@ class _ReduceScatter:
         is_wide = [len(one.size) > 1 for one in trained]
         wide = [chunk for chunk, matrix in zip(chunks, is_wide, strict=True) if matrix]
         thin = [chunk for chunk, matrix in zip(chunks, is_wide, strict=True) if not matrix]
-        begins, _ = blocks_of([chunk.shape[1] for chunk in wide])
+        begins, _ = block_begins([chunk.shape[1] for chunk in wide])
         none = input_tensor.new_zeros(ranks, 0, dtype=torch.float32)
         padded = [nn.functional.pad(chunk, (0, -chunk.shape[1] % BLOCK)) for chunk in wide]
         matrices, vectors = torch.cat([*padded, none], dim=1), torch.cat([*thin, none], dim=1)
@@ -263,7 +263,7 @@ class _ReduceScatter:
         codec = wire.codecs[0]
         sums = scattered_sum(matrices, vectors, codec, group)
         _note(wire, matrices, vectors, codec, ranks - 1)
-        places = iter(begins), iter(blocks_of([chunk.shape[1] for chunk in thin], block=1)[0])
+        places = iter(begins), iter(block_begins([chunk.shape[1] for chunk in thin], block=1)[0])
         start = 0
         for size, matrix in zip(sizes, is_wide, strict=True):
             kind = 0 if matrix else 1

@@ -26,7 +26,7 @@ from loka.core.timing import first_line, still_usable, time_interleaved
 from loka.nn.copying import private_copy, read_of
 from loka.nn.site import site_forwards
 from loka.nn.unwrap import device_of
-from loka.planner.convert import check, convert
+from loka.planner.convert import check, convert, fp8_layers
 
 _ARMS = 4  # each is compiled anew
 _ROUNDS = 21
@@ -59,7 +59,7 @@ class Confirmed:
             )
             for arm in self.arms
         ]
-        left = len(fp8_paths(self.plan))
+        left = len(fp8_layers(self.plan))
         table = format_table(("layers by the plan", "us a step", "over high precision", "why not"), rows)
         return f"{table}\n{left} layers run by the plan that is left"
 
@@ -101,7 +101,9 @@ def confirm(
     base = _ready(_copy(model, step), step, compile)
     arms: list[Arm] = []
     while layers and len(arms) < _ARMS:
-        arm = _raced(model, without(plan, fp8_paths(plan) - set(layers), ""), layers, base, step, compile, rounds)
+        arm = _raced(
+            model, without(plan, fp8_layers(plan).keys() - set(layers), ""), layers, base, step, compile, rounds
+        )
         arms.append(arm)
         if on_arm is not None:
             on_arm(arm)
@@ -112,10 +114,6 @@ def confirm(
     chosen = _fastest(arms)
     kept = set(chosen.layers if chosen else ())
     return Confirmed(plan=_settled(plan, kept, arms), arms=tuple(arms))
-
-
-def fp8_paths(plan: Plan) -> set[str]:
-    return {decision.path for decision in plan.decisions.values() if decision.candidate != HP}
 
 
 def without(plan: Plan, layers: Collection[str], reason: str) -> Plan:
@@ -229,7 +227,7 @@ def _settled(plan: Plan, kept: set[str], arms: Sequence[Arm]) -> Plan:
         else f"{len(arm.layers)} layers failed: {arm.failure}"
         for arm in arms
     )
-    left = fp8_paths(plan) - kept
+    left = fp8_layers(plan).keys() - kept
     reason = f"its gain is not there in the whole model: {told}"
     note = f"raced in the whole model, over high precision: {told}"
     return replace(without(plan, left, reason), notes=(*plan.notes, note))

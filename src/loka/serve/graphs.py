@@ -30,13 +30,14 @@ from loka.compiler import install
 from loka.compiler.joint_sites import misfit, unjoined
 from loka.compiler.notes import FINITE, SCALES, record_of, uncounted, watched_by
 from loka.core.compiling import compiled_by_rows
-from loka.core.exceptions import LokaError, ServeRefused, WrongResults
+from loka.core.exceptions import ServeRefused, WrongResults
 from loka.core.recording import Recording, record, synced
-from loka.core.timing import elapsed, first_line, timed_replay
+from loka.core.timing import elapsed, timed_replay
 from loka.nn.site import install as install_forward
 from loka.nn.site import site_forwards, stand_aside
 from loka.nn.unwrap import named_modules
 from loka.serve.build import frozen_sites
+from loka.serve.model.private import tried
 from loka.serve.rows import Form, leaves, mapped
 from loka.serve.run import Runner
 from loka.serve.sites import FrozenSite, HighPrecisionSite, answering, observed_by
@@ -253,20 +254,20 @@ class Capturer:
     ) -> tuple[Graph, Any]:
         inputs = self._run.form.check_rows(self._device, rows)
         pool = None if stream is None else torch.cuda.graph_pool_handle()
-        try:
+
+        def recorded() -> tuple[Any, Recording, Any, Any]:
             with synced(stream):  # compiles, and makes what is made once
                 made = call(inputs)
             with uncounted():
                 recording, output = record(lambda: call(inputs), self._device, stream, pool)
                 looking = self._looking(lambda: call(inputs), stream, pool) if self._ranges else None
-        except (LokaError, torch.OutOfMemoryError, torch.AcceleratorError):
-            raise
-        except Exception as error:  # compilers raise what they like
-            raise ServeRefused(
-                f"this model cannot be compiled and recorded for {rows} rows",
-                why=[first_line(error)],
-                way_out="graphs=False answers eagerly; or take what waits for the device out of forward",
-            ) from error
+            return made, recording, output, looking
+
+        made, recording, output, looking = tried(
+            recorded,
+            f"this model cannot be compiled and recorded for {rows} rows",
+            "graphs=False answers eagerly; or take what waits for the device out of forward",
+        )
         if rows in self._times:
             recording.replay()
         else:

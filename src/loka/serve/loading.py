@@ -150,7 +150,8 @@ def _filled(skeleton: nn.Module, state: Mapping[str, torch.Tensor], card: Card, 
     whole = dict(state)
     for key in card.dropped:
         if key in wanted:
-            whole[key] = absent(wanted[key])
+            held = wanted[key]  # no parameter where the class has a state dict of its own
+            whole[key] = held if isinstance(held, nn.Parameter) else absent(nn.Parameter(held, requires_grad=False))
     return load_precise(skeleton, whole, device, dropped=card.dropped)
 
 

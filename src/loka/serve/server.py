@@ -87,8 +87,6 @@ class Server:
         self._shadow = shadow
         self._run = Runner(form=card.form, autocast=None if card.autocast is None else getattr(torch, card.autocast))
         self.device = next(tensor.device for tensor in [*module.parameters(), *module.buffers()] if not tensor.is_meta)
-        if graphs:
-            for_compilers(module)
         self._capturer = (
             Capturer(
                 module, run=self._run, buckets=card.buckets, ranges=card.ranges, device=self.device, errors=card.answers

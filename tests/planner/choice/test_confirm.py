@@ -13,7 +13,7 @@ from loka.core.error import Estimate
 from loka.core.exceptions import LokaError, PlanMismatch
 from loka.core.timing import Race, Timing
 from loka.nn.site import site_forwards
-from loka.planner.confirm import fp8_paths
+from loka.planner.convert import fp8_layers
 
 module = importlib.import_module("loka.planner.confirm")
 X = torch.randn(32, 24, generator=torch.Generator().manual_seed(0))
@@ -46,7 +46,6 @@ def race_of(timings, failures):
 @pytest.fixture
 def race(monkeypatch):
     """Sets the speed-ups of arms, in their order; None: it cannot be captured."""
-    raced = []
 
     def given(*speedups):
         times = iter(speedups)
@@ -54,7 +53,6 @@ def race(monkeypatch):
         def timed(functions, *, baseline, device, keep, max_rounds):
             for name in functions:
                 functions[name]()
-            raced.append(list(functions))
             speedup = next(times)
             if speedup is None:
                 return race_of({}, {"plan": "no capture"})
@@ -65,7 +63,6 @@ def race(monkeypatch):
         monkeypatch.setattr(module, "time_interleaved", timed)
         monkeypatch.setattr(module, "device_of", lambda model: torch.device("cuda"))
         monkeypatch.setattr(module, "still_usable", lambda: True)
-        return raced
 
     return given
 
@@ -90,7 +87,7 @@ def test_what_is_fastest_in_the_whole_model_stays(plan, race, speedups, kept, ar
     seen, model = [], net()
     model.kept = model(X)  # with a graph, which deepcopy alone does not copy
     found = confirmed(plan, model, on_arm=seen.append)
-    assert fp8_paths(found.plan) == kept
+    assert fp8_layers(found.plan).keys() == kept
     assert list(found.arms) == seen
     assert len(seen) == arms
     assert [arm.layers for arm in seen[:2]] == [("2", "6", "4", "0"), ("2", "6")], "what promises most comes last out"
@@ -115,7 +112,7 @@ def test_what_cannot_be_confirmed_is_refused(plan, race, monkeypatch):
     with pytest.raises(LokaError, match="runs by a plan already"):
         confirmed(plan, loka.convert(net(), plan))
     with pytest.raises(LokaError, match="nothing in eight bits"):
-        confirmed(module.without(plan, fp8_paths(plan), "for the test"))
+        confirmed(module.without(plan, fp8_layers(plan), "for the test"))
     with pytest.raises(PlanMismatch):
         confirmed(plan, nn.Linear(3, 3))
 
@@ -151,4 +148,4 @@ def test_a_plan_that_slows_the_model_is_taken_back():
         report = loka.measure(probe.stats(), candidates=[candidate], errors_only=True)
         plan = loka.plan(report, force={"*": candidate})
         found = loka.confirm(model, plan, step)
-        assert bool(fp8_paths(found.plan)) is wins, str(found)
+        assert bool(fp8_layers(found.plan)) is wins, str(found)

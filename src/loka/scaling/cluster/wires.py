@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from typing import Literal
 
 from loka.core.exceptions import LokaError
-from loka.distributed.gradient_codec import blocks_of, codec_named, padded_columns
+from loka.distributed.gradient_codec import block_begins, codec_named, padded_columns
 from loka.scaling.cluster.collectives import Wire
 from loka.scaling.cluster.engines import TRACED, EngineStep, Gathered, Param, Reduced, Replicated
 
@@ -47,7 +47,7 @@ def reduce_wires(
         if gradients == "bf16":
             numel = sum(p.numel for p in params)
             return (Wire("all_reduce", numel * _BF16, numel * (_COMPRESSED if itemsize > _BF16 else 0)),)
-        matrices = padded_columns(blocks_of(p.numel for p in params if len(p.shape) > 1)[1], ranks)
+        matrices = padded_columns(block_begins(p.numel for p in params if len(p.shape) > 1)[1], ranks)
         vectors = -(-sum(p.numel for p in params if len(p.shape) <= 1) // ranks)
         size = ranks * _row(gradients, matrices, vectors)
         there, back = ENCODED[gradients] * matrices, DECODED[gradients] * ranks * matrices
@@ -55,7 +55,7 @@ def reduce_wires(
     if gradients == "bf16":
         return (Wire("reduce_scatter", sum(_padded(p, ranks) for p in params) * _BF16),)
     each = {p.name: _padded(p, ranks) // ranks for p in params}
-    matrices = blocks_of(each[p.name] for p in params if len(p.shape) > 1)[1]
+    matrices = block_begins(each[p.name] for p in params if len(p.shape) > 1)[1]
     vectors = sum(each[p.name] for p in params if len(p.shape) <= 1)
     moved = (ENCODED[gradients] + DECODED[gradients]) * ranks * matrices
     return (Wire("all_to_all", ranks * _row(gradients, matrices, vectors), moved),)

@@ -10,13 +10,13 @@ from typing import Any
 import torch
 from torch import nn
 
-_METHODS = ("__repr__", "detach", "dim", "element_size", "is_complex", "is_floating_point", "numel", "requires_grad_")
-_SIDES = ("size", "stride")
-_PROPERTIES = ("device", "dtype", "grad", "grad_fn", "is_leaf", "is_meta", "is_nested", "is_quantized", "is_sparse")
-_FORM = ("layout", "ndim", "requires_grad", "shape")
+_METHODS = "__repr__ detach dim element_size is_complex is_floating_point numel requires_grad_ size stride"
+_PROPERTIES = (
+    "device dtype grad grad_fn is_leaf is_meta is_nested is_quantized is_sparse layout ndim requires_grad shape"
+)
 _ASKED = frozenset(
-    [getattr(torch.Tensor, name) for name in (*_METHODS, *_SIDES)]
-    + [getattr(torch.Tensor, name).__get__ for name in (*_PROPERTIES, *_FORM)]
+    [getattr(torch.Tensor, name) for name in _METHODS.split()]
+    + [getattr(torch.Tensor, name).__get__ for name in _PROPERTIES.split()]
     + [torch.Tensor.requires_grad.__set__]  # type: ignore[attr-defined]
 )
 

@@ -57,7 +57,7 @@ def tried(call: Callable[[], Any], what: str, way_out: str) -> Any:
     """`call()`. Raises ServeRefused, which says `what` failed, for an error that is none of ours."""
     try:
         return call()
-    except (LokaError, torch.OutOfMemoryError):
+    except (LokaError, torch.OutOfMemoryError, torch.AcceleratorError):
         raise
     except Exception as error:  # whatever a model raises
         raise ServeRefused(what, why=[first_line(error)], way_out=way_out) from error
