@@ -81,6 +81,19 @@ def test_a_trace_is_compiled_for_each_number_of_rows(monkeypatch):
 
 
 @torch.no_grad()
+@pytest.mark.parametrize("several", [True, False])
+def test_of_one_number_of_rows_the_trace_holds_it(several, monkeypatch):
+    monkeypatch.setattr("torch._inductor.compile_fx.compile_fx", lambda graph, inputs: graph)
+    torch._dynamo.reset(), counters.clear()
+    model = Branching()
+    call = compiled_by_rows(model, several=several)
+    for rows in (12, 9, 12, 4):
+        x, y = torch.randn(rows, 32), torch.randn(rows, 1)
+        assert torch.equal(call(x, y=y), model(x, y))
+    assert counters["stats"]["unique_graphs"] == (2 if several else 3)
+
+
+@torch.no_grad()
 def test_numbers_of_rows_come_from_the_cache():
     """Of a linear layer alone, for which no kernel is compiled."""
     model, x = nn.Linear(32, 32), torch.randn(7, 32)

@@ -1,5 +1,6 @@
 import json
 import shutil
+import sys
 from dataclasses import replace
 
 import pytest
@@ -8,9 +9,11 @@ from forked import run_script
 from served import BOTH, GROUP, ROW, TENSOR, Tower, calibration, frozen, plan_for, rows, tower
 from torch import nn
 
+import loka
 from loka.core.exceptions import FileRefused, NoKernelFits, NotWritten, PlanMismatch, ServeRefused
+from loka.core.recipe import Gemm
 from loka.core.storage.files import sha256_of_file
-from loka.serve import load
+from loka.serve import freeze, load
 from loka.serve.card import Folder
 
 
@@ -53,6 +56,24 @@ def test_loaded_equals_saved_and_can_be_refreshed(candidate, tmp_path):
     assert torch.equal(loaded(rows(50)).output, server(rows(50)).output)
     loaded.save(tmp_path / "again")
     assert torch.equal(load(tmp_path / "again", model)(rows(50)).output, server(rows(50)).output)
+
+
+def test_kernels_of_training_are_not_asked_for(tmp_path, monkeypatch):
+    """A server runs `output` alone: what trained the model may be missing where it is served, or be wrong there."""
+    plan = plan_for(tower(), dict.fromkeys(BOTH, (ROW, TENSOR, "fbgemm:rowwise_e4m3")))
+    checked = []
+
+    def wrong_in_backward(name, *, gemm, device):
+        checked.append((name, gemm))
+        return None if gemm is Gemm.OUTPUT else "wrong"
+
+    monkeypatch.setattr(sys.modules["loka.planner.convert"], "self_check", wrong_in_backward)
+    with pytest.raises(NoKernelFits, match="fbgemm"):
+        loka.convert(tower(), plan)
+    server = freeze(tower(), plan, calibration=calibration())
+    server.save(tmp_path)
+    assert torch.equal(load(tmp_path, Tower())(rows(50)).output, server(rows(50)).output)
+    assert set(checked) == {(ROW, Gemm.OUTPUT)}
 
 
 def test_weights_lie_in_eight_bits(tmp_path):

@@ -1,6 +1,7 @@
 """Putting a plan into a model, and taking it out again."""
 
 import warnings
+from collections.abc import Collection, Iterable
 from typing import TypeVar
 
 import torch
@@ -63,18 +64,19 @@ def convert(model: M, plan: Plan, *, regions: bool = True) -> M:
     return model
 
 
-def check(model: nn.Module, plan: Plan) -> None:
-    """All that `convert` checks, for a model that is converted or not; nothing is changed.
+def check(model: nn.Module, plan: Plan, gemms: Collection[Gemm] = tuple(Gemm)) -> None:
+    """All that `convert` checks, for a model that is converted or not; nothing is changed. `gemms`: of which kernels
+    are checked; a server runs `output` alone.
 
     Raises PlanMismatch, NoKernelFits and WrongResults as `convert` does.
     """
     _check_model(model, plan)
-    _check_machine(model, plan)
+    low = [d for d in plan.decisions.values() if d.candidate != HP and d.problem.gemm in gemms]
+    _check_machine(model, plan, low)
     _check_weights(model, plan)
-    for decision in plan.decisions.values():
-        if decision.candidate != HP:
-            require_supported(decision.candidate, decision.problem)
-    _check_results(model, plan)
+    for decision in low:
+        require_supported(decision.candidate, decision.problem)
+    _check_results(model, low)
 
 
 def _check_weights(model: nn.Module, plan: Plan) -> None:
@@ -140,9 +142,9 @@ def _fits(decision: Decision, shape: LinearShape) -> bool:
     return problem == wanted
 
 
-def _check_machine(model: nn.Module, plan: Plan) -> None:
+def _check_machine(model: nn.Module, plan: Plan, low: Iterable[Decision]) -> None:
     here = [fingerprint(device) for device in _devices(model)]
-    used = _libraries(plan)
+    used = _libraries(low)
     differences = [line for machine in here for line in machine.differences(plan.machine, driver=False, libraries=used)]
     if differences:
         raise PlanMismatch(
@@ -160,18 +162,16 @@ def _check_machine(model: nn.Module, plan: Plan) -> None:
         )
 
 
-def _libraries(plan: Plan) -> set[str]:
-    names = {d.candidate for d in plan.decisions.values()} - {HP}
-    kernels = {candidate_named(name).kernel.library for name in names}
+def _libraries(low: Iterable[Decision]) -> set[str]:
+    kernels = {candidate_named(d.candidate).kernel.library for d in low}
     return {LIBRARIES[name] for name in {*kernels, "triton"} if name in LIBRARIES}
 
 
-def _check_results(model: nn.Module, plan: Plan) -> None:
-    """Self-checks each candidate and GEMM of the plan on each device; once in a process."""
+def _check_results(model: nn.Module, low: Iterable[Decision]) -> None:
+    """Self-checks each candidate and GEMM on each device; once in a process."""
     sites: dict[tuple[str, Gemm], list[str]] = {}
-    for decision in plan.decisions.values():
-        if decision.candidate != HP:
-            sites.setdefault((decision.candidate, decision.problem.gemm), []).append(decision.site)
+    for decision in low:
+        sites.setdefault((decision.candidate, decision.problem.gemm), []).append(decision.site)
     evidence = []
     for device in _devices(model):
         for (name, gemm), where in sites.items():

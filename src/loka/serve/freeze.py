@@ -19,6 +19,7 @@ from loka.core.error import decibels
 from loka.core.exceptions import LokaError, ServeRefused
 from loka.core.numerics.reference import scale_of
 from loka.core.problem import dtype_name
+from loka.core.recipe import Gemm
 from loka.core.records.plan import Plan
 from loka.nn.unwrap import class_name, device_of
 from loka.planner.convert import check
@@ -99,7 +100,7 @@ def freeze(
         raise _too_few(0)
     precise = own_copy(model)
     for each in [plan] if isinstance(plan, Plan) else plan.values():
-        check(precise, each)
+        check(precise, each, (Gemm.OUTPUT,))
     planned = by_rows(plan, buckets)
     plan = planned.plan
     fp8 = in_fp8(plan)

@@ -18,7 +18,7 @@ import copy
 import functools
 import itertools
 import threading
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -196,7 +196,9 @@ class Capturer:
         self._template = like(tree)
         sites = frozen_sites(tree).values()
         plans = {rows: tuple(rows in site.in_hp for site in sites) for rows in buckets}
-        programs = {plan: compiled_by_rows(self._template) for plan in set(plans.values())}
+        programs = {
+            plan: compiled_by_rows(self._template, several=count > 1) for plan, count in Counter(plans.values()).items()
+        }
         self._programs = {rows: programs[plan] for rows, plan in plans.items()}
         self._times: dict[int, float] = {}  # of replays; new weights take no other
 

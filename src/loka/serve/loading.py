@@ -79,7 +79,7 @@ def load(folder: Path | str, model: nn.Module, *, shadow: float = 0.0, graphs: b
             why=differences,
             way_out="load it there, or measure, plan and freeze on this machine",
         )
-    check(bare, plan)
+    check(bare, plan, (Gemm.OUTPUT,))
     skeleton = skeleton_of(bare)
     weights, scales = _weights(card, tensors, device, folder)
     state = _below("state/", tensors)
