@@ -4,6 +4,7 @@
                orders of magnitude, or after its share, with effects of the model as it is by then, from fresh rows
     measure    no steps: errors, and on a GPU times, of every candidate at every site; a plan in the budget
     fp8        by the plan       (bf16, where nothing is worth FP8 or is allowed to be)
+    bf16       again, where on a GPU steps by the plan do not turn out faster than those before it (pace.py)
 
 Parameters and optimizers stay the same objects all the way. A checkpoint holds the phase, the statistics so
 far and the plan, so a run that is killed goes on in the phase that it was in; a measurement goes on from its
@@ -16,34 +17,34 @@ import json
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 
 from loka.core.budget import Budget
+from loka.core.error import Estimate
 from loka.core.exceptions import CheckpointRefused, EffectUnknown, NoKernelFits, PlanMismatch, WrongResults
 from loka.core.exchange import ranks_of
 from loka.core.numerics.effect import NO_PROMISE
-from loka.core.numerics.label_rate import Shares
 from loka.core.records.drift import effects_of
 from loka.core.records.plan import Plan
 from loka.core.records.report import HP
 from loka.core.records.stats import Stats
 from loka.core.records.stats_bytes import from_bytes, to_bytes
 from loka.core.storage.codec import decode, encode
-from loka.kernels.gemm.registry import candidate_named
 from loka.measurement import measure
 from loka.measurement.measure import timeable
-from loka.measurement.settings import COARSE, Settings
 from loka.nn.fsdp_units import gathered_throughout
 from loka.planner import agree
 from loka.planner import plan as plan_report
 from loka.probe import Probe
 from loka.probe.merging import gather_stats
 from loka.train.automatic.as_it_is import as_they_are, relative_width
+from loka.train.automatic.config import AutoConfig as AutoConfig
 from loka.train.automatic.looks import Look, look_at, next_look, renewed
+from loka.train.automatic.pace import KEPT, SETTLED, Pace, gain, pace_on, worth_it
 from loka.train.automatic.timeline import Event, Timeline
 from loka.train.ranks import by_the_first, first_rank, together
 from loka.train.run import Callback, Run
@@ -59,50 +60,6 @@ _RESTLESS = 10.0  # times the estimate; 1.5 to 3 in a model that settles, 1e10 i
 # What regions join and torch brings. Of all that there is a cold H200 timed one layer of 18 in the minute.
 _WITHIN_A_MINUTE = ("torch:rowwise_e4m3_pow2", "torch_fast:rowwise_e4m3_pow2", "torch_fast:tensorwise_e4m3")
 _LOOK_EVERY = 25  # steps between two looks at how narrow the effects are
-
-
-@dataclass(frozen=True, kw_only=True)
-class AutoConfig:
-    """What `Auto` does when.
-
-    Attributes:
-        every, overhead, base_rate: of the probe; `overhead` is a share of the time of its phase, not of
-            the whole run.
-        least_steps: of the probe's phase; by default the warm-up's and at least 100, for what a model is
-            sensitive to moves early.
-        most_steps: after which the phase ends whatever is known; by default a fifth of the run.
-        width: the phase ends when what all layers in FP8 would cost is known so well that the end a budget is
-            charged with is at most `width` times the estimate.
-        budget: of the plan. None: an increase of KL/H of 2e-4, or, where no effect can be known, the default
-            `Budget()`.
-        candidates: to measure; by default three of torch's on a GPU, which take a minute, and all on a CPU.
-            UnknownName is raised for one that does not exist.
-        settings: how finely to measure; coarsely by default, for the clock sets how much.
-        measure_seconds: after which measuring begins nothing new; the largest layers come first, and what was
-            not timed stays in bf16. The next run goes on from `cache`. None: until all is measured.
-        cache: folder of times measured before.
-    """
-
-    every: int | Literal["auto"] = "auto"
-    overhead: float = 0.05
-    base_rate: Shares | None = None
-    least_steps: int | None = None
-    most_steps: int | None = None
-    width: float = 1.5
-    budget: Budget | None = None
-    candidates: tuple[str, ...] | None = None
-    settings: Settings = COARSE
-    measure_seconds: float | None = 45.0
-    cache: Path | None = None
-
-    def __post_init__(self) -> None:
-        for name in ("least_steps", "most_steps"):
-            if (value := getattr(self, name)) is not None and value < 1:
-                raise ValueError(f"{name} is {value}; it has to be at least 1")
-        if not self.width > 1:
-            raise ValueError(f"width is {self.width}; the upper end lies above the estimate, so it exceeds 1")
-        for name in set(self.candidates or ()) - {HP}:
-            candidate_named(name)
 
 
 class Auto(Callback):
@@ -139,6 +96,10 @@ class Auto(Callback):
         self._least = 0  # steps of the probe's phase, once it was found too early to end it
         self._looks: list[Look] = []  # at ever twice the steps
         self._step = ExitStack()  # in which FSDP2 keeps weights whole: a sampled one
+        self._pace: Pace | None = None
+        self._in_bf16: Estimate | None = None  # milliseconds of a step before the plan
+        self._judged_at = 0  # step; 0: not at all, or done
+        self._judged = ""
 
     def identity(self) -> dict[str, Any]:
         config = self.config
@@ -161,6 +122,9 @@ class Auto(Callback):
         if self.phase == "probe":
             self._watch(run, self._stats)
         self.plan = run.plan
+        self._pace = pace_on(run.device)
+        if self._judged_at:  # the steps so far were another process's
+            self._judged_at = run.step + SETTLED + KEPT if self._pace else 0
 
     def _watch(self, run: Run, stats: Stats | None) -> None:
         self._probe = Probe(
@@ -176,10 +140,10 @@ class Auto(Callback):
     def before(self, run: Run) -> Sight:
         if self.phase == "measure":
             self._turn_to_fp8(run)
-        if self.phase == "probe":
-            assert self._probe is not None
-            if not self._probe.next_step():
-                return "none"
+        sampled = self._probe is not None and self._probe.next_step()
+        if self._pace is not None:
+            self._pace.step(counts=not sampled)
+        if sampled:
             self._sampled += 1
             self._step.enter_context(gathered_throughout(run.model))
             return "hooks"
@@ -195,6 +159,8 @@ class Auto(Callback):
                 run.close()  # TorchRec's pipeline has the ids of its next batch under way
             found = self._renewed(run, self._probe.stats(), until=run.step, say=lambda text: None)
             self._looks = [*self._looks[-1:], look_at(found)]
+        elif self._judged_at and run.step >= self._judged_at:
+            self._judge(run)
 
     def stop(self, run: Run, error: BaseException | None) -> None:
         self._step.close()
@@ -202,7 +168,8 @@ class Auto(Callback):
             self._probe.__exit__(type(error) if error else None, error, None)
             self._probe = None
         if error is None:
-            self._begin("end", run, note="" if self.phase in ("fp8", "bf16") else "no plan was made: all in bf16")
+            planned = self.phase in ("fp8", "bf16")
+            self._begin("end", run, note=self._judged if planned else "no plan was made: all in bf16")
 
     def state(self) -> dict[str, Any]:
         stats = self._probe.stats() if self._probe else self._stats if self.phase == "measure" else None
@@ -213,12 +180,15 @@ class Auto(Callback):
             "stats": torch.frombuffer(bytearray(to_bytes(stats)), dtype=torch.uint8) if stats else None,
             "timeline": json.dumps(encode(self.timeline.events)),
             "seconds": self.timeline.seconds,
+            "pace": json.dumps(encode((self._in_bf16, self._judged_at, self._judged))),
             "ranks": ranks_of(),
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
         self.phase, self._least = state["phase"], state.get("least", 0)
         self._looks = list(decode(tuple[Look, ...], json.loads(state.get("looks", "[]")), at="looks"))
+        in_bf16, self._judged_at, self._judged = json.loads(state.get("pace", '[null, 0, ""]'))
+        self._in_bf16 = decode(Estimate | None, in_bf16, at="pace")
         if state["stats"] is not None:
             if (before := state.get("ranks", ranks_of())) != ranks_of():
                 raise CheckpointRefused(
@@ -258,6 +228,7 @@ class Auto(Callback):
         stats = sampled = self._probe.stats()
         self._probe.__exit__(None, None, None)
         self._probe = None
+        self._in_bf16 = self._pace.read() if self._pace else None
         run.close()  # compiled code and graphs of bf16 are of no more use
         # Beyond twice the steps so far nobody knows how a model moves.
         stats = self._renewed(run, stats, until=min(run.steps, 2 * run.step), say=self._tell)
@@ -301,6 +272,8 @@ class Auto(Callback):
         else:
             assert self.plan is not None
             self.phase, note = ("fp8" if run.plan else "bf16"), self.plan.summary()
+            if self.phase == "fp8" and self._pace:
+                self._judged_at = run.step + SETTLED + KEPT
         self._stats, self._looks = None, []
         run.save_due = True
         self._tell(f"step {run.step}: {note}")
@@ -358,6 +331,28 @@ class Auto(Callback):
         if reasons and run.plan:
             run.adopt(None)
         return "\n".join(reasons) or None
+
+    def _judge(self, run: Run) -> None:
+        """Goes back to bf16 where steps by the plan are not faster, as rank 0 times them."""
+        self._judged_at = 0
+        assert self.plan is not None
+        assert self._pace is not None
+        before, now, least = self._in_bf16, self._pace.read(), self.plan.budget.min_speedup
+        stays, text = True, ""
+        if before and now:
+            gained = gain(before, now)
+            stays = worth_it(gained, least)
+            text = f"a step takes {now.value:.3g} ms by the plan, {before.value:.3g} before: {gained.shown('.3f', 'x')}"
+        _, said = together(lambda: json.dumps([stays, text]))
+        stays, self._judged = json.loads(said[0])
+        if stays:
+            self._tell(f"step {run.step}: {self._judged or 'too few steps were timed to tell what the plan gains'}")
+            return
+        run.adopt(None)
+        self.phase, self.plan, run.save_due = "bf16", None, True
+        self._tell(f"step {run.step}: back in bf16: {self._judged}")
+        self._begin("bf16", run, note=f"back from the plan: {self._judged}")
+        self._judged = ""
 
     def _save(self, stats: Stats) -> None:
         if self._folder is not None and first_rank():

@@ -1,0 +1,55 @@
+"""What `--auto` does when."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from loka.core.budget import Budget
+from loka.core.numerics.label_rate import Shares
+from loka.core.records.report import HP
+from loka.kernels.gemm.registry import candidate_named
+from loka.measurement.settings import COARSE, Settings
+
+
+@dataclass(frozen=True, kw_only=True)
+class AutoConfig:
+    """What `Auto` does when.
+
+    Attributes:
+        every, overhead, base_rate: of the probe; `overhead` is a share of the time of its phase, not of
+            the whole run.
+        least_steps: of the probe's phase; by default the warm-up's and at least 100, for what a model is
+            sensitive to moves early.
+        most_steps: after which the phase ends whatever is known; by default a fifth of the run.
+        width: the phase ends when what all layers in FP8 would cost is known so well that the end a budget is
+            charged with is at most `width` times the estimate.
+        budget: of the plan. None: an increase of KL/H of 2e-4, or, where no effect can be known, the default
+            `Budget()`.
+        candidates: to measure; by default three of torch's on a GPU, which take a minute, and all on a CPU.
+            UnknownName is raised for one that does not exist.
+        settings: how finely to measure; coarsely by default, for the clock sets how much.
+        measure_seconds: after which measuring begins nothing new; the largest layers come first, and what was
+            not timed stays in bf16. The next run goes on from `cache`. None: until all is measured.
+        cache: folder of times measured before.
+    """
+
+    every: int | Literal["auto"] = "auto"
+    overhead: float = 0.05
+    base_rate: Shares | None = None
+    least_steps: int | None = None
+    most_steps: int | None = None
+    width: float = 1.5
+    budget: Budget | None = None
+    candidates: tuple[str, ...] | None = None
+    settings: Settings = COARSE
+    measure_seconds: float | None = 45.0
+    cache: Path | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("least_steps", "most_steps"):
+            if (value := getattr(self, name)) is not None and value < 1:
+                raise ValueError(f"{name} is {value}; it has to be at least 1")
+        if not self.width > 1:
+            raise ValueError(f"width is {self.width}; the upper end lies above the estimate, so it exceeds 1")
+        for name in set(self.candidates or ()) - {HP}:
+            candidate_named(name)
