@@ -249,6 +249,16 @@ def test_batches_without_a_finite_row_give_no_sites():
     assert "no finite row" in report.skipped["0/output"]
 
 
+def test_rows_that_are_in_no_statistic_are_told():
+    model, x = nn.Sequential(nn.Linear(32, 48)), torch.randn(64, 32)
+    x[3, 5], x[7] = float("inf"), float("nan")
+    stats = stats_of(model, x, torch.sum)
+    told = "2 of 64 rows of input hold NaN or infinity: no statistic has them"
+    assert stats.left_out() == {"0": told}
+    assert f"0: {told}" in loka.measure(stats, device="cpu", errors_only=True).notes
+    assert stats_of(model, torch.randn(64, 32), torch.sum).left_out() == {}
+
+
 @pytest.mark.parametrize(("input", "gradient", "told"), [(0.0, 1.0, 3), (1.0, 0.0, 2), (1.0, 1.0, 0)])
 def test_operands_of_zeros_say_nothing_of_others(input, gradient, told):
     """Quantized without an error, they looked like the safest of all."""

@@ -200,6 +200,7 @@ class _Work:
         notes += [_UNTIMED] if self.report.settings.get(ERRORS_ONLY) else []
         notes += [*dict.fromkeys([*self.timer.notes, *self.timer.cache.notes])]
         notes += tasks_together(self.stats)
+        notes += [f"{path}: {rows}" for path, rows in self.stats.left_out().items()]
         return replace(report, sites=ordered, notes=tuple(notes), complete=not missing)
 
 

@@ -1,14 +1,14 @@
 """Has the data moved since a plan was made? Statistics of a later window against those of the plan.
 
-    amax shift  = log2( max amax after / max amax before )         octaves, by operand; of as many batches each: of
-                                                                   more the median over as many at a time. What moves
-                                                                   all gradients alike, as the scale of a loss or a
+    amax shift  = mean log2 amax after - mean log2 amax before     octaves, by operand, over batches. What moves all
+                                                                   gradients alike, as the scale of a loss or a
                                                                    batch of other size does, is none of grad_output
     rms shift   = log2( rms after / rms before )
     growth      = predicted KL/H after / before                    at the recipe that the plan runs
 
 The drift guard closes a layer (returns it to hp) where its FP8 GEMMs are in doubt: an operand's amax rose by
-more than an octave, or its KL/H more than doubled, beyond the intervals of both, to more than a
+more than an octave, and surely rose (a batch's largest number of a heavy tail differs by octaves from the next one's;
+Welch's t), or its KL/H more than doubled, beyond the intervals of both, to more than a
 site's fair half of the budget. So is a centred layer whose means lie off those that are taken away, and one whose
 hot columns are others now. A window's own effects are those of the means and columns that it would choose itself; what
 a layer costs by those of the plan is more:
@@ -27,8 +27,10 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+import torch
+
 from loka.core.budget import total_effect, upper_bound
-from loka.core.error import Estimate
+from loka.core.error import Estimate, student_t_95
 from loka.core.exceptions import DataRefused, PlanMismatch
 from loka.core.numerics.hot_columns import LEFT
 from loka.core.recipe import SHARED_OPERANDS
@@ -59,10 +61,12 @@ class Limits:
 
 @dataclass(frozen=True, kw_only=True)
 class Shift:
-    """Of one operand, in octaves; None where one of the windows does not tell."""
+    """Of one operand, in octaves; None where one of the windows does not tell. `chance`: half of the 95 % interval
+    of `amax`, 0 where a window has one batch."""
 
     amax: float | None
     rms: float | None
+    chance: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -234,7 +238,7 @@ def _layer(
     for operand, learnt in learnt_now.items():
         earlier = then.operands.get(operand) if then else None
         if operand in OPERANDS and earlier is not None:
-            shifts[operand] = Shift(amax=_ratio(*_amaxes(learnt, earlier)), rms=_ratio(_rms(learnt), _rms(earlier)))
+            shifts[operand] = _shift(learnt, earlier)
     recipe = recipes.get(path)
     old = new = None
     if recipe is not None:
@@ -254,7 +258,7 @@ def _layer(
         if shift is None or shift.amax is None:
             continue
         rose = shift.amax - (alike_moved if operand == GRADIENT else 0.0)
-        if rose > limits.amax_octaves:
+        if rose > limits.amax_octaves and rose > shift.chance:
             beside = f", beside {alike_moved:+.1f} of all gradients" if rose != shift.amax else ""
             unsafe.append(f"amax of {operand} rose by {rose:.1f} octaves{beside}")
     if old is not None and new is not None:
@@ -315,12 +319,13 @@ def _untold(path: str, recipe: str | None, now: Estimate | None, after: Stats) -
     """Why `after` does not tell what an FP8 layer costs now; empty where it does."""
     if path not in after.layers:
         return f"not seen in this window{_because(after.skipped.get(path))}"
+    rows = after.left_out().get(path, "")
     if recipe is None:  # gradients alone are in FP8, and those have no effect to know
-        return ""
+        return rows
     reason = after.layers[path].no_effect
     if now is None:
         return f"this window has no effect of {recipe} on KL/H{_because(reason)}"
-    return reason  # beside an effect: why the latest steps did not refresh it
+    return reason or rows  # beside an effect: why the latest steps did not refresh it
 
 
 def _because(reason: str | None) -> str:
@@ -337,18 +342,27 @@ def _low_operands(path: str, plan: Plan) -> list[str]:
     return [name for name in OPERANDS if any(candidates[gemm] != HP for gemm, _ in SHARED_OPERANDS[name])]
 
 
-def _amaxes(*windows: Distribution) -> list[float | None]:
-    """The largest |x| of a batch's worth, of as many batches in each window; of a weight, that of its mean.
+def _shift(learnt: Distribution, earlier: Distribution) -> Shift:
+    now, then = _amaxes(learnt), _amaxes(earlier)
+    rms = _ratio(_rms(learnt), _rms(earlier))
+    if not (len(now) and len(then)):
+        return Shift(amax=None, rms=rms)
+    chance = 0.0
+    if min(len(now), len(then)) > 1:
+        parts = [float(each.var()) / len(each) for each in (now, then)]
+        squares = sum(part**2 / (len(each) - 1) for part, each in zip(parts, (now, then), strict=True))
+        chance = student_t_95(int(sum(parts) ** 2 / squares)) * math.sqrt(sum(parts)) if squares else 0.0
+    return Shift(amax=float(now.mean() - then.mean()), rms=rms, chance=chance)
 
-    The largest of more batches is larger, where nothing moved: of the longer window it is the median over groups of
-    as many as the shorter has."""
-    found = [learnt.tensors.get("amax", learnt.tensors.get("mean")) for learnt in windows]
-    values = [each.abs().float() for each in found if each is not None and each.numel()]
-    if len(values) < len(windows):
-        return [None] * len(windows)
-    batches = min(map(len, values))
-    groups = (each[len(each) % batches :].reshape(-1, batches, *each.shape[1:]) for each in values)
-    return [float(each.flatten(1).amax(dim=1).quantile(0.5)) for each in groups]
+
+def _amaxes(learnt: Distribution) -> torch.Tensor:
+    """log2 of the largest |x| of each batch that has any but zeros; of a weight, of its mean alone."""
+    batches, mean = learnt.tensors.get("amax"), learnt.tensors.get("mean")
+    found = batches if batches is not None or mean is None else mean[None]
+    if found is None or not found.numel():
+        return torch.empty(0)
+    largest = found.abs().double().reshape(len(found), -1).amax(dim=1)
+    return largest[largest > 0].log2()
 
 
 def _rms(learnt: Distribution) -> float | None:

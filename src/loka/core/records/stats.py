@@ -124,6 +124,16 @@ class Stats:
             digest.update(tensors[name].detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
         return digest.hexdigest()
 
+    def left_out(self) -> dict[str, str]:
+        """By layer, of how many rows there is no statistic, as they hold NaN or infinity."""
+        found: dict[str, list[str]] = {}
+        for path, layer in self.layers.items():
+            for operand, learnt in layer.operands.items():
+                if bad := int(learnt.numbers.get("nonfinite_rows") or 0):
+                    rows = bad + int(learnt.numbers.get("count") or 0)
+                    found.setdefault(path, []).append(f"{bad} of {rows} rows of {operand}")
+        return {path: f"{', '.join(rows)} hold NaN or infinity: no statistic has them" for path, rows in found.items()}
+
     def for_inference(self, *, batch: float = 1.0, kept_weights: bool = True) -> Stats:
         """The same statistics for serving: only `output` GEMMs, on `batch` times as many rows.
 
