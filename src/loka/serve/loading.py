@@ -31,7 +31,7 @@ from loka.serve.card import Card, Folder
 from loka.serve.graphs import wants_graphs
 from loka.serve.model.absent import absent
 from loka.serve.model.private import check_apart, own_copy
-from loka.serve.saving import CARD, PLAN, PRECISE, WEIGHTS, check_outputs
+from loka.serve.saving import CARD, COMPARED, PLAN, PRECISE, WEIGHTS, check_outputs
 from loka.serve.server import Server
 from loka.serve.sites import FrozenWeight, even_weight
 from loka.serve.watch.agreement import disagreements, finite_in_both
@@ -79,15 +79,16 @@ def load(folder: Path | str, model: nn.Module, *, shadow: float = 0.0, graphs: b
             why=differences,
             way_out="load it there, or measure, plan and freeze on this machine",
         )
-    check(bare, plan, (Gemm.OUTPUT,))
-    skeleton = skeleton_of(bare)
-    weights, scales = _weights(card, tensors, device, folder)
-    state = _below("state/", tensors)
+    skeleton, state = skeleton_of(bare), _below("state/", tensors)
     _check_dtypes(card, skeleton, state)
+    check(bare, plan, (Gemm.OUTPUT,))
+    weights, scales = _weights(card, tensors, device, folder)
     in_hp = buckets_by_site(card.buckets, card.in_hp)
     tree = frozen_tree(_filled(skeleton, state, card, device), plan, weights, scales, (), in_hp)
-    check_apart(model, lambda: check_outputs(card, tree))
-    _check_same(card, check_outputs(card, tree), _below("check/", tensors), folder)
+    saved = _below("check/", tensors)
+    rows = len(saved["0"]) if "0" in saved and saved["0"].dim() else COMPARED
+    check_apart(model, lambda: check_outputs(card, tree, rows))
+    _check_same(card, check_outputs(card, tree, rows), saved, folder)
     precise = _precise(folder, record, skeleton, device) if shadow else None
     return Server(
         card=card,

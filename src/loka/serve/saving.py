@@ -21,6 +21,7 @@ from loka.serve.rows import leaves
 from loka.serve.run import Runner
 from loka.serve.version import Version
 
+COMPARED = 64  # rows: what clamps and other rare branches do is seen in few of them
 CARD, PLAN, WEIGHTS, PRECISE = "card.json", "plan.json", "weights.safetensors", "precise.safetensors"
 
 
@@ -56,8 +57,8 @@ def _state(tree: nn.Module) -> dict[str, torch.Tensor]:
     return {f"state/{key}": t.clone() for key, t in state if isinstance(t, torch.Tensor) and not t.is_meta}
 
 
-def check_outputs(card: Card, tree: nn.Module) -> list[torch.Tensor]:
-    """What the model returns for the form's own rows."""
+def check_outputs(card: Card, tree: nn.Module, rows: int = COMPARED) -> list[torch.Tensor]:
+    """What the model returns for so many of the form's own rows."""
     device = next(t.device for t in [*tree.parameters(), *tree.buffers()] if not t.is_meta)
     run = Runner(form=card.form, autocast=None if card.autocast is None else getattr(torch, card.autocast))
-    return [leaf.clone() for leaf in leaves(run(tree, card.form.check_rows(device)))]
+    return [leaf.clone() for leaf in leaves(run(tree, card.form.check_rows(device, rows)))]

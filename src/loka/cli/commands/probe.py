@@ -139,8 +139,8 @@ def probe(
         stats.save(out)
         for path, reason in stats.skipped.items():
             say(f"not probed: {path}: {reason}")
-        for path, rows in stats.left_out().items():
-            say(f"left out: {path}: {rows}")
+        for path, left in stats.left_out().items():
+            say(f"left out: {path}: {left}")
         say(f"written: {out}")
 
 
