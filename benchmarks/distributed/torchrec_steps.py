@@ -35,7 +35,7 @@ from loka.distributed.tables.sharded_tables import EXCHANGES, shard_tables
 from loka.measurement.settings import COARSE
 from loka.train import TrainConfig
 from loka.train.optim import build_optimizers
-from loka.train.steps.step_time import compiled
+from loka.train.steps.blocks import compiled
 
 WHOLE = "_whole"
 ARMS = ("bf16", "loka", "bf16_whole", "loka_whole")

@@ -21,7 +21,7 @@ from loka.core.compiling import mend_compilers
 from loka.core.recipe import Gemm
 from loka.core.records.report import REGION, REGION_INT8
 from loka.measurement.settings import COARSE, Settings
-from loka.train.steps.step_time import compiled
+from loka.train.steps.blocks import compiled
 
 WHOLE, BLOCK, LOKA, INT8 = "bf16_whole", "bf16_block", "loka", "loka_int8"
 OURS = (LOKA, INT8)

@@ -21,8 +21,8 @@ from loka.distributed import shard_dense
 from loka.distributed.tables.lookups import TABLES
 from loka.distributed.tables.sharded_tables import EXCHANGES, shard_tables
 from loka.train import TrainConfig
+from loka.train.steps.blocks import blocks_of
 from loka.train.steps.graphed import release_collectives
-from loka.train.steps.step_time import blocks_of
 
 DENSE = ("ddp", "fsdp2")
 ENGINES = ("torch", "torchrec")

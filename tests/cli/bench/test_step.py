@@ -15,7 +15,7 @@ from loka.cli.commands import step
 from loka.cli.commands.step import DISPATCH, EVERYWHERE, StepConfig, run_step_bench
 from loka.cli.inputs import open_data
 from loka.core.error import Estimate
-from loka.core.exceptions import LokaError, MissingLibrary, UnknownName
+from loka.core.exceptions import LokaError, MissingLibrary, PlanMismatch, UnknownName
 from loka.core.records.plan import Plan
 from loka.core.records.report import HP, Measurement, Report
 from loka.core.storage.files import read_record
@@ -329,12 +329,33 @@ def test_effects_are_by_the_labels_or_by_the_given_rate(data, tmp_path, monkeypa
 
 def test_statistics_in_the_folder_are_not_gathered_again(steps, data, tmp_path, monkeypatch):
     config = config_in(tmp_path)
-    model = step._fresh(config, data.train)
-    batch = next(iter(data.train.batches(32)))
-    with Probe(model, every=1, save_to=tmp_path / "stats") as probe:
-        loss = nn.functional.binary_cross_entropy_with_logits(model(batch.dense, batch.sparse), batch.label)
-        loss.backward()
+    (tmp_path / "stats").mkdir()
+    (tmp_path / "stats" / "stats.json").write_text("of a probe that was interrupted")
+    run_step_bench(config, data)
+    first = Report.load(tmp_path / "report.json").stats_digest
     monkeypatch.setattr(step, "Probe", never)
     monkeypatch.setattr(step, "train", never)
-    run_step_bench(config, data)
-    assert Report.load(tmp_path / "report.json").stats_digest == probe.stats().digest()
+    run_step_bench(dataclasses.replace(config, rounds=11), data)
+    assert Report.load(tmp_path / "report.json").stats_digest == first
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"batch_size": 16}, "batch size: 32 there, 16 now"),
+        ({"model": "dcnv2"}, "model: dlrm there, dcnv2 now"),
+        ({"seed": 7}, "seed: 0 there, 7 now"),
+        ({"base_rate": 0.5}, r"base rate: None there, 0\.5 now"),
+    ],
+)
+def test_statistics_of_another_run_are_refused(changes, told, steps, data, tmp_path, monkeypatch):
+    """The plan was made for 256 rows, and timed with 4096, without a word."""
+    monkeypatch.setattr(step, "measure", lambda *args, **options: None)
+    config = config_in(tmp_path)
+    step._report(config, data)
+    with pytest.raises(PlanMismatch, match=told) as refused:
+        step._report(dataclasses.replace(config, **changes), data)
+    assert "--out" in refused.value.way_out
+    other = open_data(None, rows=100, seed=1, holdout=0.01)
+    with pytest.raises(PlanMismatch, match="data: "):
+        step._report(config, other)

@@ -21,7 +21,7 @@ from loka.nn import fp8_runs, unwrap
 from loka.train import TrainResult, train
 from loka.train.checkpointing.resharding import tensors_of
 from loka.train.run import Run
-from loka.train.steps.step_time import blocks_of
+from loka.train.steps.blocks import blocks_of
 
 POW2 = "emulated:rowwise_e4m3_pow2"
 PARTS, STEPS, SAVED, EVERY = 4, 7, 4, 2

@@ -16,7 +16,8 @@ from loka.core.storage.files import read_record
 from loka.core.timing import Race, Timing
 from loka.data import SyntheticClicks
 from loka.train.steps import step_time
-from loka.train.steps.step_time import Arm, StepTime, compiled, time_steps, uncompiled
+from loka.train.steps.blocks import compiled, uncompiled
+from loka.train.steps.step_time import Arm, StepTime, time_steps
 from loka.zoo import build
 
 CPU = torch.device("cpu")

@@ -10,8 +10,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from loka.core.recording import capture_stream, synced
 from loka.train import TrainConfig, graphed
+from loka.train.steps.blocks import compiled
 from loka.train.steps.step import Step
-from loka.train.steps.step_time import compiled
 
 
 @pytest.fixture(autouse=True)

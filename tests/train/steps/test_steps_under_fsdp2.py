@@ -18,9 +18,9 @@ from loka.train import TrainConfig
 from loka.train.optim import build_optimizers
 from loka.train.steps import extent
 from loka.train.steps import step as step_module
+from loka.train.steps.blocks import blocks_of
 from loka.train.steps.forward import arguments
 from loka.train.steps.step import Step
-from loka.train.steps.step_time import blocks_of
 from loka.zoo import build
 
 ROWS, STEPS = 16, 8

@@ -9,7 +9,7 @@ import typer
 
 from loka.cli.commands.gemm import PLAN, REPORT, RESULTS, GemmConfig, run_gemm_bench
 from loka.cli.commands.ne import named_budget
-from loka.cli.commands.step import StepConfig, run_step_bench, step_table
+from loka.cli.commands.step import StepConfig, by_plan, run_step_bench, step_table
 from loka.cli.inputs import choose_device, one_task, open_data, share_of_labels
 from loka.cli.options import (
     BaseRate,
@@ -147,7 +147,8 @@ def step(
         text = step_table(run_step_bench(config, opened))
     write_atomic(out / "step.txt", f"{text}\n".encode())
     say(text)
-    say(f"written: {', '.join(str(out / name) for name in ('step.json', 'step.txt', 'plan.json'))}")
+    written = ["step.json", "step.txt", *([PLAN] if by_plan(config.arms) else [])]
+    say(f"written: {', '.join(str(out / name) for name in written)}")
 
 
 @bench.command()

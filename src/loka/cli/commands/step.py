@@ -5,9 +5,10 @@ that it can run, and the plan over all of them.
 """
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -17,12 +18,12 @@ from loka.cli.inputs import Data, effects_by
 from loka.cli.terminal import say
 from loka.core.budget import Budget
 from loka.core.device import fingerprint
-from loka.core.exceptions import LokaError, MissingLibrary, UnknownName
+from loka.core.exceptions import LokaError, MissingLibrary, PlanMismatch, UnknownName
 from loka.core.records.plan import Plan
 from loka.core.records.report import HP, Report
 from loka.core.records.stats import Stats
 from loka.core.storage.codec import encode
-from loka.core.storage.files import write_record
+from loka.core.storage.files import read_record, write_record
 from loka.core.table import format_table
 from loka.data.batch import Batch, Source
 from loka.kernels.gemm.registry import candidate_named
@@ -40,6 +41,7 @@ from loka.train.steps.step_time import Arm, StepTime, time_steps
 
 DISPATCH = "dispatch (plan)"
 TORCHAO = ("tensorwise", "rowwise", "rowwise_with_gw_hp")
+_PROBED, _PROBED_KIND = "probed.json", "loka-bench-step-probed"
 EVERYWHERE = ("deep_gemm:blockwise_e4m3", "fbgemm_fast:rowwise_e4m3", "torch_fast:rowwise_e4m3")
 
 
@@ -79,7 +81,7 @@ def run_step_bench(config: StepConfig, data: Data) -> dict[str, StepTime]:
         raise UnknownName(f"no arm is called {', '.join(unknown)}", way_out=f"one of {', '.join(known)}")
     wanted = config.arms or known
     arms, decided = {}, None
-    if set(wanted) - set(torchao):
+    if by_plan(wanted):
         report = _report(config, data)
         decided = plan_report(report, config.budget)
         decided.save(config.out / "plan.json")
@@ -103,6 +105,11 @@ def run_step_bench(config: StepConfig, data: Data) -> dict[str, StepTime]:
         on_result=keep,
     )
     return found
+
+
+def by_plan(arms: Collection[str]) -> bool:
+    """Whether one of these arms, of all where there are none, takes a plan: libraries by themselves do too."""
+    return not arms or any(not name.startswith("torchao ") for name in arms)
 
 
 def step_table(found: Mapping[str, StepTime]) -> str:
@@ -131,7 +138,7 @@ def _fresh(config: StepConfig, source: Source) -> nn.Module:
 
 def _report(config: StepConfig, data: Data) -> Report:
     folder, bars = config.out / "stats", ProgressBars(config.model)
-    if not (folder / "stats.json").exists():
+    if not _probed_before(config, data):
         model = _fresh(config, data.train)
         rows = min(config.batch_size * config.probe_steps, data.train.rows)
         run = TrainConfig(batch_size=config.batch_size, max_rows=rows, seed=config.seed, device=config.device)
@@ -139,6 +146,7 @@ def _report(config: StepConfig, data: Data) -> Report:
         with Probe(model, every=max(config.probe_steps // 4, 1), save_to=folder, **effects) as probe:
             train(model, data.train, config=run, track=bars)
         say(f"probe: {probe.stats().sampled_steps} of {probe.stats().steps} steps sampled")
+        write_record(config.out / _PROBED, kind=_PROBED_KIND, version=1, content=_identity(config, data))
     return measure(
         Stats.load(folder),
         device=config.device,
@@ -148,6 +156,34 @@ def _report(config: StepConfig, data: Data) -> Report:
         time_limit=config.time_limit,
         track=bars,
     )
+
+
+def _identity(config: StepConfig, data: Data) -> dict[str, Any]:
+    """What its statistics are of."""
+    return {
+        "model": config.model,
+        "batch size": config.batch_size,
+        "seed": config.seed,
+        "steps": config.probe_steps,
+        "base rate": encode(config.base_rate),
+        "data": data.train.identity,
+    }
+
+
+def _probed_before(config: StepConfig, data: Data) -> bool:
+    """Whether the folder has these statistics. Raises PlanMismatch where it has others."""
+    path, now = config.out / _PROBED, _identity(config, data)
+    if not (path.exists() and (config.out / "stats" / "stats.json").exists()):
+        return False
+    there = read_record(path, kind=_PROBED_KIND, version=1, way_out="choose another --out", parse=dict)
+    differs = [f"{what}: {there.get(what)} there, {now[what]} now" for what in now if there.get(what) != now[what]]
+    if differs:
+        raise PlanMismatch(
+            f"the statistics in {config.out} are of another run",
+            why=differs,
+            way_out="choose another --out, or delete that folder",
+        )
+    return True
 
 
 def _planned_arms(fresh: Callable[[], nn.Module], report: Report, decided: Plan) -> dict[str, Arm]:

@@ -1,7 +1,7 @@
 """One step of training on a batch: forward, loss, backward, optimizers, run as the config asks.
 
     eager     as written
-    compile   the model's blocks compiled (train/steps/step_time.py), the rest as written
+    compile   the model's blocks compiled, or the whole (train/steps/blocks.py), the rest as written
   graph   blocks compiled, and all but tables with sparse gradients in one CUDA graph (train/steps/graphed.py);
           where there can be no such graph, each block in graphs of its own, with what travels between them
 
@@ -31,11 +31,11 @@ from loka.nn.unwrap import device_of
 from loka.train.ahead import Ahead
 from loka.train.config import TrainConfig
 from loka.train.steps.agreement import disagreement
+from loka.train.steps.blocks import compiled, compiled_parts, uncompiled
 from loka.train.steps.extent import Extent, extent_of
 from loka.train.steps.forward import arguments, predict, rows_of, tasks_in
 from loka.train.steps.graphed import GraphedStep, graphed
 from loka.train.steps.pipelined import Pipelined, pipelined
-from loka.train.steps.step_time import compiled, uncompiled
 from loka.zoo import look_up
 
 Sight = Literal["none", "host", "hooks"]
@@ -77,6 +77,8 @@ class Step:
         self._pipeline: Pipelined | None = None
         self._exchange = _ONE_BY_ONE if sharded_modules(model) else None
         self._extent = extent_of(model, optimizers, config) if config.step == "graph" else Extent(model)
+        if self._compiled and not compiled_parts(unwrap(model)):
+            self._compiled, self._why_not_compiled = False, "nothing of it can be compiled: it has no block of layers"
         if self._compiled:
             compiled(unwrap(model), replayed=self._extent.by_block)
 

@@ -7,24 +7,19 @@ is what FP8 can change ("compute-only" in the paper).
 """
 
 import gc
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 import torch
 from torch import nn
 
-from loka.core.compiling import allow_programs, compile_in_place, new_frame, run_as_written
 from loka.core.error import Estimate
 from loka.core.exceptions import LokaError
 from loka.core.timing import first_line, time_interleaved
 from loka.data.batch import Batch
-from loka.distributed.tables.embedding_bags import embedding_bags_in
-from loka.distributed.tables.lookups import TABLES
-from loka.distributed.tables.sharded_tables import sharded_modules
+from loka.train.steps.blocks import compiled
 
 Build = Callable[[], nn.Module]
-
-_PROGRAMS = 64  # blocks of one class with other candidates are other programs
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,43 +125,6 @@ def _prepare(arm: Arm, compile_blocks: bool) -> nn.Module:
 def _wants_gradient(module: nn.Module, args: object, output: torch.Tensor) -> torch.Tensor:
     """The gradient goes as far as the looked-up rows, as in training; the table's update is not timed."""
     return output.detach().requires_grad_()
-
-
-def compiled(model: nn.Module, *, replayed: bool = False) -> nn.Module:
-    """Compiles the parts of `model` in place: each block of a container, each other child; `replayed`, as
-    `compile_in_place` has it.
-
-    Blocks that repeat compile once, so a deep model compiles in the time of a shallow one. Parts
-    that hold embedding tables, and single layers, stay as they are. Where TorchRec holds the zoo's tables, all
-    but these is compiled as one instead: its host is what a step waits for, and each part costs it some.
-    """
-    allow_programs(_PROGRAMS)
-    # Gradients of a part travel while the next one goes backward. DDPOptimizer would cut each part, and the
-    # regions in it, where DistributedDataParallel's buckets end.
-    torch._dynamo.config.optimize_ddp = False
-    if embedding_bags_in(model):
-        return compile_in_place(model, replayed=replayed)
-    frame = new_frame()
-    for part in blocks_of(model):
-        compile_in_place(part, frame, replayed=replayed)
-    return model
-
-
-def uncompiled(model: nn.Module) -> nn.Module:
-    for part in [model] if embedding_bags_in(model) else blocks_of(model):
-        run_as_written(part)
-    return model
-
-
-def blocks_of(model: nn.Module) -> Iterator[nn.Module]:
-    """Each block of a container of blocks, each other child that has layers in it; none with a table."""
-    for child in model.children():
-        blocks = list(child.children()) if isinstance(child, nn.Sequential | nn.ModuleList) else []
-        repeated = any(next(block.children(), None) is not None for block in blocks)
-        for part in blocks if repeated else [child]:
-            tables = sharded_modules(part) or any(isinstance(module, TABLES) for module in part.modules())
-            if not tables and next(part.children(), None) is not None:
-                yield part
 
 
 def _step(model: nn.Module, batch: Batch) -> Callable[[], object]:

@@ -1,0 +1,82 @@
+from dataclasses import replace
+
+import pytest
+import torch
+from small_run import RandomRows
+from torch import nn
+from torch._dynamo.utils import counters
+
+from loka.train import TrainConfig, train
+from loka.train.steps.blocks import compiled, compiled_parts, sparse_inside, uncompiled
+from loka.train.steps.step import Step
+
+ROWS = RandomRows(64 * 4)
+CONFIG = TrainConfig(batch_size=64, precision="fp32")
+
+
+class Flat(nn.Module):
+    """Its layers are its own children, as people write small models; `beside`: and one block."""
+
+    def __init__(self, beside=0):
+        super().__init__()
+        self.tables = nn.ModuleList(nn.Embedding(size, 8, sparse=True) for size in ROWS.vocab_sizes)
+        width = 4 + 8 * len(ROWS.vocab_sizes)
+        self.block = nn.Sequential(nn.Linear(width, width), nn.Linear(width, width)) if beside else nn.Identity()
+        self.first, self.second = nn.Linear(width, 32), nn.Linear(32, 32 * max(beside, 1))
+        self.logit = nn.Linear(32 * max(beside, 1), 1)
+
+    def forward(self, dense, sparse):
+        rows = [table(ids) for table, ids in zip(self.tables, sparse.unbind(1), strict=True)]
+        x = self.block(torch.cat([dense, *rows], dim=1))
+        return self.logit(torch.relu(self.second(torch.relu(self.first(x))))).squeeze(1)
+
+
+def flat(beside=0):
+    torch.manual_seed(0)
+    return Flat(beside)
+
+
+@pytest.mark.parametrize("beside", [0, 40])
+def test_a_model_without_blocks_is_compiled_as_one(beside):
+    """It was compiled not at all, or but for a block, and nothing said so."""
+    written, model = flat(beside), flat(beside)
+    assert compiled_parts(model) == [model]
+    train(written, ROWS, config=CONFIG)
+    torch._dynamo.reset(), counters.clear()
+    result = train(model, ROWS, config=replace(CONFIG, step="compile"))
+    assert result.step_reason is None
+    assert counters["frames"]["ok"] > 0
+    assert counters["stats"]["calls_captured"] >= 6  # cat, three layers, two activations
+    # Adam moves a weight by the rate whatever the size of its gradient, so rounding decides where that is nearly 0.
+    pairs = zip(written.parameters(), model.parameters(), strict=True)
+    apart = torch.cat([(a - b).abs().flatten() for a, b in pairs])
+    assert (apart < 1e-5).double().mean() > 0.99
+    assert model._compiled_call_impl is None  # it is as it was
+
+
+def test_sparse_gradients_stay_sparse():
+    model, ids = flat(), torch.randint(9, (8, len(ROWS.vocab_sizes)))
+    dense, found = torch.randn(8, 4), []
+    for call in (compiled(model), uncompiled(model)):
+        model.zero_grad()
+        call(dense, ids).sum().backward()
+        assert all(table.weight.grad.is_sparse for table in model.tables)
+        found.append([weight.grad.to_dense() for weight in model.parameters()])
+    assert all(torch.allclose(a, b, atol=1e-5) for a, b in zip(*found, strict=True))  # sums of 64 terms of 1
+    assert sparse_inside(model)
+
+
+def test_blocks_that_hold_most_are_compiled_one_by_one():
+    model = nn.Sequential()
+    model.body = nn.Sequential(*(nn.Sequential(nn.Linear(32, 32), nn.ReLU()) for _ in range(3)))
+    model.logit = nn.Linear(32, 1)
+    model.table = nn.Embedding(10, 8, sparse=True)
+    assert compiled_parts(model) == list(model.body)
+    assert not sparse_inside(model)
+
+
+def test_nothing_to_compile_is_a_reason():
+    model = nn.Module()
+    model.table = nn.Embedding(10, 8, sparse=True)
+    step = Step(model, {}, TrainConfig(batch_size=8, step="compile"))
+    assert "nothing of it can be compiled" in step.reason
