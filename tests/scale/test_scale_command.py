@@ -177,6 +177,8 @@ def test_the_command_on_factories_and_the_zoo(folder):
         (("my_scaled_models:nothing",), ("returned a int", "(model, batch)")),
         (("my_scaled_models:model",), ("returned a Sequential", "--inputs")),
         (("my_scaled_models:without_sites",), ("has no sites", "nn.Linear")),
+        (("my_scaled_models:build", "--data", "/no.csv", "--schema", "/no.json"), ("--data, --schema", "brings its")),
+        (("wukong:small", "--inputs", "my_scaled_models:batch"), ("--inputs with wukong:small", "rows of --data")),
     ],
 )
 def test_errors_name_the_way_out(folder, arguments, told):

@@ -111,6 +111,8 @@ def test_without_torchrec(monkeypatch):
 @pytest.mark.parametrize(
     "options",
     [
+        {"qcomm": "fp8"},
+        {"ids": float("inf")},
         {"ids": 0.0},
         {"ids": 1.0, "qcomm": "int3"},
         {"tables": ((0, 4),)},

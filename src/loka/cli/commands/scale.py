@@ -11,7 +11,7 @@ import typer
 from torch import nn
 
 from loka.cli.inputs import choose_device, find_function, is_of_zoo, model_builder, open_data
-from loka.cli.options import DataFile, Device, SchemaFile
+from loka.cli.options import DataFile, Device, SchemaFile, refuse_idle
 from loka.cli.terminal import say
 from loka.cli.torchrun import process_group, rank_and_ranks
 from loka.core.exceptions import LokaError
@@ -42,6 +42,7 @@ _WAY_OUT = (
 
 
 def scale(
+    context: typer.Context,
     model: Annotated[
         str,
         typer.Argument(
@@ -126,7 +127,14 @@ def scale(
                 "measured": [parsed_step(one) for one in step or ()],
             },
         )
-    build = _of_rows(model, data, schema) if is_of_zoo(model) else _own(model, inputs, batch_size, data, schema)
+    if is_of_zoo(model):
+        refuse_idle(context, f"with {model}, which takes rows of --data", "inputs")
+        build = _of_rows(model, data, schema)
+    elif ":" in model and _takes_rows(model) and inputs is None:
+        build = _of_rows(model, data, schema)
+    else:
+        refuse_idle(context, f"with {model}, which brings its batch", "data", "schema")
+        build = _own(model, inputs, batch_size)
     found = (_without_numbers if network is None else _never_with_numbers)(build, ask)
     say(found)
     if out is not None:
@@ -265,14 +273,14 @@ def _of_rows(model: str, data: Path | None, schema: Path | None) -> Callable[[],
     return lambda: _Built(model=factory(source), batch=arguments(few), sized=False)
 
 
-def _own(
-    name: str, inputs: str | None, batch_size: int, data: Path | None, schema: Path | None
-) -> Callable[[], _Built]:
+def _takes_rows(name: str) -> bool:
+    return "dense_features" in _parameters(find_function(name, way_out=_WAY_OUT))
+
+
+def _own(name: str, inputs: str | None, batch_size: int) -> Callable[[], _Built]:
     if ":" not in name:
         model_builder(name)  # raises, and lists the zoo's
     function = find_function(name, way_out=_WAY_OUT)
-    if "dense_features" in _parameters(function) and inputs is None:
-        return _of_rows(name, data, schema)
     batch_of = None if inputs is None else find_function(inputs, way_out=_WAY_OUT)
 
     def built() -> _Built:

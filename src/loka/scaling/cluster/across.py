@@ -102,8 +102,8 @@ def scale_across(
     if not gpus:
         raise LokaError("no number of GPUs was asked for", way_out="such as 8, 64, 256")
     engines, groups = _engines(engines, groups, gpus, network)
-    if ids is None and not tables and (tables_by != "size" or table_group or sync_every):
-        raise LokaError("tables are to be placed, and left out", way_out="--ids, or --table too")
+    if ids is None and not tables and (tables_by != "size" or table_group or sync_every or qcomm != "bf16"):
+        raise LokaError("tables are to be placed or exchanged, and left out", way_out="--ids, or --table too")
     if table_group:
         check_groups([table_group], gpus, network, option="--table-group", replicas_first=True)
     if plan is not None:
@@ -170,7 +170,7 @@ def scale_across(
         batch_size=found.batch_size,
         gpu=gpu.lower() if plan is None else plan.machine.device,
         network=network.name,
-        times=origins(times, plan),
+        times=origins(times, plan, kernels),
         rows=tuple(rows),
         assumptions={name: quantity for name, quantity in inputs.items() if quantity is not None},
         units=max((step.units for step in steps), key=len),

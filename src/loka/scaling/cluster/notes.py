@@ -11,7 +11,7 @@ from loka.scaling.cluster.memory import ORIGIN
 from loka.scaling.cluster.tables import Exchange, Tables
 
 
-def origins(times: Sequence[GemmTime], plan: Plan | None) -> str:
+def origins(times: Sequence[GemmTime], plan: Plan | None, kernels: str) -> str:
     if plan is not None:
         return f"measured by the plan on {plan.machine}"
     total = sum(time.flops for time in times) or 1.0
@@ -20,7 +20,8 @@ def origins(times: Sequence[GemmTime], plan: Plan | None) -> str:
         for origin in ("measured", "interpolated", "unknown")
     }
     told = [f"{100 * share:.3g} % {origin}" for origin, share in shares.items() if share]
-    return f"LoKA's stored ones; of the sites' FLOPs {', '.join(told)}"
+    which = "of all libraries" if kernels == "all" else f"of {kernels} alone"
+    return f"LoKA's stored ones, {which}; of the sites' FLOPs {', '.join(told)}"
 
 
 def of_tables(tables: Tables | None, lie: Mapping[int, Exchange], left_out: Sequence[tuple[int, int]]) -> list[str]:

@@ -9,6 +9,7 @@
 A step waits for the GPU that holds the most, which looks up for the rows of all GPUs (placement.py).
 """
 
+import math
 import re
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -37,7 +38,7 @@ class Tables:
     every: int = 0
 
     def __post_init__(self) -> None:
-        if not self.shapes or not self.ids > 0 or min(min(shape) for shape in self.shapes) < 1:
+        if not self.shapes or not 0 < self.ids < math.inf or min(min(shape) for shape in self.shapes) < 1:
             raise LokaError(
                 f"{len(self.shapes)} tables with {self.ids:g} ids a sample",
                 way_out="one table or more, each with rows and width, and ids above 0",
