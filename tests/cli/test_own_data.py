@@ -108,4 +108,4 @@ def test_what_a_folder_counted_is_told_once(folder):
     assert "rows read: 1 missing categories (whole folder, when converted)\n" in told
     assert "rows read: 1 malformed lines (whole folder, when converted)\n" in told
     told = loka("train", "--model", "dlrm", "--data", "holes.csv", "--schema", "schema.json", *FEW, cwd=folder)
-    assert "rows read: 1 missing categories (all passes together)\n" in told
+    assert "rows read: 1 missing categories (all passes of this process)\n" in told

@@ -197,6 +197,16 @@ def test_nothing_and_records_of_different_models_are_refused(records):
         page(report=other, stats=records["stats"])
 
 
+def test_a_plan_of_another_report_is_refused(records):
+    """Its errors stood beside another measurement's, without a word."""
+    plan = records["plan"]
+    site = next(name for name, decision in plan.decisions.items() if decision.sqnr_db is not None)
+    moved = replace(plan.decisions[site], sqnr_db=Estimate(1.0, 0.5, 1.5))
+    with pytest.raises(LokaError, match=r"(?s)plan is of another report.*1 \[0\.5, 1\.5\] dB in the plan"):
+        page(plan=replace(plan, decisions={**plan.decisions, site: moved}), report=records["report"])
+    page(plan=plan, report=records["report"])
+
+
 def test_a_large_model_folds_and_the_layers_that_save_most_come_first():
     report = Report.load(ROOT / "benchmarks/wukong_step/report.json.xz")
     plan = loka.plan(report)

@@ -53,7 +53,7 @@ def test_lifetime_and_window_equal_the_whole():
     assert running.read().window.rows == 15 * 50
 
 
-@pytest.mark.parametrize(("window", "least", "most"), [(1, 1, 1), (5, 5, 5), (8, 8, 8), (21, 15, 16)])
+@pytest.mark.parametrize(("window", "least", "most"), [(1, 1, 1), (5, 5, 5), (8, 8, 8), (15, 13, 14), (20, 16, 18), (21, 19, 21)])
 def test_window_never_covers_more_than_it_says(window, least, most):
     running, parts = RunningQuality(window=window), rows(50)
     for step in range(60):
@@ -79,6 +79,15 @@ def test_a_restart_changes_no_bit():
     add(resumed, tuple(part[650:] for part in parts))
     assert resumed.read() == straight.read()
     assert resumed.rows == 1000
+
+
+def test_blocks_of_other_lengths_fill_anew():
+    """As checkpoints of before have them."""
+    parts, before, running = rows(100), RunningQuality(window=16), RunningQuality(window=21)
+    add(before, parts)
+    running.load_state_dict(before.state_dict())
+    assert running.read().lifetime == before.read().lifetime
+    assert running.read().window.rows == 0
 
 
 def test_nothing_is_known_of_no_rows_or_one_class():

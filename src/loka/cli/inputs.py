@@ -42,7 +42,7 @@ class Data:
         """
         total = Counter(self.train.account()) + Counter(self.test.account())  # drops zero counts
         return [
-            f"rows read: {count} {reason}{'' if reason.endswith(')') else ' (all passes together)'}"
+            f"rows read: {count} {reason}{'' if reason.endswith(')') else ' (all passes of this process)'}"
             for reason, count in total.items()
         ]
 

@@ -69,7 +69,7 @@ class TrainConfig:
             or one a block. What cannot be runs eagerly, and `TrainResult.step_reason` says why.
         capture_collectives: whether the graph may hold the collectives of DistributedDataParallel or FSDP2. Off:
             no run of hours has proven it, and the command line does not offer it.
-        window: steps that the window metrics cover.
+        window: steps that the window metrics cover, at most: whole blocks of an eighth, rounded up to steps.
         gather: how FSDP2 gathers the weights of FP8 sites: "hp" as all others, "fp8" where they can be
             (loka.distributed.fp8_all_gather), "auto" where that is faster by measured times (choose_gather).
         gradients: how ranks send dense gradients: "hp" as torch does, by a codec in both shots

@@ -38,8 +38,8 @@ class RunningQuality:
     """See the module's text. `rows` counts the rows so far, known to the host.
 
     Args:
-        window: steps that the window covers when it is full: from 7/8 of them to all, rounded down to a
-            multiple of 8 where it is more.
+        window: steps that the window covers at most: whole blocks of an eighth of it, rounded up to steps, of which
+            the newest is being filled.
         segments: how rows are told apart; None for no segments.
     """
 
@@ -49,8 +49,8 @@ class RunningQuality:
         self.rows = 0
         self._steps = 0
         self._segments = segments
-        self._count = min(_BLOCKS, window)
-        self._block_steps = window // self._count
+        self._block_steps = -(-window // _BLOCKS)
+        self._count = window // self._block_steps
         kinds = 1 + (len(segments.names) + 1 if segments else 0)  # all, each, other
         self._sums = torch.zeros(kinds, 4, dtype=torch.float64, device=device)
         self._blocks = torch.zeros(self._count, 4, dtype=torch.float64, device=device)
@@ -110,7 +110,9 @@ class RunningQuality:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         for name in SUMS:
-            getattr(self, f"_{name}").copy_(state[name])
+            held = getattr(self, f"_{name}")
+            if held.shape == state[name].shape:  # else the window fills anew: blocks were of other lengths before
+                held.copy_(state[name])
         self.rows, self._steps = state["rows"], state["steps"]
 
 

@@ -161,7 +161,7 @@ def test_a_loss_of_another_scale_is_no_drift_and_hides_none():
     assert not drift(backward, scaled(window(), (2.0**16, 2.0**16)), before=window()).unsafe
     hidden = drift(backward, scaled(window(), (2.0**-3, 2.0**-6)), before=window())
     assert hidden.unsafe == {"a"}
-    assert "rose by 1.5 octaves, beside -4.5 of all gradients" in str(hidden)
+    assert "rose by 1.5 octaves more than all gradients (-4.5)" in str(hidden)
 
 
 def test_what_moved_under_means_and_columns_of_the_plan_is_charged():

@@ -259,8 +259,8 @@ def _layer(
             continue
         rose = shift.amax - (alike_moved if operand == GRADIENT else 0.0)
         if rose > limits.amax_octaves and rose > shift.chance:
-            beside = f", beside {alike_moved:+.1f} of all gradients" if rose != shift.amax else ""
-            unsafe.append(f"amax of {operand} rose by {rose:.1f} octaves{beside}")
+            than = f" more than all gradients ({alike_moved:+.1f})" if rose != shift.amax else ""
+            unsafe.append(f"amax of {operand} rose by {rose:.1f} octaves{than}")
     if old is not None and new is not None:
         grown = new.value > limits.growth * old.value and new.low > old.high
         if grown and upper_bound(new) > negligible:

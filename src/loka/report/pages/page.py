@@ -6,8 +6,9 @@ record that is not there that it is not there. The same records give the same by
 
 from collections.abc import Sequence
 
+from loka.core.error import Estimate
 from loka.core.exceptions import LokaError
-from loka.core.records.plan import Plan
+from loka.core.records.plan import Decision, Plan
 from loka.core.records.report import Report
 from loka.core.records.stats import Stats
 from loka.report.pages import depths as page_depths
@@ -43,7 +44,7 @@ def page(
         timeline: phases of a run that probed, planned and converted by itself.
 
     Raises:
-        LokaError: no record at all, or a plan, report and statistics of different models.
+        LokaError: no record at all, a plan, report and statistics of different models, or a plan of another report.
     """
     if not timeline and all(record is None for record in (stats, report, plan, validation)):
         raise LokaError("there is no record to make a page of", way_out="give at least one")
@@ -109,7 +110,7 @@ def _name(
 
 
 def _check_same(stats: Stats | None, report: Report | None, plan: Plan | None) -> None:
-    """Raises LokaError for records of different models."""
+    """Raises LokaError for records of different models, and a plan of another report."""
     records = {"stats": stats, "report": report, "plan": plan}
     given = [(name, record.model) for name, record in records.items() if record is not None]
     for name, model in given[1:]:
@@ -120,3 +121,20 @@ def _check_same(stats: Stats | None, report: Report | None, plan: Plan | None) -
                 why=differences[:6],
                 way_out="give records of one model",
             )
+    others = [
+        f"{site}: {decision.candidate} has {decision.sqnr_db} dB in the plan, and {_sqnr(report, site, decision)} here"
+        for site, decision in (plan.decisions.items() if plan is not None and report is not None else ())
+        if decision.sqnr_db is not None and _sqnr(report, site, decision) != decision.sqnr_db
+    ]
+    if others:
+        raise LokaError(
+            "the plan is of another report: no number of one stands beside the other's",
+            why=others[:6],
+            way_out="give the report that it was planned from, or leave one of them out",
+        )
+
+
+def _sqnr(report: Report | None, site: str, decision: Decision) -> Estimate | None:
+    found = report.sites.get(site) if report is not None else None
+    measured = found and (found.measured(decision.candidate) or found.measurements.get(decision.candidate))
+    return measured.errors.get("sqnr_db") if measured else None
