@@ -103,6 +103,7 @@ def test_validate_has_a_verdict_for_each(folder):
     text = loka("validate", *arguments, "--out", "proof", cwd=folder, fails=4)
     assert "verdict: naive, click UNDECIDED, naive, buy UNDECIDED" in text
     assert "3 segments of each task" in text
+    assert "all rows have an interval of 97.50 %" in text
     found = Validation.load(folder / "proof" / "validation.json")
     assert [arm.task for arm in found.arms] == ["click", "buy"]
     loka("report", "--validation", "proof/validation.json", "--out", "page.html", cwd=folder)

@@ -98,6 +98,11 @@ def _arm(arm: ArmVerdict, validation: Validation) -> str:
         ]
         header = ("", "rows", "clicks", "ne, over seeds and rows", "verdict", "what would decide it")
         lines.append(format_table(header, rows))
+        if arm.average.tail != ERROR:
+            level = 100 * (1 - arm.average.tail)
+            lines.append(
+                f"all rows have an interval of {level:.2f} %: those of all tasks and looks hold together at 95 %"
+            )
         lines.append(f"over seeds alone, on these rows: {percent(arm.average.over_seeds)}")
         if arm.average.variance.pairs > 1:
             lines.append(

@@ -327,5 +327,8 @@ def _parts(checkpoints: Path | None, ranks: int) -> int:
 def _segments(column: int, source: Source) -> Segments:
     sizes = source.vocab_sizes
     if column >= len(sizes):
-        raise LokaError(f"--segments {column}: the rows have {len(sizes)} sparse columns, the first is 0")
+        raise LokaError(
+            f"--segments {column}: the rows have {len(sizes)} sparse columns, the first is 0",
+            way_out=f"a number below {len(sizes)}",
+        )
     return Segments.of_column(column, ids=range(min(_SEGMENTS, sizes[column])))
