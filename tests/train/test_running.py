@@ -53,7 +53,9 @@ def test_lifetime_and_window_equal_the_whole():
     assert running.read().window.rows == 15 * 50
 
 
-@pytest.mark.parametrize(("window", "least", "most"), [(1, 1, 1), (5, 5, 5), (8, 8, 8), (15, 13, 14), (20, 16, 18), (21, 19, 21)])
+@pytest.mark.parametrize(
+    ("window", "least", "most"), [(1, 1, 1), (5, 5, 5), (8, 8, 8), (15, 13, 14), (20, 16, 18), (21, 19, 21)]
+)
 def test_window_never_covers_more_than_it_says(window, least, most):
     running, parts = RunningQuality(window=window), rows(50)
     for step in range(60):

@@ -223,9 +223,10 @@ def _told(why: str | None) -> str:
 class Exchange:
     """The bytes that this rank sends, and the scales that all ranks have.
 
-    Bytes and scales keep their addresses. `_depth` counts units whose forward is under way: the outermost
-    one, the model or a part of it that is called by itself, renews them. So does a gather that no forward and no
-    backward asked for: `unshard`, or a method of `register_fsdp_forward_method`.
+    Bytes and scales keep their addresses. `_under_way` are the units whose forward is: the outermost one, the
+    model or a part of it that is called by itself, renews them. So does a gather that no forward and no backward
+    asked for: `unshard`, or a method of `register_fsdp_forward_method`; and one of a backward, where another forward,
+    of other weights maybe, came behind that whose backward it is.
     """
 
     def __init__(self, model: nn.Module, chosen: list[Sharded], forwards: dict[int, SiteForward]) -> None:
@@ -238,23 +239,28 @@ class Exchange:
         self._scales = torch.empty(sum(lengths), device=device)
         self._largest = torch.empty(len(chosen), device=device)
         self._bytes = [room_for_rows(one.padded) for one in chosen]
-        begins = {id(one.beside): index for index, one in reversed(list(enumerate(chosen)))}
+        together: dict[int, list[int]] = {}  # what is gathered at once
+        for index, one in enumerate(chosen):
+            together.setdefault(id(one.beside), []).append(index)
+        asked = {which[0]: partial(self._asked, which) for which in together.values()}
         self._hooks = [
-            _Hooks(one.size, own, scale, self._asked if begins[id(one.beside)] == index else None)
+            _Hooks(one.size, own, scale, asked.get(index))
             for index, (one, own, scale) in enumerate(
                 zip(chosen, self._bytes, self._scales.split(lengths), strict=True)
             )
         ]
         self.by_hand = False  # whether nothing but `agree` and `quantize` renews
         self._units = list(units_of(model).values())
-        self._depth = 0
+        self._under_way: list[Any] = []
+        self._pending = False  # a forward whose backward is to come
+        self._overtaken = False  # and another one behind it
         self._handles = []
         # Each of the two would break a graph of its own where it is traced; FSDP2's are left out as well.
         enter, leave = torch.compiler.disable(self._enter), torch.compiler.disable(self._leave)
         for unit in self._units:
             # Not the module that a hook is called with: zoo.dense_part shares hooks with its model.
             self._handles.append(unit.register_forward_pre_hook(partial(enter, unit), prepend=True))
-            self._handles.append(unit.register_forward_hook(leave, always_call=True))
+            self._handles.append(unit.register_forward_hook(partial(leave, unit), always_call=True))
         self.renew()
 
     @torch.no_grad()
@@ -317,19 +323,33 @@ class Exchange:
 
     def _enter(self, unit: Any, module: Any, args: Any) -> None:
         # Checkpointed forwards run again in backward, and are to find what they found before.
-        self._depth += 1  # first, for `_leave` is called even where this raises
-        if self._depth == 1 and torch._C._current_graph_task_id() == -1:
+        self._out_of(unit)  # where an interrupt ended it, torch called no hook behind it
+        self._under_way.append(unit)  # first, for `_leave` is called even where this raises
+        if len(self._under_way) == 1 and torch._C._current_graph_task_id() == -1:
+            self._overtaken = self._pending
+            self._pending = self._pending or torch.is_grad_enabled()
             self.renew()
             if self._scales.is_cuda:  # gathers wait for the optimizer alone where a user has said so
                 unit.set_post_optim_event(torch.cuda.current_stream().record_event())
 
-    def _asked(self) -> None:
-        """A gather begins."""
-        if self._depth == 0 and not self.by_hand and torch._C._current_graph_task_id() == -1:
-            self.renew()
+    def _asked(self, which: Sequence[int]) -> None:
+        """A gather of these begins."""
+        if torch._C._current_graph_task_id() == -1:
+            if not (self._under_way or self.by_hand):
+                self.renew()
+            return
+        self._pending = False
+        if self._overtaken and not self.by_hand:
+            self.agree(which)
+            self.quantize(which)
 
-    def _leave(self, module: Any, args: Any, output: Any) -> None:
-        self._depth = max(self._depth - 1, 0)  # and where a hook before `_enter` raised
+    def _leave(self, unit: Any, module: Any, args: Any, output: Any) -> None:
+        self._out_of(unit)
+
+    def _out_of(self, unit: Any) -> None:
+        """Of it, and of what it had called."""
+        if unit in self._under_way:
+            del self._under_way[self._under_way.index(unit) :]
 
 
 class _Hooks:
@@ -340,6 +360,9 @@ class _Hooks:
         self, size: torch.Size, own: torch.Tensor, scale: torch.Tensor, asked: Callable[[], None] | None
     ) -> None:
         self.size, self.own, self.scale, self.asked = size, own, scale, asked
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Hooks:
+        return self  # copies of a parameter are no unit's
 
     def before(
         self, mesh: Any, outer_size: Any, outer_stride: Any, module: Any, mp_policy: Any

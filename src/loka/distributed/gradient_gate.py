@@ -105,6 +105,8 @@ def _add(
     both_ways: bool,
 ) -> None:
     """Adds M and the E of each codec, [1 + codecs, C], of what the ranks send: float32 [ranks, C]."""
+    if not sent.shape[1]:  # of vectors alone
+        return
     ranks, none = sent.shape[0], sent.new_zeros(sent.shape[0], 0)
     mean = scattered_sum(sent, none, FP32, group)[0] / ranks
     parts = [mean.double().square()]  # of 1e-20 float32 has no square

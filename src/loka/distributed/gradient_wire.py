@@ -20,6 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from loka.core.exceptions import LokaError
 from loka.core.exchange import same_on_all
+from loka.core.problem import dtype_name
 from loka.distributed.dense_sharding import sparse_tables
 from loka.distributed.gradient_codec import (
     BLOCK,
@@ -30,7 +31,7 @@ from loka.distributed.gradient_codec import (
     padded_columns,
     scattered_sum,
 )
-from loka.nn.fsdp_units import Sharded, sharded_parameters, units_of
+from loka.nn.fsdp_units import Sharded, group_of_mesh, reduces_by_its_own, sharded_parameters, units_of
 from loka.nn.unwrap import named_parameters
 
 # Its name from torch 2.13 on.
@@ -70,12 +71,14 @@ def send_gradients(model: nn.Module, wire: GradientWire) -> None:
 
     A collective: call it on every rank after wrapping and before the first backward. `no_sync`, accumulation,
     clipping and GradScaler work as before: what DDP and FSDP2 would reduce comes through the codec, and nothing else.
+    As by any hook, DDP's `join` divides by all ranks, whatever `divide_by_initial_world_size` says.
 
     Args:
         model: in DistributedDataParallel, or with units of `fully_shard` in it.
 
     Raises:
-        LokaError: the model is neither, DDP has a hook already, or tables in it have sparse gradients.
+        LokaError: the model is neither, it has a hook or a reduce-scatter already, gradients in float64 or complex
+            numbers, or tables with sparse ones.
         PlanMismatch: ranks would send by other codecs, or one cannot; none is hooked.
     """
     agree_on_codecs(model, f"{wire.scatter}, {wire.gather}")
@@ -85,26 +88,36 @@ def send_gradients(model: nn.Module, wire: GradientWire) -> None:
 def agree_on_codecs(model: nn.Module, codecs: str) -> None:
     """Before any rank is hooked. A collective; raises as `send_gradients`."""
     mine: str | LokaError = codecs
-    group = None
     try:
-        group = _group_to_hook(model)
+        _group_to_hook(model)
     except LokaError as error:
         mine = error
+    group = model.process_group if isinstance(model, DistributedDataParallel) else group_of_mesh(model)
     what = "the ranks would send gradients by other codecs"  # whose bytes are numbers to any
     same_on_all(mine, group, what=what, way_out="the same codecs, and a model wrapped alike, on all ranks")
 
 
 def _group_to_hook(model: nn.Module) -> dist.ProcessGroup:
     """Whose ranks send. Raises LokaError where `model` takes no hooks."""
-    wide = [name for name, p in named_parameters(model) if p.requires_grad and p.dtype is torch.float64]
+    wide = [
+        f"{name} in {dtype_name(p.dtype)}"
+        for name, p in named_parameters(model)
+        if p.requires_grad and (p.dtype is torch.float64 or p.is_complex())
+    ]
     if wide:
         raise LokaError(
-            "gradients are in float64, and codecs add them in float32",
+            "gradients are in float64 or complex numbers, and codecs add real ones in float32",
             why=wide[:5],
-            way_out="model.float(), or leave its gradients to torch",
+            way_out="model.float(), real numbers for complex ones, or leave its gradients to torch",
         )
     if not isinstance(model, DistributedDataParallel):
         if held := sharded_parameters(model):
+            if taken := [unit or "(root)" for unit, module in units_of(model).items() if reduces_by_its_own(module)]:
+                raise LokaError(
+                    "units of this model have a reduce-scatter of their own",
+                    why=taken[:5],
+                    way_out="leave out set_custom_reduce_scatter, and send_gradients before",
+                )
             return held[0].group
         raise LokaError(
             "the model is neither in DistributedDataParallel nor sharded by FSDP2",

@@ -111,6 +111,18 @@ def units_of(model: nn.Module) -> dict[str, nn.Module]:
     return found if wrapper is None else {"": wrapper} | found
 
 
+def group_of_mesh(model: nn.Module) -> dist.ProcessGroup | None:
+    """Of all ranks that a sharded model is on, where these are all there are: None. Else those of one shard."""
+    held = sharded_parameters(model)
+    alone = held and held[0].held.mesh_info.mesh.size() < dist.get_world_size()
+    return held[0].group if alone else None
+
+
+def reduces_by_its_own(unit: nn.Module) -> bool:
+    """Whether `set_custom_reduce_scatter` gave a unit a reduce-scatter that is not torch's."""
+    return any(not type(group._reduce_scatter_comm).__module__.startswith("torch.") for group in _groups(unit))
+
+
 def reshard(model: nn.Module) -> None:
     """Frees what units gathered and kept, as the root does behind a forward without backward: parameters are
     those of the optimizer again, and the next forward gathers them as they are then."""

@@ -27,6 +27,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn, get_swa_m
 from loka.core.exceptions import LokaError
 from loka.data.batch import Batch, Source
 from loka.nn.fp8_state_dict import fp8_state_dict, load_fp8_state_dict
+from loka.nn.fsdp_units import reshard
 from loka.train.config import Precision, TrainConfig
 from loka.train.schedule import steps_of
 from loka.train.steps.forward import arguments, predict, tasks_in
@@ -131,6 +132,7 @@ def _span(config: TrainConfig, steps: int) -> tuple[int, int]:
 @torch.no_grad()
 def _exchange(model: nn.Module, average: AveragedModel) -> None:
     """In place, a tensor at a time: a whole copy of large tables need not fit beside them."""
+    reshard(model)  # a forward without backward leaves FSDP2's root gathered
     for weight, mean in zip(model.parameters(), average.module.parameters(), strict=True):
         kept = weight.detach().clone()
         weight.copy_(mean)
