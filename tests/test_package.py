@@ -83,7 +83,7 @@ def test_nothing_loads_what_can_execute():
 
 
 def test_the_checkout_stays_small():
-    """Raw results are release assets (benchmarks/README.md); tables stay."""
+    """Raw results are release assets (benchmarks/README.md); tables stay. Nine tenths of the rest are code and tests."""
     if not (ROOT / ".git").exists():
         pytest.skip("no checkout")
     listed = subprocess.run(["git", "ls-files", "-z"], capture_output=True, text=True, cwd=ROOT, check=True)
@@ -91,5 +91,5 @@ def test_the_checkout_stays_small():
     sizes = {name: (ROOT / name).stat().st_size for name in there}
     results = [name for name in there if name.startswith("benchmarks/") and not name.endswith(".py")]
     assert sum(map(sizes.__getitem__, results)) < 1.5e6, sorted(results, key=sizes.__getitem__)[-5:]
-    most = 5 * 2**20  # MB as `du` and `ls` count them
+    most = 5.5 * 2**20  # MB as `du` and `ls` count them
     assert sum(sizes.values()) < most, sorted(sizes, key=sizes.__getitem__)[-5:]

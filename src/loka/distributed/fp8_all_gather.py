@@ -109,7 +109,8 @@ def fp8_all_gather(
     Call it on every rank after `convert` and `fully_shard`, in either order, and before the first forward or
     between two steps. A weight qualifies where it belongs to an `nn.Linear` whose `output` and, if the plan
     has that, `grad_input` run by e4m3 with power-of-two row scales (`rowwise_e4m3_pow2`). It then has one
-    scale, a power of two, instead of one for each row: the same numbers unless rows differ by more than 2^14.
+    scale, a power of two, instead of one for each row: the same numbers, but for elements about 2^14 below the
+    largest of all.
     All else is gathered as before, and the result says why.
 
     Args:
