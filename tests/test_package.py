@@ -83,7 +83,7 @@ def test_nothing_loads_what_can_execute():
 
 
 def test_the_checkout_stays_small():
-    """Raw results are release assets (benchmarks/README.md); tables stay. Nine tenths of the rest are code and tests."""
+    """Raw results are release assets (benchmarks/README.md); tables stay. Nine tenths are code and tests."""
     if not (ROOT / ".git").exists():
         pytest.skip("no checkout")
     listed = subprocess.run(["git", "ls-files", "-z"], capture_output=True, text=True, cwd=ROOT, check=True)

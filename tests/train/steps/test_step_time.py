@@ -272,3 +272,37 @@ def test_bench_step_from_the_command_line(losses, tmp_path, monkeypatch):
     assert "MissingLibrary" in arms["torchao rowwise"]["failure"]
     assert "torchao rowwise, its filter" in (tmp_path / "step.txt").read_text()
     assert (tmp_path / "plan.json").exists()
+
+
+def test_a_model_of_single_layers_is_timed_compiled(losses):
+    """Tables in it begin no graph anew, and have no gradient."""
+
+    class Flat(nn.Module):
+        def __init__(self, vocab_sizes, dense):
+            super().__init__()
+            self.tables = nn.ModuleList(nn.Embedding(min(size, 50), 4, sparse=True) for size in vocab_sizes)
+            self.first, self.logit = nn.Linear(dense + 4 * len(vocab_sizes), 32), nn.Linear(32, 1)
+
+        def forward(self, dense, sparse):
+            rows = [table(ids % 50) for table, ids in zip(self.tables, sparse.unbind(1), strict=True)]
+            return self.logit(torch.relu(self.first(torch.cat([dense, *rows], dim=1)))).squeeze(1)
+
+    source, built = SyntheticClicks(rows=64, seed=0), []
+
+    def make():
+        torch.manual_seed(0)
+        built.append(Flat(source.vocab_sizes, source.dense_features))
+        return built[-1]
+
+    batch = next(iter(source.batches(32)))
+    for compile_blocks in (False, True):
+        torch._dynamo.reset(), torch._dynamo.utils.counters.clear()
+        time_steps(Arm(name="bf16", build=make), {}, batch, device=CPU, compile_blocks=compile_blocks)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+    assert not torch._dynamo.utils.counters["graph_break"]
+    written, model = built
+    # Sums of bf16 products in another order.
+    torch.testing.assert_close(model.first.weight.grad, written.first.weight.grad, rtol=0.05, atol=1e-4)
+    assert all(table.weight.grad is None for table in model.tables)
+    rows = model.tables[0].get_parameter("rows_32_4")
+    assert rows.grad.any()

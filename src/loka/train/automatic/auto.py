@@ -37,6 +37,7 @@ from loka.core.storage.codec import decode, encode
 from loka.measurement import measure
 from loka.measurement.measure import timeable
 from loka.nn.fsdp_units import gathered_throughout
+from loka.nn.unwrap import unwrap
 from loka.planner import agree
 from loka.planner import plan as plan_report
 from loka.probe import Probe
@@ -49,6 +50,7 @@ from loka.train.automatic.timeline import Event, Timeline
 from loka.train.ranks import by_the_first, first_rank, together
 from loka.train.run import Callback, Run
 from loka.train.schedule import rate_factor
+from loka.train.steps.blocks import left_as_written
 from loka.train.steps.step import Sight
 
 Phase = Literal["probe", "measure", "fp8", "bf16"]
@@ -303,7 +305,7 @@ class Auto(Callback):
         if timeable(run.device) and not report.timed:  # a plan would go by errors, and may be slower
             raise NoKernelFits("nothing was timed", why=report.notes, way_out="a larger measure_seconds, or a cache")
         budget = config.budget or self._default_budget()
-        if run.config.step == "eager":  # sites run by themselves then, so the plan goes by their own times
+        if run.config.step == "eager" or left_as_written(unwrap(run.model)):  # by themselves: by sites' own times
             budget = replace(budget, regions=False)
         decided = plan_report(report, budget)
         if folder:

@@ -2,7 +2,8 @@
 
     blocks    each block of a container, each other child with layers in it; none with a table in it
     whole     where blocks hold less than half of the dense weights, as of a model whose layers are its own
-              children, tables included; and where TorchRec holds the zoo's tables
+              children, and no table has sparse gradients, which Inductor takes none of; and where TorchRec holds
+              the zoo's tables
 
 Blocks that repeat compile once, so a deep model compiles in the time of a shallow one, and single layers beside
 them stay as they are. TorchRec's host is what a step waits for, and each part costs it some.
@@ -41,18 +42,34 @@ def uncompiled(model: nn.Module) -> nn.Module:
 
 
 def compiled_parts(model: nn.Module) -> list[nn.Module]:
-    """What `compiled` compiles. Where FSDP2 shards a model, or TorchRec a stranger's tables, no more than blocks."""
-    blocks = list(blocks_of(model))
+    """What `compiled` compiles."""
+    whole = embedding_bags_in(model) or (_few_in_blocks(model) and not _apart(model))
+    return [model] if whole else list(blocks_of(model))
+
+
+def left_as_written(model: nn.Module) -> str | None:
+    """Why most of the dense weights are not compiled, or None."""
+    why = None if embedding_bags_in(model) or not _few_in_blocks(model) else _apart(model)
+    return why and f"most of its layers run as written, as they are in no block and {why}: put them into a module"
+
+
+def _few_in_blocks(model: nn.Module) -> bool:
     tables = {id(weight) for table in _tables(model) for weight in table.parameters(recurse=False)}
-    dense = [weight for weight in model.parameters() if id(weight) not in tables]
-    few = 2 * _count(weight for block in blocks for weight in block.parameters()) < _count(dense)
-    alone = is_sharded(model) or sharded_modules(model)
-    return [model] if embedding_bags_in(model) or (few and not alone) else blocks
+    dense = _count(weight for weight in model.parameters() if id(weight) not in tables)
+    return 2 * _count(weight for block in blocks_of(model) for weight in block.parameters()) < dense
 
 
-def sparse_inside(model: nn.Module) -> bool:
-    """Whether what is compiled has tables with sparse gradients in it, which no CUDA graph can hold."""
-    return any(table.sparse for part in compiled_parts(model) for table in _tables(part))
+def _apart(model: nn.Module) -> str | None:
+    """Why it cannot be compiled as one, or None."""
+    if is_sharded(model):
+        return "FSDP2 shards it"
+    if sharded_modules(model):
+        return "TorchRec shards its tables"
+    return (
+        "beside them are tables with sparse gradients"
+        if any(t.sparse and t.weight.requires_grad for t in _tables(model))
+        else None
+    )
 
 
 def blocks_of(model: nn.Module) -> Iterator[nn.Module]:

@@ -9,9 +9,8 @@ from torch import nn
 from loka.distributed.dense_sharding import is_sharded
 from loka.distributed.tables.sharded_tables import sharded_modules
 from loka.nn.fsdp_units import share_unit
-from loka.nn.unwrap import device_of, unwrap
+from loka.nn.unwrap import device_of
 from loka.train.config import TrainConfig
-from loka.train.steps.blocks import sparse_inside
 from loka.train.steps.graphed import GATHERS, REPLICAS
 from loka.train.steps.step_time import has_graphs
 from loka.zoo import dense_part
@@ -47,7 +46,6 @@ def extent_of(model: nn.Module, optimizers: Collection[str], config: TrainConfig
         except ValueError as error:
             why = f"its tables have sparse gradients, whose sizes are known on the device only, and {error}"
     by_block = has_graphs(device_of(model)) and replays_blocks(config, sharded=is_sharded(model))
-    by_block = by_block and not sparse_inside(unwrap(model))
     return Extent(model, why_no_graph=why, by_block=why is not None and by_block)
 
 

@@ -31,7 +31,7 @@ from loka.nn.unwrap import device_of
 from loka.train.ahead import Ahead
 from loka.train.config import TrainConfig
 from loka.train.steps.agreement import disagreement
-from loka.train.steps.blocks import compiled, compiled_parts, uncompiled
+from loka.train.steps.blocks import compiled, left_as_written, uncompiled
 from loka.train.steps.extent import Extent, extent_of
 from loka.train.steps.forward import arguments, predict, rows_of, tasks_in
 from loka.train.steps.graphed import GraphedStep, graphed
@@ -77,8 +77,7 @@ class Step:
         self._pipeline: Pipelined | None = None
         self._exchange = _ONE_BY_ONE if sharded_modules(model) else None
         self._extent = extent_of(model, optimizers, config) if config.step == "graph" else Extent(model)
-        if self._compiled and not compiled_parts(unwrap(model)):
-            self._compiled, self._why_not_compiled = False, "nothing of it can be compiled: it has no block of layers"
+        self._left = left_as_written(unwrap(model)) if self._compiled else None
         if self._compiled:
             compiled(unwrap(model), replayed=self._extent.by_block)
 
@@ -86,10 +85,9 @@ class Step:
     def reason(self) -> str | None:
         """Why it does not run as the config asks; None where it does, or asks for nothing."""
         if self._why_not_compiled or self._config.step != "graph":
-            return self._why_not_compiled
-        if self._extent.reason:
-            return self._extent.reason
-        return self._graphed.reason if self._graphed else "no step was run yet"
+            return self._why_not_compiled or self._left
+        why = self._extent.reason or (self._graphed.reason if self._graphed else "no step was run yet")
+        return "; ".join(each for each in (why, self._left) if each) or None
 
     @property
     def exchange(self) -> str | None:

@@ -17,7 +17,7 @@ from loka.core.error import Estimate
 from loka.core.exceptions import LokaError
 from loka.core.timing import first_line, time_interleaved
 from loka.data.batch import Batch
-from loka.train.steps.blocks import compiled
+from loka.train.steps.blocks import compiled, compiled_parts
 
 Build = Callable[[], nn.Module]
 
@@ -62,7 +62,7 @@ def time_steps(
     if not has_graphs(device):
         raise ValueError(f"steps are timed under CUDA graphs; {device} has none")
     batch = batch.to(device)
-    base = _step(_prepare(baseline, compile_blocks), batch)
+    base = _step(_prepare(baseline, batch, compile_blocks), batch)
     found: dict[str, StepTime] = {}
     for name, arm in {baseline.name: baseline, **arms}.items():
         try:
@@ -102,7 +102,7 @@ def _against(
         found = time_interleaved(functions, baseline=base_name, device=device, keep=list(functions), max_rounds=rounds)
         timing = found.timings["again"]
         return StepTime(name=base_name, microseconds=timing.microseconds, speedup=timing.speedup)
-    model = _prepare(arm, compile_blocks)
+    model = _prepare(arm, batch, compile_blocks)
     functions = {base_name: base, arm.name: _step(model, batch)}
     found = time_interleaved(functions, baseline=base_name, device=device, keep=list(functions), max_rounds=rounds)
     if arm.name in found.failures:
@@ -113,18 +113,32 @@ def _against(
     )
 
 
-def _prepare(arm: Arm, compile_blocks: bool) -> nn.Module:
+def _prepare(arm: Arm, batch: Batch, compile_blocks: bool) -> nn.Module:
     model = arm.build()
-    for module in model.modules():
-        if isinstance(module, nn.Embedding):
-            module.weight.requires_grad_(False)
-            module.register_forward_hook(_wants_gradient)
+    tables = [module for module in model.modules() if isinstance(module, nn.Embedding)]
+    for table in tables:
+        table.weight.requires_grad_(False)
+    whole = compile_blocks and compiled_parts(model) == [model]
+    for table in tables:
+        table.register_forward_hook(_anchored if whole else _wants_gradient)
+    if whole:
+        with torch.no_grad(), torch.autocast(batch.label.device.type, torch.bfloat16):
+            model(batch.dense, batch.sparse)  # which makes what wants gradients in the place of rows
     return compiled(model) if compile_blocks else model
 
 
 def _wants_gradient(module: nn.Module, args: object, output: torch.Tensor) -> torch.Tensor:
     """The gradient goes as far as the looked-up rows, as in training; the table's update is not timed."""
     return output.detach().requires_grad_()
+
+
+def _anchored(module: nn.Module, args: object, output: torch.Tensor) -> torch.Tensor:
+    """The same where a table is in what is compiled: a graph ends where a tensor of its own begins to want a
+    gradient, so that zeros want it in its place."""
+    name = f"rows_{'_'.join(map(str, output.shape))}"
+    if name not in module._parameters:
+        module.register_parameter(name, nn.Parameter(torch.zeros_like(output)))
+    return output + module.get_parameter(name)
 
 
 def _step(model: nn.Module, batch: Batch) -> Callable[[], object]:
