@@ -124,7 +124,7 @@ class Auto(Callback):
         if self.phase == "probe":
             self._watch(run, self._stats)
         self.plan = run.plan
-        self._pace = pace_on(run.device)
+        self._pace = pace_on(run.device) if self.phase in ("probe", "measure") or self._judged_at else None
         if self._judged_at:  # the steps so far were another process's
             self._judged_at = run.step + SETTLED + KEPT if self._pace else 0
 
@@ -340,6 +340,7 @@ class Auto(Callback):
         assert self.plan is not None
         assert self._pace is not None
         before, now, least = self._in_bf16, self._pace.read(), self.plan.budget.min_speedup
+        self._pace = None
         stays, text = True, ""
         if before and now:
             gained = gain(before, now)
