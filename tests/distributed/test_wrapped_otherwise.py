@@ -42,7 +42,7 @@ def rows(step, rank=0):
 
 
 def loss_of(model, x):
-    return (model(x).float().sum(dim=1) - 1).square().mean()
+    return (model(x).float() * torch.linspace(-1, 2, 16)).sum(dim=1).square().mean()  # the norm's sum is constant
 
 
 def sharded(plan=None, *, gathered=True, mesh=None):
@@ -67,9 +67,8 @@ def told(call):
     return ""
 
 
-def swapped(model, x):
-    """Gradients of a forward behind which another one came, of other weights that are gone again."""
-    loss = loss_of(model, x)
+def evaluated_elsewhere(model, x):
+    """A forward of other weights, that are gone again behind it."""
     model.reshard()
     mine = [p.to_local().detach().clone() for p in model.parameters()]
     with torch.no_grad():
@@ -79,7 +78,17 @@ def swapped(model, x):
         model.reshard()
         for p, kept in zip(model.parameters(), mine, strict=True):
             p.to_local().data.copy_(kept)
-    loss.backward()
+
+
+def swapped(model, x, *, pending=1, evaluated=True):
+    """Gradients of the last of some forwards, the others' dropped, behind which one came of other weights."""
+    losses = [loss_of(model, x * (1 + at)) for at in range(pending)]
+    for loss in losses[:-1]:
+        loss.backward()
+        model.zero_grad()
+    if evaluated:
+        evaluated_elsewhere(model, x)
+    losses[-1].backward()
     return of(model)
 
 
@@ -121,9 +130,10 @@ class TwoRanks:
 
     def __call__(self, rank, folder):
         x, found = rows(0, rank), {}
-        plain = sharded(self.plan)
-        loss_of(plain, x).backward()
-        found["swapped"] = (swapped(sharded(self.plan), x), of(plain))
+        found["swapped"] = [
+            [swapped(sharded(self.plan), x, pending=pending, evaluated=evaluated) for evaluated in (True, False)]
+            for pending in (1, 2)
+        ]
         found["interrupted"] = [interrupted(sharded(self.plan, gathered=how), rank) for how in (True, False)]
         mine = sharded()
         for unit in (*mine.blocks, mine):
@@ -164,8 +174,9 @@ def two(tmp_path_factory):
 def test_backward_takes_the_weights_of_its_own_forward(two):
     """It took the bytes of those that were there in between: half of the gradients was wrong."""
     for rank in two:
-        found, expected = rank["swapped"]
-        assert found == expected
+        for found, expected in rank["swapped"]:
+            assert found == expected
+            assert sum(map(abs, found)) > 1
 
 
 def test_an_interrupted_forward_freezes_no_weights(two):

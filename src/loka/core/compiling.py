@@ -48,6 +48,33 @@ def compile_in_place(module: Module, frame: CodeType | None = None, *, replayed:
     return module
 
 
+def compile_forward(module: Module, *, replayed: bool = False) -> Module:
+    """As `compile_in_place`, of the module's forward alone: hooks on it run as written, around what is compiled."""
+    options: dict[str, Any] | None = {"triton.cudagraphs": True} if replayed else None
+    written = module.forward
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        return written(*args, **kwargs)
+
+    mend_compilers()
+    frame = forward.__code__.replace(co_name=f"forward_{next(_numbers)}")
+    own = FunctionType(frame, forward.__globals__, closure=forward.__closure__)
+    compiled = torch.compile(own, dynamic=False, options=options)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        held = {name: value for name, value in vars(module).items() if name == "forward"}
+        vars(module)["forward"] = compiled
+        try:
+            return module._call_impl(*args, **kwargs)
+        finally:
+            del vars(module)["forward"]
+            vars(module).update(held)
+
+    _before.setdefault(module, module._compiled_call_impl)
+    module._compiled_call_impl = call
+    return module
+
+
 def allow_programs(count: int) -> None:
     """Dynamo compiles a frame for that many modules and inputs, and no fewer than before, until it gives up on it.
 
@@ -178,8 +205,13 @@ def new_frame() -> CodeType:
     return _call_of(nn.Identity()).__code__.replace(co_name=f"call_{next(_numbers)}")
 
 
+def runs_compiled(module: nn.Module) -> bool:
+    """By `compile_in_place` or `compile_forward`."""
+    return module in _before
+
+
 def run_as_written(module: Module) -> Module:
-    """Undoes `compile_in_place`: a module that its owner had compiled is compiled so again."""
+    """Undoes `compile_in_place` and `compile_forward`: a module that its owner had compiled is compiled so again."""
     module._compiled_call_impl = _before.pop(module, None)
     return module
 

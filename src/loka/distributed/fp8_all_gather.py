@@ -19,6 +19,7 @@ front of the first gather. Of bf16 gathers it saves half the bytes.
 from __future__ import annotations
 
 import json
+import weakref
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -27,6 +28,7 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.utils._pytree import tree_leaves
 
 from loka.core.exceptions import LokaError, NotConverted, PlanMismatch
 from loka.core.exchange import gather, global_rank, same_on_all
@@ -253,8 +255,8 @@ class Exchange:
         self.by_hand = False  # whether nothing but `agree` and `quantize` renews
         self._units = list(units_of(model).values())
         self._under_way: list[Any] = []
-        self._pending = False  # a forward whose backward is to come
-        self._overtaken = False  # and another one behind it
+        self._graphs = weakref.WeakSet[_Graph]()  # of forwards
+        self._overtaken = False  # a forward whose backward is to come by another one
         self._handles = []
         # Each of the two would break a graph of its own where it is traced; FSDP2's are left out as well.
         enter, leave = torch.compiler.disable(self._enter), torch.compiler.disable(self._leave)
@@ -327,8 +329,7 @@ class Exchange:
         self._out_of(unit)  # where an interrupt ended it, torch called no hook behind it
         self._under_way.append(unit)  # first, for `_leave` is called even where this raises
         if len(self._under_way) == 1 and torch._C._current_graph_task_id() == -1:
-            self._overtaken = self._pending
-            self._pending = self._pending or torch.is_grad_enabled()
+            self._overtaken = not all(graph.gone for graph in self._graphs)
             self.renew()
             if self._scales.is_cuda:  # gathers wait for the optimizer alone where a user has said so
                 unit.set_post_optim_event(torch.cuda.current_stream().record_event())
@@ -339,18 +340,34 @@ class Exchange:
             if not (self._under_way or self.by_hand):
                 self.renew()
             return
-        self._pending = False
         if self._overtaken and not self.by_hand:
             self.agree(which)
             self.quantize(which)
 
     def _leave(self, unit: Any, module: Any, args: Any, output: Any) -> None:
+        outermost = self._under_way[:1] == [unit]
         self._out_of(unit)
+        tensors = (leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor))
+        nodes = [tensor.grad_fn for tensor in tensors if tensor.grad_fn is not None]
+        if outermost and nodes and torch._C._current_graph_task_id() == -1:
+            graph = _Graph()
+            self._graphs.add(graph)
+            for node in nodes:
+                node.register_prehook(graph.begins)  # which keeps it as long as the graph is there
 
     def _out_of(self, unit: Any) -> None:
         """Of it, and of what it had called."""
         if unit in self._under_way:
             del self._under_way[self._under_way.index(unit) :]
+
+
+class _Graph:
+    """Of a forward; `gone`: backward went through it."""
+
+    gone = False
+
+    def begins(self, gradients: object) -> None:
+        self.gone = True
 
 
 class _Hooks:

@@ -2,12 +2,15 @@ from dataclasses import replace
 
 import pytest
 import torch
+from fp8_run import AUTO
 from small_run import RandomRows
 from torch import nn
 from torch._dynamo.utils import counters
 
+import loka
 from loka.train import TrainConfig, train
-from loka.train.steps.blocks import compiled_parts, left_as_written
+from loka.train.automatic.auto import Auto
+from loka.train.steps.blocks import compiled, compiled_parts, left_as_written, uncompiled
 
 ROWS = RandomRows(64 * 4)
 CONFIG = TrainConfig(batch_size=64, precision="fp32")
@@ -51,6 +54,36 @@ def test_a_model_without_blocks_is_compiled_as_one(beside):
     apart = torch.cat([(a - b).abs().flatten() for a, b in pairs])
     assert (apart < 1e-5).double().mean() > 0.99
     assert model._compiled_call_impl is None  # it is as it was
+
+
+def test_hooks_on_a_model_that_is_compiled_as_one_run_as_written():
+    """A Probe's was traced, and refused; one that keeps what it sees broke the compiled call."""
+    model, seen = flat(), []
+    model.register_forward_hook(lambda module, args, output: seen.append(output.detach().clone()))
+    torch._dynamo.reset(), counters.clear()
+    with loka.Probe(model, every=2) as probe:
+        result = train(model, ROWS, config=replace(CONFIG, step="compile"))
+    assert result.step_reason is None
+    assert counters["stats"]["unique_graphs"] == 1
+    assert probe.stats().sampled_steps >= 2
+    assert set(probe.stats().layers) == {"first", "second", "logit"}
+    assert {output.shape for output in seen} == {(64,)}
+    assert model.forward.__func__ is Flat.forward
+    auto = Auto(replace(AUTO, least_steps=1, most_steps=2, every=1))
+    result = train(flat(), ROWS, config=replace(CONFIG, step="compile"), callback=auto)
+    assert auto.phase == "fp8"
+    assert result.step_reason is None
+
+
+def test_what_was_compiled_is_given_back_whatever_its_tables_are_now():
+    model = flat(sparse=True)
+    for table in model.tables:
+        table.weight.requires_grad_(False)
+    compiled(model)
+    for table in model.tables:
+        table.weight.requires_grad_(True)
+    assert model._compiled_call_impl is not None
+    assert uncompiled(model)._compiled_call_impl is None
 
 
 @pytest.mark.parametrize("beside", [0, 40])

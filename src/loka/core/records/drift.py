@@ -62,7 +62,7 @@ class Limits:
 @dataclass(frozen=True, kw_only=True)
 class Shift:
     """Of one operand, in octaves; None where one of the windows does not tell. `chance`: half of the 95 % interval
-    of `amax`, 0 where a window has one batch."""
+    of `amax`, 0 where both windows have one batch."""
 
     amax: float | None
     rms: float | None
@@ -152,7 +152,9 @@ class Drift:
             state = (
                 f": {'ABOVE' if self.over_budget else 'within'} the budget of {self.budget:g}" if self.budget else ""
             )
-            planned = ", what is unknown as before" if self.unknown else ""
+            planned = (
+                ", what is unknown as before" if any(self.layers[path].after is None for path in self.unknown) else ""
+            )
             alike = f", {self.together:.2g} at most by the correlations of its layers" if self.together else ""
             lines.append(f"the plan now costs KL/H {self.total}{alike}{planned}{state}")
         lines += [f"unknown: {path}: {self.layers[path].unknown}" for path in self.unknown]
@@ -189,7 +191,7 @@ def drift(plan: Plan, after: Stats, *, before: Stats | None = None, limits: Limi
     negligible = (plan.kl_limit or limits.ne) / (2 * max(len(recipes), 1))
     layers, alike_moved = {}, _moved_alike(before, after)
     for path in plan.model.layers:
-        layers[path] = _layer(path, plan, recipes, before, after, limits, negligible, alike_moved)
+        layers[path] = _layer(path, plan, recipes, before, after, limits, negligible, alike_moved.get(path, 0.0))
     now = {path: cost for path in recipes if (cost := layers[path].after or layers[path].before) is not None}
     alike = joined_alike(after.alike, before.alike if before is not None else {}, (1, 0))
     return Drift(
@@ -259,7 +261,7 @@ def _layer(
             continue
         rose = shift.amax - (alike_moved if operand == GRADIENT else 0.0)
         if rose > limits.amax_octaves and rose > shift.chance:
-            than = f" more than all gradients ({alike_moved:+.1f})" if rose != shift.amax else ""
+            than = f" more than all others ({alike_moved:+.1f})" if rose != shift.amax else ""
             unsafe.append(f"amax of {operand} rose by {rose:.1f} octaves{than}")
     if old is not None and new is not None:
         grown = new.value > limits.growth * old.value and new.low > old.high
@@ -280,15 +282,17 @@ def _layer(
     )
 
 
-def _moved_alike(before: Stats | None, after: Stats) -> float:
-    """The median over layers of what the rms of their gradients moved by, in octaves."""
-    found = []
+def _moved_alike(before: Stats | None, after: Stats) -> dict[str, float]:
+    """By layer the median over the others of what the amax of their gradients moved by, in octaves; of one alone, its
+    own."""
+    found = {}
     for path, layer in after.layers.items():
         then = before.layers[path].operands.get(GRADIENT) if before is not None and path in before.layers else None
         now = layer.operands.get(GRADIENT)
-        if then is not None and now is not None and (moved := _ratio(_rms(now), _rms(then))) is not None:
-            found.append(moved)
-    return statistics.median(found) if found else 0.0
+        if then is not None and now is not None and (moved := _shift(now, then).amax) is not None:
+            found[path] = moved
+    others = {path: [moved for other, moved in found.items() if other != path] or [found[path]] for path in found}
+    return {path: statistics.median(moved) for path, moved in others.items()}
 
 
 def _off_centre(centre: Sequence[float], learnt: Distribution | None) -> float:
@@ -347,11 +351,12 @@ def _shift(learnt: Distribution, earlier: Distribution) -> Shift:
     rms = _ratio(_rms(learnt), _rms(earlier))
     if not (len(now) and len(then)):
         return Shift(amax=None, rms=rms)
-    chance = 0.0
-    if min(len(now), len(then)) > 1:
-        parts = [float(each.var()) / len(each) for each in (now, then)]
-        squares = sum(part**2 / (len(each) - 1) for part, each in zip(parts, (now, then), strict=True))
-        chance = student_t_95(int(sum(parts) ** 2 / squares)) * math.sqrt(sum(parts)) if squares else 0.0
+    chance, long = 0.0, max(now, then, key=len)
+    if len(long) > 1:  # one batch differs as those of the other window do
+        parts = [float((each if len(each) > 1 else long).var()) / len(each) for each in (now, then)]
+        squares = sum(part**2 / (max(len(each), 2) - 1) for part, each in zip(parts, (now, then), strict=True))
+        freedom = sum(parts) ** 2 / squares if squares and min(len(now), len(then)) > 1 else len(long) - 1
+        chance = student_t_95(int(freedom)) * math.sqrt(sum(parts)) if squares else 0.0
     return Shift(amax=float(now.mean() - then.mean()), rms=rms, chance=chance)
 
 

@@ -190,7 +190,8 @@ class Auto(Callback):
         self.phase, self._least = state["phase"], state.get("least", 0)
         self._looks = list(decode(tuple[Look, ...], json.loads(state.get("looks", "[]")), at="looks"))
         in_bf16, self._judged_at, self._judged = json.loads(state.get("pace", '[null, 0, ""]'))
-        self._in_bf16 = decode(Estimate | None, in_bf16, at="pace")
+        as_then = state.get("ranks") == ranks_of()  # else a step has other rows
+        self._in_bf16 = decode(Estimate | None, in_bf16, at="pace") if as_then else None
         if state["stats"] is not None:
             if (before := state.get("ranks", ranks_of())) != ranks_of():
                 raise CheckpointRefused(

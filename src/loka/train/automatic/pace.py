@@ -1,21 +1,23 @@
 """How long steps of a run take, whole: with tables, data, optimizers and the host. What a plan gains shows here.
 
     step     from its begin to the begin of the next one, on the device's clock
-    pace     median of the last 64 of them, with a distribution-free interval
+    pace     mean of medians of eight steps, of the last 64, with Student's interval
 
-Steps of another kind (sampled ones) do not count; a stall now and then (a checkpoint) moves no median.
+Steps of another kind (sampled ones) do not count; a stall now and then (a checkpoint) moves no median. Steps side by
+side are alike, as the host and the reader are for a while, so that eights count as one each.
 """
 
+import statistics
 from collections import deque
 
 import torch
 
-from loka.core.error import Estimate
-from loka.core.timing import elapsed, median_interval
+from loka.core.error import Estimate, estimate_mean
+from loka.core.timing import TIE, elapsed
 
 KEPT = 64
 SETTLED = 24  # steps, after which all is compiled and captured
-_LEAST = 16
+_EIGHT, _LEAST = 8, 3
 
 
 class Pace:
@@ -35,12 +37,13 @@ class Pace:
             self._begun = None
 
     def read(self) -> Estimate | None:
-        """Milliseconds of a step, and forgets them; None of fewer than 16."""
+        """Milliseconds of a step, and forgets them; None of fewer than 24."""
         if self._steps:
             self._steps[-1][1].synchronize()
         steps = [elapsed(begin, end) / 1e3 for begin, end in self._steps]
         self._steps.clear()
-        return median_interval(steps) if len(steps) >= _LEAST else None
+        eights = [statistics.median(steps[at : at + _EIGHT]) for at in range(0, len(steps) - _EIGHT + 1, _EIGHT)]
+        return estimate_mean(eights) if len(eights) >= _LEAST else None
 
     def _now(self) -> torch.cuda.Event:
         event = torch.cuda.Event(enable_timing=True)
@@ -59,5 +62,5 @@ def gain(before: Estimate, now: Estimate) -> Estimate:
 
 
 def worth_it(gained: Estimate, least: float) -> bool:
-    """Whether a plan stays: it is surely faster, or no slower than a budget's `min_speedup` allows."""
-    return gained.low > min(least, 1.0)
+    """Whether a plan stays: it is surely faster, and by a percent, or as slow as a budget's `min_speedup` allows."""
+    return gained.low > min(least, 1.0) and gained.value > min(least, 1.0 + TIE)

@@ -14,7 +14,14 @@ from collections.abc import Iterable, Iterator
 import torch
 from torch import nn
 
-from loka.core.compiling import allow_programs, compile_in_place, new_frame, run_as_written
+from loka.core.compiling import (
+    allow_programs,
+    compile_forward,
+    compile_in_place,
+    new_frame,
+    run_as_written,
+    runs_compiled,
+)
 from loka.distributed.dense_sharding import is_sharded
 from loka.distributed.tables.embedding_bags import embedding_bags_in
 from loka.distributed.tables.lookups import TABLES
@@ -31,12 +38,15 @@ def compiled(model: nn.Module, *, replayed: bool = False) -> nn.Module:
     torch._dynamo.config.optimize_ddp = False
     frame = new_frame()
     for part in compiled_parts(model):
-        compile_in_place(part, frame, replayed=replayed)
+        if part is model and not embedding_bags_in(model):  # a Probe's hook is on it, or somebody else's
+            compile_forward(part, replayed=replayed)
+        else:
+            compile_in_place(part, frame, replayed=replayed)
     return model
 
 
 def uncompiled(model: nn.Module) -> nn.Module:
-    for part in compiled_parts(model):
+    for part in list(filter(runs_compiled, model.modules())):
         run_as_written(part)
     return model
 
