@@ -7,6 +7,7 @@ Steps of another kind (sampled ones) do not count; a stall now and then (a check
 side are alike, as the host and the reader are for a while, so that eights count as one each.
 """
 
+import math
 import statistics
 from collections import deque
 
@@ -58,7 +59,8 @@ def pace_on(device: torch.device) -> Pace | None:
 
 def gain(before: Estimate, now: Estimate) -> Estimate:
     """Of steps `now` over those `before`, from the ends of both intervals."""
-    return Estimate(before.value / now.value, before.low / now.high, before.high / now.low)
+    high = before.high / now.low if now.low > 0 else math.inf
+    return Estimate(before.value / now.value, before.low / now.high, high)
 
 
 def worth_it(gained: Estimate, least: float) -> bool:
