@@ -15,7 +15,7 @@ from loka.train.automatic import pace
 from loka.train.automatic.auto import Auto
 from loka.train.automatic.pace import KEPT, Pace, gain, pace_on, worth_it
 
-STEPS, JUDGED = 31, PROBED + 6
+STEPS, JUDGED = 24, PROBED + 6
 ROWS = RandomRows(16 * STEPS)
 
 
@@ -48,8 +48,19 @@ class Scripted:
         return found and Estimate(found, 0.99 * found, 1.01 * found)
 
 
+_REPORTS, measure = [], module.measure
+
+
+def measured_once(*args, out, **options):
+    if not _REPORTS:
+        _REPORTS.append(measure(*args, **options))
+    return _REPORTS[0]
+
+
 def on_a_gpu(monkeypatch, *milliseconds):
     scripted = Scripted(*milliseconds)
+    monkeypatch.setattr(module, "measure", measured_once)
+    monkeypatch.setattr(module, "renewed", lambda run, stats, looks, **options: stats)  # no look at fresh rows
     monkeypatch.setattr(module, "pace_on", lambda device: scripted)
     monkeypatch.setattr(module, "SETTLED", 2)
     monkeypatch.setattr(module, "KEPT", JUDGED - PROBED - 2)
