@@ -42,15 +42,11 @@ def compile_in_place(module: Module, frame: CodeType | None = None, *, replayed:
     is compiled runs as CUDA graphs of torch's own (CUDA graph trees), which keep the memory of all that they return:
     call `torch.compiler.cudagraph_mark_step_begin()` where nobody needs that of before any more.
     """
-    options: dict[str, Any] | None = {"triton.cudagraphs": True} if replayed else None
-    _before.setdefault(module, module._compiled_call_impl)
-    module._compiled_call_impl = torch.compile(_own_call(module, frame), dynamic=False, options=options)
-    return module
+    return _called_by(module, _compiled_alone(_own_call(module, frame), replayed=replayed))
 
 
 def compile_forward(module: Module, *, replayed: bool = False) -> Module:
     """As `compile_in_place`, of the module's forward alone: hooks on it run as written, around what is compiled."""
-    options: dict[str, Any] | None = {"triton.cudagraphs": True} if replayed else None
     written = module.forward
 
     def forward(*args: Any, **kwargs: Any) -> Any:
@@ -58,18 +54,27 @@ def compile_forward(module: Module, *, replayed: bool = False) -> Module:
 
     mend_compilers()
     frame = forward.__code__.replace(co_name=f"forward_{next(_numbers)}")
-    own = FunctionType(frame, forward.__globals__, closure=forward.__closure__)
-    compiled = torch.compile(own, dynamic=False, options=options)
+    compiled = _compiled_alone(FunctionType(frame, forward.__globals__, closure=forward.__closure__), replayed=replayed)
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        held = {name: value for name, value in vars(module).items() if name == "forward"}
+        own = vars(module).get("forward")
         vars(module)["forward"] = compiled
         try:
             return module._call_impl(*args, **kwargs)
         finally:
-            del vars(module)["forward"]
-            vars(module).update(held)
+            if own is None:
+                del vars(module)["forward"]
+            else:
+                vars(module)["forward"] = own
 
+    return _called_by(module, call)
+
+
+def _compiled_alone(function: FunctionType, *, replayed: bool) -> Callable[..., Any]:
+    return torch.compile(function, dynamic=False, options={"triton.cudagraphs": True} if replayed else None)
+
+
+def _called_by(module: Module, call: Callable[..., Any]) -> Module:
     _before.setdefault(module, module._compiled_call_impl)
     module._compiled_call_impl = call
     return module

@@ -347,13 +347,13 @@ class Exchange:
     def _leave(self, unit: Any, module: Any, args: Any, output: Any) -> None:
         outermost = self._under_way[:1] == [unit]
         self._out_of(unit)
-        tensors = (leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor))
-        nodes = [tensor.grad_fn for tensor in tensors if tensor.grad_fn is not None]
-        if outermost and nodes and torch._C._current_graph_task_id() == -1:
-            graph = _Graph()
-            self._graphs.add(graph)
-            for node in nodes:
-                node.register_prehook(graph.begins)  # which keeps it as long as the graph is there
+        if not outermost or torch._C._current_graph_task_id() != -1:
+            return
+        graph = _Graph()
+        self._graphs.add(graph)
+        for leaf in tree_leaves(output):
+            if isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None:
+                leaf.grad_fn.register_prehook(graph.begins)  # which keeps it as long as the graph is there
 
     def _out_of(self, unit: Any) -> None:
         """Of it, and of what it had called."""

@@ -109,10 +109,11 @@ class RunningQuality:
         return {**tensors, "rows": self.rows, "steps": self._steps}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        window = ("blocks", "histograms")  # which fills anew where blocks were of other lengths, as they were before
+        anew = self._blocks.shape != state["blocks"].shape
         for name in SUMS:
-            held = getattr(self, f"_{name}")
-            if held.shape == state[name].shape:  # else the window fills anew: blocks were of other lengths before
-                held.copy_(state[name])
+            if not (anew and name in window):
+                getattr(self, f"_{name}").copy_(state[name])
         self.rows, self._steps = state["rows"], state["steps"]
 
 

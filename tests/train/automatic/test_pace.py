@@ -15,7 +15,7 @@ from loka.train.automatic import pace
 from loka.train.automatic.auto import Auto
 from loka.train.automatic.pace import KEPT, Pace, gain, pace_on, worth_it
 
-STEPS, JUDGED = 24, PROBED + 6
+STEPS, VERDICT = 24, PROBED + 6
 ROWS = RandomRows(16 * STEPS)
 
 
@@ -63,7 +63,7 @@ def on_a_gpu(monkeypatch, *milliseconds):
     monkeypatch.setattr(module, "renewed", lambda run, stats, looks, **options: stats)  # no look at fresh rows
     monkeypatch.setattr(module, "pace_on", lambda device: scripted)
     monkeypatch.setattr(module, "SETTLED", 2)
-    monkeypatch.setattr(module, "KEPT", JUDGED - PROBED - 2)
+    monkeypatch.setattr(module, "KEPT", VERDICT - PROBED - 2)
     return scripted
 
 
@@ -84,10 +84,10 @@ def phases(auto):
 def test_a_plan_that_is_not_surely_faster_is_taken_back(by_the_plan, monkeypatch):
     scripted = on_a_gpu(monkeypatch, 10.0, by_the_plan)
     model, auto, result, said = run()
-    assert phases(auto) == [("probe", 0), ("measure", PROBED), ("fp8", PROBED), ("bf16", JUDGED), ("end", STEPS)]
+    assert phases(auto) == [("probe", 0), ("measure", PROBED), ("fp8", PROBED), ("bf16", VERDICT), ("end", STEPS)]
     assert not sites_of(model)
     assert result.plan is auto.plan is None
-    assert f"step {JUDGED}: back in bf16: a step takes {by_the_plan:.3g} ms by the plan, 10 before" in said[-1]
+    assert f"step {VERDICT}: back in bf16: a step takes {by_the_plan:.3g} ms by the plan, 10 before" in said[-1]
     assert "back from the plan" in auto.timeline.events[3].note
     assert [place for place, counts in enumerate(scripted.counted) if not counts] == [0, 3, 6, 9]  # sampled
 
@@ -118,15 +118,15 @@ class Killed(Exception):
 def test_a_run_that_was_killed_goes_on_to_its_verdict(monkeypatch, tmp_path):
     on_a_gpu(monkeypatch, 10.0)
     with pytest.raises(Killed):
-        run(folder=tmp_path, on_step=stop_at(JUDGED - 2, Killed))
+        run(folder=tmp_path, on_step=stop_at(VERDICT - 2, Killed))
     on_a_gpu(monkeypatch, 11.0)  # of the plan; those of bf16 lie in the checkpoint
     model, auto, result, _ = run(folder=tmp_path)
-    assert phases(auto)[-2:] == [("bf16", result.resumed_from + JUDGED - PROBED), ("end", STEPS)]
+    assert phases(auto)[-2:] == [("bf16", result.resumed_from + VERDICT - PROBED), ("end", STEPS)]
     assert not sites_of(model)
     monkeypatch.undo()
     on_a_gpu(monkeypatch, 10.0)
     with pytest.raises(Killed):
-        run(folder=tmp_path / "cpu", on_step=stop_at(JUDGED - 2, Killed))
+        run(folder=tmp_path / "cpu", on_step=stop_at(VERDICT - 2, Killed))
     monkeypatch.undo()  # and where nothing is timed it goes on without
     assert run(folder=tmp_path / "cpu")[1].phase == "fp8"
 
@@ -135,10 +135,10 @@ def test_back_in_bf16_it_trains_as_bf16_does(monkeypatch, tmp_path):
     """From the verdict on: as a run that goes on from there without any plan."""
     on_a_gpu(monkeypatch, 10.0, 11.0)
     with pytest.raises(Killed):
-        run(folder=tmp_path, on_step=stop_at(JUDGED + 1, Killed))
+        run(folder=tmp_path, on_step=stop_at(VERDICT + 1, Killed))
     on_a_gpu(monkeypatch)
     model, auto, result, _ = run(folder=tmp_path)
-    assert (auto.phase, auto.plan, result.plan, result.resumed_from) == ("bf16", None, None, JUDGED)
+    assert (auto.phase, auto.plan, result.plan, result.resumed_from) == ("bf16", None, None, VERDICT)
     on_a_gpu(monkeypatch, 10.0, 11.0)
     assert digest(run()[0].state_dict()) == digest(model.state_dict())
 
@@ -147,7 +147,7 @@ def test_steps_of_other_rows_are_not_compared(monkeypatch, tmp_path):
     """A run may go on with other ranks, each of which has other rows in a step."""
     on_a_gpu(monkeypatch, 10.0)
     with pytest.raises(Killed):
-        run(folder=tmp_path, on_step=stop_at(JUDGED - 2, Killed))
+        run(folder=tmp_path, on_step=stop_at(VERDICT - 2, Killed))
     on_a_gpu(monkeypatch, 18.0)
     state, restore = {}, Auto.restore
     monkeypatch.setattr(
@@ -168,7 +168,7 @@ def ranks_that_disagree(rank, folder):
 def test_rank_0_decides_for_all(tmp_path):
     first, second = on_ranks(ranks_that_disagree, 2, tmp_path)
     assert first == second
-    assert (list(first["phases"][3]), first["fp8"]) == (["bf16", JUDGED], [])
+    assert (list(first["phases"][3]), first["fp8"]) == (["bf16", VERDICT], [])
 
 
 def test_steps_from_begin_to_begin(monkeypatch):

@@ -127,14 +127,13 @@ def scale(
                 "measured": [parsed_step(one) for one in step or ()],
             },
         )
-    if is_of_zoo(model):
+    function = None if is_of_zoo(model) else _function(model)
+    if function is None or ("dense_features" in _parameters(function) and inputs is None):
         refuse_idle(context, f"with {model}, which takes rows of --data", "inputs")
-        build = _of_rows(model, data, schema)
-    elif ":" in model and _takes_rows(model) and inputs is None:
         build = _of_rows(model, data, schema)
     else:
         refuse_idle(context, f"with {model}, which brings its batch", "data", "schema")
-        build = _own(model, inputs, batch_size)
+        build = _own(function, model, inputs, batch_size)
     found = (_without_numbers if network is None else _never_with_numbers)(build, ask)
     say(found)
     if out is not None:
@@ -273,14 +272,13 @@ def _of_rows(model: str, data: Path | None, schema: Path | None) -> Callable[[],
     return lambda: _Built(model=factory(source), batch=arguments(few), sized=False)
 
 
-def _takes_rows(name: str) -> bool:
-    return "dense_features" in _parameters(find_function(name, way_out=_WAY_OUT))
-
-
-def _own(name: str, inputs: str | None, batch_size: int) -> Callable[[], _Built]:
+def _function(name: str) -> Callable[..., Any]:
     if ":" not in name:
         model_builder(name)  # raises, and lists the zoo's
-    function = find_function(name, way_out=_WAY_OUT)
+    return find_function(name, way_out=_WAY_OUT)
+
+
+def _own(function: Callable[..., Any], name: str, inputs: str | None, batch_size: int) -> Callable[[], _Built]:
     batch_of = None if inputs is None else find_function(inputs, way_out=_WAY_OUT)
 
     def built() -> _Built:

@@ -47,7 +47,8 @@ from loka.planner import agree
 from loka.report.progress import ProgressBars
 from loka.train import Callback, Segments, TrainConfig, TrainLog
 from loka.train import train as train_model
-from loka.train.automatic.auto import NE_ALLOWED, Auto, AutoConfig
+from loka.train.automatic.auto import NE_ALLOWED, Auto
+from loka.train.automatic.config import AutoConfig
 from loka.train.checkpointing.checkpoint import given_plan_in, identity_in
 from loka.train.checkpointing.state import plan_in
 from loka.train.labels import by_name, count_labels, shares

@@ -189,9 +189,11 @@ def drift(plan: Plan, after: Stats, *, before: Stats | None = None, limits: Limi
             )
     recipes = plan.output_recipes
     negligible = (plan.kl_limit or limits.ne) / (2 * max(len(recipes), 1))
-    layers, alike_moved = {}, _moved_alike(before, after)
-    for path in plan.model.layers:
-        layers[path] = _layer(path, plan, recipes, before, after, limits, negligible, alike_moved.get(path, 0.0))
+    shifts = {path: _shifts(path, before, after) for path in plan.model.layers}
+    alike_moved, layers = _moved_alike(shifts), {}
+    for path, own in shifts.items():
+        moved = alike_moved.get(path, 0.0)
+        layers[path] = _layer(path, plan, recipes, before, after, limits, negligible, own, moved)
     now = {path: cost for path in recipes if (cost := layers[path].after or layers[path].before) is not None}
     alike = joined_alike(after.alike, before.alike if before is not None else {}, (1, 0))
     return Drift(
@@ -232,15 +234,10 @@ def _layer(
     after: Stats,
     limits: Limits,
     negligible: float,
+    shifts: Mapping[str, Shift],
     alike_moved: float,
 ) -> LayerDrift:
-    then = before.layers.get(path) if before is not None else None
-    shifts = {}
     learnt_now = after.layers[path].operands if path in after.layers else {}
-    for operand, learnt in learnt_now.items():
-        earlier = then.operands.get(operand) if then else None
-        if operand in OPERANDS and earlier is not None:
-            shifts[operand] = _shift(learnt, earlier)
     recipe = recipes.get(path)
     old = new = None
     if recipe is not None:
@@ -282,15 +279,19 @@ def _layer(
     )
 
 
-def _moved_alike(before: Stats | None, after: Stats) -> dict[str, float]:
+def _shifts(path: str, before: Stats | None, after: Stats) -> dict[str, Shift]:
+    """Of the operands that both windows tell of a layer."""
+    if before is None or path not in before.layers or path not in after.layers:
+        return {}
+    then, now = before.layers[path].operands, after.layers[path].operands
+    return {name: _shift(now[name], then[name]) for name in OPERANDS if name in then and name in now}
+
+
+def _moved_alike(shifts: Mapping[str, Mapping[str, Shift]]) -> dict[str, float]:
     """By layer the median over the others of what the amax of their gradients moved by, in octaves; of one alone, its
     own."""
-    found = {}
-    for path, layer in after.layers.items():
-        then = before.layers[path].operands.get(GRADIENT) if before is not None and path in before.layers else None
-        now = layer.operands.get(GRADIENT)
-        if then is not None and now is not None and (moved := _shift(now, then).amax) is not None:
-            found[path] = moved
+    told = {path: own[GRADIENT].amax for path, own in shifts.items() if GRADIENT in own}
+    found = {path: moved for path, moved in told.items() if moved is not None}
     others = {path: [moved for other, moved in found.items() if other != path] or [found[path]] for path in found}
     return {path: statistics.median(moved) for path, moved in others.items()}
 
@@ -323,7 +324,7 @@ def _untold(path: str, recipe: str | None, now: Estimate | None, after: Stats) -
     """Why `after` does not tell what an FP8 layer costs now; empty where it does."""
     if path not in after.layers:
         return f"not seen in this window{_because(after.skipped.get(path))}"
-    rows = after.left_out().get(path, "")
+    rows = after.layers[path].left_out()
     if recipe is None:  # gradients alone are in FP8, and those have no effect to know
         return rows
     reason = after.layers[path].no_effect

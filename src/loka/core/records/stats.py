@@ -91,6 +91,15 @@ class LinearStats:
     kept_weight: bool = sparse(False)
     reads: tuple[str, ...] = sparse(())
 
+    def left_out(self) -> str:
+        """Of how many rows there is no statistic, as they hold NaN or infinity; "" where there are none."""
+        rows = [
+            f"{bad} of {bad + int(learnt.numbers.get('count') or 0)} rows of {operand}"
+            for operand, learnt in self.operands.items()
+            if (bad := int(learnt.numbers.get("nonfinite_rows") or 0))
+        ]
+        return f"{', '.join(rows)} hold NaN or infinity: no statistic has them" if rows else ""
+
 
 @record(ignore=None)  # what earlier versions noted of layers that feed each other
 @dataclass(frozen=True, kw_only=True)
@@ -125,14 +134,8 @@ class Stats:
         return digest.hexdigest()
 
     def left_out(self) -> dict[str, str]:
-        """By layer, of how many rows there is no statistic, as they hold NaN or infinity."""
-        found: dict[str, list[str]] = {}
-        for path, layer in self.layers.items():
-            for operand, learnt in layer.operands.items():
-                if bad := int(learnt.numbers.get("nonfinite_rows") or 0):
-                    rows = bad + int(learnt.numbers.get("count") or 0)
-                    found.setdefault(path, []).append(f"{bad} of {rows} rows of {operand}")
-        return {path: f"{', '.join(rows)} hold NaN or infinity: no statistic has them" for path, rows in found.items()}
+        """By layer, of which rows there is no statistic."""
+        return {path: rows for path, layer in self.layers.items() if (rows := layer.left_out())}
 
     def for_inference(self, *, batch: float = 1.0, kept_weights: bool = True) -> Stats:
         """The same statistics for serving: only `output` GEMMs, on `batch` times as many rows.

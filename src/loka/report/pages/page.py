@@ -6,11 +6,11 @@ record that is not there that it is not there. The same records give the same by
 
 from collections.abc import Sequence
 
-from loka.core.error import Estimate
 from loka.core.exceptions import LokaError
-from loka.core.records.plan import Decision, Plan
+from loka.core.records.plan import Plan
 from loka.core.records.report import Report
 from loka.core.records.stats import Stats
+from loka.planner.decision import decision_of
 from loka.report.pages import depths as page_depths
 from loka.report.pages import plan as page_plan
 from loka.report.pages import quality as page_quality
@@ -121,10 +121,20 @@ def _check_same(stats: Stats | None, report: Report | None, plan: Plan | None) -
                 why=differences[:6],
                 way_out="give records of one model",
             )
+    if plan is not None and report is not None:
+        _check_planned_from(report, plan)
+
+
+def _check_planned_from(report: Report, plan: Plan) -> None:
+    here = {
+        name: decision_of(report.sites[name], decision.candidate, "", {}).sqnr_db if name in report.sites else None
+        for name, decision in plan.decisions.items()
+        if decision.sqnr_db is not None
+    }
     others = [
-        f"{site}: {decision.candidate} has {decision.sqnr_db} dB in the plan, and {_sqnr(report, site, decision)} here"
-        for site, decision in (plan.decisions.items() if plan is not None and report is not None else ())
-        if decision.sqnr_db is not None and _sqnr(report, site, decision) != decision.sqnr_db
+        f"{name}: {plan.decisions[name].candidate} has {plan.decisions[name].sqnr_db} dB in the plan, and {found} here"
+        for name, found in here.items()
+        if found != plan.decisions[name].sqnr_db
     ]
     if others:
         raise LokaError(
@@ -132,9 +142,3 @@ def _check_same(stats: Stats | None, report: Report | None, plan: Plan | None) -
             why=others[:6],
             way_out="give the report that it was planned from, or leave one of them out",
         )
-
-
-def _sqnr(report: Report | None, site: str, decision: Decision) -> Estimate | None:
-    found = report.sites.get(site) if report is not None else None
-    measured = found and (found.measured(decision.candidate) or found.measurements.get(decision.candidate))
-    return measured.errors.get("sqnr_db") if measured else None

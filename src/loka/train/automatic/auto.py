@@ -43,7 +43,7 @@ from loka.planner import plan as plan_report
 from loka.probe import Probe
 from loka.probe.merging import gather_stats
 from loka.train.automatic.as_it_is import as_they_are, relative_width
-from loka.train.automatic.config import AutoConfig as AutoConfig
+from loka.train.automatic.config import AutoConfig
 from loka.train.automatic.looks import Look, look_at, next_look, renewed
 from loka.train.automatic.pace import KEPT, SETTLED, Pace, gain, pace_on, worth_it
 from loka.train.automatic.timeline import Event, Timeline
@@ -100,8 +100,8 @@ class Auto(Callback):
         self._step = ExitStack()  # in which FSDP2 keeps weights whole: a sampled one
         self._pace: Pace | None = None
         self._in_bf16: Estimate | None = None  # milliseconds of a step before the plan
-        self._judged_at = 0  # step; 0: not at all, or done
-        self._judged = ""
+        self._verdict_at = 0  # step; 0: not at all, or done
+        self._verdict = ""
 
     def identity(self) -> dict[str, Any]:
         config = self.config
@@ -124,9 +124,9 @@ class Auto(Callback):
         if self.phase == "probe":
             self._watch(run, self._stats)
         self.plan = run.plan
-        self._pace = pace_on(run.device) if self.phase in ("probe", "measure") or self._judged_at else None
-        if self._judged_at:  # the steps so far were another process's
-            self._judged_at = run.step + SETTLED + KEPT if self._pace else 0
+        self._pace = pace_on(run.device) if self.phase in ("probe", "measure") or self._verdict_at else None
+        if self._verdict_at:  # the steps so far were another process's
+            self._verdict_at = run.step + SETTLED + KEPT if self._pace else 0
 
     def _watch(self, run: Run, stats: Stats | None) -> None:
         self._probe = Probe(
@@ -161,8 +161,8 @@ class Auto(Callback):
                 run.close()  # TorchRec's pipeline has the ids of its next batch under way
             found = self._renewed(run, self._probe.stats(), until=run.step, say=lambda text: None)
             self._looks = [*self._looks[-1:], look_at(found)]
-        elif self._judged_at and run.step >= self._judged_at:
-            self._judge(run)
+        elif self._verdict_at and run.step >= self._verdict_at:
+            self._reach_verdict(run)
 
     def stop(self, run: Run, error: BaseException | None) -> None:
         self._step.close()
@@ -171,7 +171,7 @@ class Auto(Callback):
             self._probe = None
         if error is None:
             planned = self.phase in ("fp8", "bf16")
-            self._begin("end", run, note=self._judged if planned else "no plan was made: all in bf16")
+            self._begin("end", run, note=self._verdict if planned else "no plan was made: all in bf16")
 
     def state(self) -> dict[str, Any]:
         stats = self._probe.stats() if self._probe else self._stats if self.phase == "measure" else None
@@ -182,14 +182,14 @@ class Auto(Callback):
             "stats": torch.frombuffer(bytearray(to_bytes(stats)), dtype=torch.uint8) if stats else None,
             "timeline": json.dumps(encode(self.timeline.events)),
             "seconds": self.timeline.seconds,
-            "pace": json.dumps(encode((self._in_bf16, self._judged_at, self._judged))),
+            "pace": json.dumps(encode((self._in_bf16, self._verdict_at, self._verdict))),
             "ranks": ranks_of(),
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
         self.phase, self._least = state["phase"], state.get("least", 0)
         self._looks = list(decode(tuple[Look, ...], json.loads(state.get("looks", "[]")), at="looks"))
-        in_bf16, self._judged_at, self._judged = json.loads(state.get("pace", '[null, 0, ""]'))
+        in_bf16, self._verdict_at, self._verdict = json.loads(state.get("pace", '[null, 0, ""]'))
         as_then = state.get("ranks") == ranks_of()  # else a step has other rows
         self._in_bf16 = decode(Estimate | None, in_bf16, at="pace") if as_then else None
         if state["stats"] is not None:
@@ -276,7 +276,7 @@ class Auto(Callback):
             assert self.plan is not None
             self.phase, note = ("fp8" if run.plan else "bf16"), self.plan.summary()
             if self.phase == "fp8" and self._pace:
-                self._judged_at = run.step + SETTLED + KEPT
+                self._verdict_at = run.step + SETTLED + KEPT
         self._stats, self._looks = None, []
         run.save_due = True
         self._tell(f"step {run.step}: {note}")
@@ -335,9 +335,9 @@ class Auto(Callback):
             run.adopt(None)
         return "\n".join(reasons) or None
 
-    def _judge(self, run: Run) -> None:
+    def _reach_verdict(self, run: Run) -> None:
         """Goes back to bf16 where steps by the plan are not faster, as rank 0 times them."""
-        self._judged_at = 0
+        self._verdict_at = 0
         assert self.plan is not None
         assert self._pace is not None
         before, now, least = self._in_bf16, self._pace.read(), self.plan.budget.min_speedup
@@ -348,15 +348,15 @@ class Auto(Callback):
             stays = worth_it(gained, least)
             text = f"a step takes {now.value:.3g} ms by the plan, {before.value:.3g} before: {gained.shown('.3f', 'x')}"
         _, said = together(lambda: json.dumps([stays, text]))
-        stays, self._judged = json.loads(said[0])
+        stays, self._verdict = json.loads(said[0])
         if stays:
-            self._tell(f"step {run.step}: {self._judged or 'too few steps were timed to tell what the plan gains'}")
+            self._tell(f"step {run.step}: {self._verdict or 'too few steps were timed to tell what the plan gains'}")
             return
         run.adopt(None)
         self.phase, self.plan, run.save_due = "bf16", None, True
-        self._tell(f"step {run.step}: back in bf16: {self._judged}")
-        self._begin("bf16", run, note=f"back from the plan: {self._judged}")
-        self._judged = ""
+        self._tell(f"step {run.step}: back in bf16: {self._verdict}")
+        self._begin("bf16", run, note=f"back from the plan: {self._verdict}")
+        self._verdict = ""
 
     def _save(self, stats: Stats) -> None:
         if self._folder is not None and first_rank():
