@@ -1,10 +1,8 @@
 import pytest
 import torch
 from torch import nn
-from torch._dynamo.utils import counters
-from torch._inductor.utils import fresh_cache
 
-from loka.core.compiling import compile_in_place, compiled_by_rows, new_frame, run_as_written
+from loka.core.compiling import compile_in_place, new_frame, run_as_written
 from loka.nn.block_norm import BlockNorm
 
 
@@ -54,52 +52,3 @@ def test_alike_modules_share_a_frame_that_they_are_given(graphs):
         plain = model(x)
         assert torch.equal(compile_in_place(model, frame)(x), plain), "with its own weights"
     assert len(graphs) == 1
-
-
-class Branching(nn.Module):
-    def forward(self, x, y):
-        return x.neg() * y if x.shape[0] > 8 else x.abs() * y
-
-
-@torch.no_grad()
-def test_a_trace_is_compiled_for_each_number_of_rows(monkeypatch):
-    found = []
-
-    def keep(graph, inputs):
-        found.append((str(graph.code), inputs))
-        return graph
-
-    monkeypatch.setattr("torch._inductor.compile_fx.compile_fx", keep)
-    torch._dynamo.reset()
-    model = Branching()
-    call = compiled_by_rows(model)
-    for rows in (1, 12, 4, 9, 7, 12):
-        x, y = torch.randn(rows, 32), torch.randn(rows, 1)
-        assert torch.equal(call(x, y=y), model(x, y))
-    assert ["neg" in code for code, _ in found] == [False, True, False, True, False]
-    assert all(type(side) is int for _, inputs in found for value in inputs for side in value.shape)
-
-
-@torch.no_grad()
-@pytest.mark.parametrize("several", [True, False])
-def test_of_one_number_of_rows_the_trace_holds_it(several, monkeypatch):
-    monkeypatch.setattr("torch._inductor.compile_fx.compile_fx", lambda graph, inputs: graph)
-    torch._dynamo.reset(), counters.clear()
-    model = Branching()
-    call = compiled_by_rows(model, several=several)
-    for rows in (12, 9, 12, 4):
-        x, y = torch.randn(rows, 32), torch.randn(rows, 1)
-        assert torch.equal(call(x, y=y), model(x, y))
-    assert counters["stats"]["unique_graphs"] == (2 if several else 3)
-
-
-@torch.no_grad()
-def test_numbers_of_rows_come_from_the_cache():
-    """Of a linear layer alone, for which no kernel is compiled."""
-    model, x = nn.Linear(32, 32), torch.randn(7, 32)
-    with fresh_cache():
-        for hits in (0, 2):
-            torch._dynamo.reset(), counters.clear()
-            call = compiled_by_rows(model)
-            assert all(torch.allclose(call(x[:n]), model(x[:n]), atol=1e-5) for n in (4, 7))  # 32 terms of 0.1
-            assert counters["aot_autograd"]["autograd_cache_hit"] == hits

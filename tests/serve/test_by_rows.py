@@ -4,7 +4,7 @@ from served import POW2, ROW, calibration, converted, plan_for, rows, tower
 
 from loka.core.exceptions import PlanMismatch, ServeRefused
 from loka.serve import freeze, load
-from loka.serve.build import frozen_sites
+from loka.serve.sites import frozen_sites
 
 BUCKETS = (8, 16, 64)
 FEW, MANY = {"first": ROW}, {"first": ROW, "second": ROW}  # `second` has no bias, so that bits can be equal

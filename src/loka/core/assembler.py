@@ -92,11 +92,15 @@ def _keeps(ptxas: str, target: str, behind: str) -> bool | None:
     """`behind`: the assembler that `ptxas`, a script of ours, runs; by the environment where that is ""."""
     environment = {**os.environ, **({f"LOKA_{tool.upper()}": behind for tool in _TOOLS} if behind else {})}
     with tempfile.TemporaryDirectory() as folder:
-        text, code, found = Path(folder) / "sum.ptx", Path(folder) / "sum.cubin", []
+        running = []  # side by side: a process takes as long to begin as to assemble
         for constant in (1, 2):
+            text, code = Path(folder) / f"{constant}.ptx", Path(folder) / f"{constant}.cubin"
             text.write_text(_PROGRAM.format(target=target, constant=constant))
             command = [ptxas, f"--gpu-name={target}", str(text), "-o", str(code)]
-            if subprocess.run(command, capture_output=True, env=environment).returncode:
-                return None
-            found.append(code.read_bytes())
-    return found[0] != found[1]
+            quiet = subprocess.DEVNULL
+            running.append((subprocess.Popen(command, env=environment, stdout=quiet, stderr=quiet), code))
+        failed = [process.wait() for process, _ in running]
+        if any(failed):
+            return None
+        first, second = (code.read_bytes() for _, code in running)
+    return first != second

@@ -15,7 +15,7 @@ import gc
 import itertools
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import CodeType, FunctionType
 from typing import Any, TypeVar
@@ -91,48 +91,9 @@ def allow_programs(count: int) -> None:
     config.accumulated_recompile_limit = max(config.accumulated_recompile_limit, 64 * count)
 
 
-def compiled_by_rows(module: nn.Module, *, several: bool = True) -> Callable[..., Any]:
-    """What calls the module, given tensors [B, ...], compiled for each B out of one trace, in which B is open.
-
-    Warm caches spare no trace. Dynamo traces again where guards do not hold. `several`: False where B will be one
-    number, which a trace holds as such: a third less time.
-    """
-    program = torch.compile(_own_call(module, None), dynamic=False, backend=_by_sizes)
-
-    def call(*args: torch.Tensor, **named: torch.Tensor) -> Any:
-        for tensor in (*args, *named.values()) if several else ():
-            torch._dynamo.maybe_mark_dynamic(tensor, 0)
-        return program(*args, **named)
-
-    return call
-
-
-def _by_sizes(module: torch.fx.GraphModule, inputs: object) -> Callable[..., Any]:
-    """A backend: Inductor for each of the sizes that a graph is called with."""
-    programs: dict[Any, Callable[..., Any]] = {}
-
-    def call(*values: Any) -> Any:
-        tensors = [value for value in values if isinstance(value, torch.Tensor)]
-        sizes = tuple(value.shape if isinstance(value, torch.Tensor) else value for value in values)
-        if sizes not in programs:
-            given = zip(module.graph.find_nodes(op="placeholder"), values, strict=True)
-            known: Any = {place: value for place, value in given if not isinstance(value, torch.Tensor)}
-            graph = torch.fx.Graph()
-            graph.output(graph.graph_copy(module.graph, known))
-            programs[sizes] = _compiled(torch.fx.GraphModule(module, graph), tensors)
-        return programs[sizes](*tensors)
-
-    return call
-
-
-def _compiled(module: torch.fx.GraphModule, inputs: Sequence[torch.Tensor]) -> Any:
-    """For these very shapes. Caches ask for a ShapeEnv."""
-    from torch._inductor import compile_fx
-    from torch._subclasses import FakeTensorMode
-    from torch.fx.experimental.symbolic_shapes import ShapeEnv
-
-    fake = FakeTensorMode(shape_env=ShapeEnv(), static_shapes=True)
-    return compile_fx.compile_fx(module, [fake.from_tensor(value) for value in inputs])
+def compiled_call(module: nn.Module) -> Callable[..., Any]:
+    """What calls the module, compiled for the shapes it sees; the module's own calls run as written."""
+    return torch.compile(_own_call(module, None), dynamic=False)
 
 
 @contextmanager
@@ -146,6 +107,15 @@ def few_collections() -> Iterator[None]:
             yield
         finally:
             gc.set_threshold(*before)
+
+
+def hash_of_triton() -> Callable[[], object]:
+    """What Triton's caches ask for first: 0.4 s, in which other threads run. It does nothing without Triton."""
+    try:
+        from triton.runtime.cache import triton_key
+    except ImportError:
+        return lambda: None
+    return triton_key
 
 
 def mend_compilers() -> None:

@@ -216,8 +216,3 @@ def droppable(
     held = tree.state_dict(keep_vars=True)
     once = {id(held[key]) for key in keys if key in held}
     return keys + [key for key, value in held.items() if id(value) in once and key not in keys], kept  # second names
-
-
-def frozen_sites(tree: nn.Module) -> dict[str, FrozenSite]:
-    sites = [site for forward in site_forwards(tree).values() for site in forward.sites]
-    return {site.name: site for site in sites if isinstance(site, FrozenSite)}

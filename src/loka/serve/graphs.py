@@ -1,6 +1,6 @@
 """CUDA graphs of a frozen model, one for each bucket: compiled once, captured anew for each version.
 
-    freeze    template, a tree of its own -> Dynamo's trace, one for buckets of a plan -> each bucket's program
+    freeze    template, a tree of its own -> each bucket's trace -> its program
     version   its tensors into the template, one call, one capture for each bucket
 
 Compiled code takes a tree's tensors as arguments and its objects as constants: another tree would be compiled
@@ -15,10 +15,9 @@ the two never run at once and what they give is copied before either runs again.
 from __future__ import annotations
 
 import copy
-import functools
 import itertools
 import threading
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -29,18 +28,17 @@ from torch import nn
 from loka.compiler import install
 from loka.compiler.joint_sites import misfit, unjoined
 from loka.compiler.notes import FINITE, SCALES, record_of, uncounted, watched_by
-from loka.core.compiling import compiled_by_rows
 from loka.core.exceptions import ServeRefused, WrongResults
 from loka.core.recording import Recording, record, synced
 from loka.core.timing import elapsed, timed_replay
 from loka.nn.site import install as install_forward
 from loka.nn.site import site_forwards, stand_aside
 from loka.nn.unwrap import named_modules
-from loka.serve.build import frozen_sites
 from loka.serve.model.private import tried
+from loka.serve.model.programs import Programs
 from loka.serve.rows import Form, leaves, mapped
 from loka.serve.run import Runner
-from loka.serve.sites import FrozenSite, HighPrecisionSite, answering, observed_by
+from loka.serve.sites import FrozenSite, HighPrecisionSite, answering, frozen_sites, observed_by
 from loka.serve.watch.agreement import AnswerError, disagreements
 from loka.serve.watch.monitor import Range, apart, look, look_of_scales, some_of
 
@@ -194,12 +192,8 @@ class Capturer:
         self._run, self._ranges, self._device, self._errors = run, ranges, device, errors
         install()  # what joins sites into regions
         self._template = like(tree)
-        sites = frozen_sites(tree).values()
-        plans = {rows: tuple(rows in site.in_hp for site in sites) for rows in buckets}
-        programs = {
-            plan: compiled_by_rows(self._template, several=count > 1) for plan, count in Counter(plans.values()).items()
-        }
-        self._programs = {rows: programs[plan] for rows, plan in plans.items()}
+        self._buckets = tuple(buckets)
+        self._programs = Programs(self._template, run)
         self._times: dict[int, float] = {}  # of replays; new weights take no other
 
     def capture(self, tree: nn.Module) -> Replays:
@@ -226,14 +220,16 @@ class Capturer:
         _bind(self._template, tree)
         answers: dict[int, Graph] = {}
         known = bool(self._times)
-        for rows, program in self._programs.items():
+        for rows in self._buckets:
             _plan_for(self._template, rows)
-            call = functools.partial(self._run, program)  # type: ignore[arg-type]  # a compiled call of one
-            graph, made = self._graph(rows, call, stream)
-            _check(graph, made, self._errors)
+            inputs, eager = self._run.form.check_rows(self._device, rows), None
             if not (known and answers):
-                with answering(rows):
-                    _check(graph, self._run(tree, graph.inputs), self._errors)
+                with answering(rows):  # before it is traced: what functions keep for later calls then has values
+                    eager = self._run(tree, inputs)
+            graph, made = self._graph(inputs, stream)
+            for expected in (made, eager):
+                if expected is not None:
+                    _check(graph, expected, self._errors)
             answers[rows] = graph
         return answers
 
@@ -251,18 +247,17 @@ class Capturer:
                 found[name] = record[1].get(name, "the compiler took it out of the graph")
         return found
 
-    def _graph(
-        self, rows: int, call: Callable[[list[torch.Tensor]], Any], stream: torch.cuda.Stream | None
-    ) -> tuple[Graph, Any]:
-        inputs = self._run.form.check_rows(self._device, rows)
+    def _graph(self, inputs: list[torch.Tensor], stream: torch.cuda.Stream | None) -> tuple[Graph, Any]:
+        rows = inputs[0].shape[0]
         pool = None if stream is None else torch.cuda.graph_pool_handle()
 
         def recorded() -> tuple[Any, Recording, Any, Any]:
             with synced(stream):  # compiles, and makes what is made once
-                made = call(inputs)
+                call = self._programs.call(inputs)
+                made = call()
             with uncounted():
-                recording, output = record(lambda: call(inputs), self._device, stream, pool)
-                looking = self._looking(lambda: call(inputs), stream, pool) if self._ranges else None
+                recording, output = record(call, self._device, stream, pool)
+                looking = self._looking(call, stream, pool) if self._ranges else None
             return made, recording, output, looking
 
         made, recording, output, looking = tried(

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from loka.core.compiling import few_collections
+from loka.core.compiling import few_collections, hash_of_triton
 from loka.core.device import fingerprint
 from loka.core.error import sqnr_db
 from loka.core.exceptions import FileRefused, PlanMismatch, ServeRefused
@@ -66,9 +66,10 @@ def load(folder: Path | str, model: nn.Module, *, shadow: float = 0.0, graphs: b
     bare = own_copy(model)
     device = device_of(bare)
     graphs = wants_graphs(graphs, device, card.scratch)
-    with ThreadPoolExecutor(1) as aside:
+    with ThreadPoolExecutor(2) as aside:
         reading = aside.submit(_read, folder, record.files)
         if graphs:
+            aside.submit(hash_of_triton())
             importlib.import_module("torch._inductor.compile_fx")
         tensors = reading.result()
     plan = Plan.load(folder / PLAN)

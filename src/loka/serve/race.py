@@ -14,10 +14,10 @@ from loka.core.exceptions import ServeRefused
 from loka.core.records.plan import Plan
 from loka.core.timing import TIE
 from loka.nn.unwrap import device_of
-from loka.serve.build import frozen_sites, frozen_tree, share
+from loka.serve.build import frozen_tree, share
 from loka.serve.graphs import Capturer
 from loka.serve.run import Runner
-from loka.serve.sites import FrozenWeight
+from loka.serve.sites import FrozenWeight, frozen_sites
 
 
 def fastest(

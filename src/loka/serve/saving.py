@@ -15,10 +15,10 @@ from torch import nn
 
 from loka.core.records.plan import Plan
 from loka.core.storage.files import sha256_of_file, write_tensors
-from loka.serve.build import frozen_sites
 from loka.serve.card import Card, Folder
 from loka.serve.rows import leaves
 from loka.serve.run import Runner
+from loka.serve.sites import frozen_sites
 from loka.serve.version import Version
 
 COMPARED = 64  # rows: what clamps and other rare branches do is seen in few of them

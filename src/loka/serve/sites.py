@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
+from torch import nn
 
 from loka.compiler.joint_sites import misfit, unjoined
 from loka.core.exceptions import ServeRefused
@@ -27,7 +28,7 @@ from loka.kernels.quantize.int8_weights import CAST as INT8
 from loka.kernels.quantize.quantizer import quantize_pair
 from loka.kernels.quantize.side import Side
 from loka.nn.fp8_weight import CAST, dequantized
-from loka.nn.site import DTYPES
+from loka.nn.site import DTYPES, site_forwards
 from loka.nn.site_ops import GEMMS, Candidates, site_forward
 
 _ROWS = 16  # of the problem by which a weight's padding is asked; it does not depend on the rows
@@ -54,6 +55,11 @@ class FrozenWeight:
         if self.low.cast == INT8 and misfit(self.sides[1], self.sides[0]) is None:
             return self.low.scale.view(-1), torch.float32
         return None
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """By name, what it holds."""
+        held = {"data": self.low.data, "scale": self.low.scale}
+        return held if self.even is None else held | {"even": self.even}
 
     @property
     def bytes(self) -> int:
@@ -151,7 +157,7 @@ class FrozenSite:
     def __call__(self, x: torch.Tensor, weight: torch.Tensor | None = None) -> torch.Tensor:
         """x [..., K] -> [..., N] in the dtype of x, or autocast's where that is on."""
         rows = as_rows(self.name, x, self.weight.sides[1], self.weight.dtype)
-        if torch.compiler.is_compiling():
+        if _compiling():
             y = _precise(rows, weight) if self.traced_in_hp else self._traced(rows)
         else:
             if observer := observing():
@@ -218,9 +224,14 @@ frozen_gemm = registered("loka::frozen_gemm", _frozen_gemm_shown, _frozen_gemm_f
 
 def _precise(rows: torch.Tensor, weight: torch.Tensor | None) -> torch.Tensor:
     assert weight is not None
-    if torch.compiler.is_compiling():
+    if _compiling():
         return rows @ weight.to(rows.dtype).t()
     return run_gemm(HP, rows, weight, gemm=Gemm.OUTPUT, dtype=rows.dtype)
+
+
+def frozen_sites(tree: nn.Module) -> dict[str, FrozenSite]:
+    sites = [site for forward in site_forwards(tree).values() for site in forward.sites]
+    return {site.name: site for site in sites if isinstance(site, FrozenSite)}
 
 
 class HighPrecisionSite:
@@ -284,6 +295,10 @@ def observing() -> Observer | None:
     return getattr(_HERE, "observer", None)
 
 
+def _compiling() -> bool:
+    return torch.compiler.is_compiling() or getattr(_HERE, "traced", False)
+
+
 def _bucket() -> int | None:
     return getattr(_HERE, "bucket", None)
 
@@ -296,6 +311,16 @@ def answering(bucket: int) -> Iterator[None]:
         yield
     finally:
         _HERE.bucket = None
+
+
+@contextmanager
+def tracing() -> Iterator[None]:
+    """Inside, frozen sites that this thread runs are ops that a compiler traces."""
+    _HERE.traced = True
+    try:
+        yield
+    finally:
+        _HERE.traced = False
 
 
 @contextmanager

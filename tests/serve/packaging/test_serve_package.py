@@ -25,9 +25,9 @@ from served import (
 
 from loka.core.exceptions import MissingLibrary, ServeRefused, WrongResults
 from loka.serve import Server, freeze
-from loka.serve.build import frozen_sites
 from loka.serve.packaging.aot import PackagedSite, _typical, tried, unpackaged
 from loka.serve.rows import leaves
+from loka.serve.sites import frozen_sites
 
 
 def served(candidate=ROW, **options):

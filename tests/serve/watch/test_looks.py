@@ -10,8 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from loka.compiler import notes
 from loka.compiler.notes import watched_by
 from loka.serve import freeze, graphs
-from loka.serve.build import frozen_sites
-from loka.serve.sites import observed_by
+from loka.serve.sites import frozen_sites, observed_by
 from loka.serve.watch.monitor import EVERY, look, octaves_of
 
 __all__ = ["backend"]  # a fixture

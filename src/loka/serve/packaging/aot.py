@@ -33,11 +33,10 @@ from loka.kernels.gemm.aten import aten_gemm
 from loka.kernels.gemm.registry import candidate_named
 from loka.nn.unwrap import named_modules
 from loka.planner.convert import fp8_layers
-from loka.serve.build import frozen_sites
 from loka.serve.card import Card
 from loka.serve.rows import leaves
 from loka.serve.run import Runner
-from loka.serve.sites import FrozenSite, HighPrecisionSite, as_rows
+from loka.serve.sites import FrozenSite, HighPrecisionSite, as_rows, frozen_sites
 from loka.serve.version import Version
 from loka.serve.watch.agreement import disagreements, error_of, finite_in_both
 
