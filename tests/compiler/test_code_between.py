@@ -155,12 +155,13 @@ def test_a_stream_is_given_once_and_all_that_follows_from_it_is_not(name):
     assert len(over_rows) == first_norm
 
 
-@pytest.mark.parametrize("width", [512, 2048])
-def test_readers_scale_products_of_short_sums_to_the_last_bit(width):
-    """Scales are powers of two; a GEMM of long sums has them of its own, and gives what it gives eagerly."""
+@pytest.mark.parametrize(("width", "rows"), [(512, 1040), (2048, 48), (2048, 1040)])
+def test_readers_scale_products_of_short_sums_and_few_rows_to_the_last_bit(width, rows):
+    """Scales are powers of two; a GEMM of long sums and many rows has them of its own, and gives what it gives
+    eagerly."""
     torch.manual_seed(0)
     plain = nn.Sequential(nn.Linear(width, 32, bias=False), nn.SiLU(), nn.Linear(32, 16, bias=False))
-    x = torch.randn(48, width).bfloat16() * torch.exp2(torch.arange(48) - 24)[:, None]
+    x = torch.randn(rows, width).bfloat16() * torch.exp2(torch.arange(rows) % 48 - 24)[:, None]
     plan = plan_for(plain, x)
     eager, joined = (converted(plain, plan) for _ in range(2))
     products = []
@@ -169,11 +170,29 @@ def test_readers_scale_products_of_short_sums_to_the_last_bit(width):
     backend = JointBackend()
     run(torch.compile(joined, backend=backend), x)
     first = next(n for n in backend.graphs[0].nodes if n.target is region_gemm)
-    assert (first.args[1].meta["val"].numel() == 1) == (width == 512)
+    assert (first.args[1].meta["val"].numel() == 1) == (width == 512 or rows == 48)
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
         inner = torch.compile(joined[0], backend=JointBackend())
         twice = torch.compile(lambda z: inner(z) * 2.0, backend=JointBackend())(x)
     assert torch.equal(twice, products[0] * 2.0)
+
+
+def test_what_is_concatenated_has_its_scales_already():
+    """Of many terms: few rows alone are no reason to ask for the scales there."""
+
+    class Tokens(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.last = nn.Linear(2048, 64, bias=False), nn.Linear(96, 16, bias=False)
+
+        def forward(self, x):
+            return self.last(torch.cat([self.first(x), x[:, :32]], dim=1).sigmoid())
+
+    plain, x = Tokens(), torch.randn(48, 2048)
+    joined, backend = converted(plain, plan_for(plain, x)), JointBackend()
+    run(torch.compile(joined, backend=backend), x)
+    first = next(node for node in backend.graphs[0].nodes if node.target is region_gemm)
+    assert first.args[1].meta["val"].numel() == 48
 
 
 class Streams(Between):

@@ -35,6 +35,10 @@ _STAND_IN = 99  # no result of an op has this place
 # Terms of a sum. cuBLASLt on an H200 (docs/log.md, 2026-11-22): without scales of rows a GEMM takes 8 to 35 %
 # less with sums of 256 to 768 terms, 11 % less at 1,024 x 1,024, and up to 13 % more from 1,024 x 2,816 on.
 _SHORT = 1024
+# Rows. On an H100 (2026-11-28) a GEMM with scales of rows takes no less than 8 us, one without 5 to 6 up to 512 rows,
+# and 2 to 13 % less at 1,024; at 2,048 it takes 4 to 12 % more. Code that reads it in a concatenation takes longer,
+# 4 us at 512 x 64 x 160, as it asks for the scales under masks.
+_FEW = 1024
 
 
 def _region_gemm(
@@ -130,10 +134,11 @@ class Gemms:
         `summed`: how many terms its elements are sums of. Code of the compiler's can; who needs the product
         in memory would have it written once more. Float16 has no room for a product without its scales.
         """
-        found, columns = readers(product), value_of(product).shape[1]
+        found, (rows, columns) = readers(product), value_of(product).shape
+        few = isinstance(rows, int) and rows <= _FEW and not any(user.target is aten.cat.default for user in found)
         return (
             bool(found)
-            and (summed < _SHORT or columns <= summed == _SHORT)
+            and (few or summed < _SHORT or columns <= summed == _SHORT)
             and value_of(product).dtype != torch.float16
             and all(
                 user in self._joined or is_pointwise(user) or user.target in (*SUMS, aten.cat.default) for user in found
