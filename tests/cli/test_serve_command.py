@@ -46,6 +46,7 @@ def test_a_folder_is_checked(folder):
     text = loka("serve", "check", "server", *FEW, "--no-mods", cwd=folder)
     assert "600 rows answered, 0 of them with NaN" in text
     assert "alarm:" not in text
+    assert "the alarm looked at 1 requests, and sees no shift before 16: --batch-size 4 gives enough" in text
     assert "emulated:rowwise_e4m3" in text
     assert "other linear layers" in loka("serve", "check", "server", "--model", "dcnv2", cwd=folder, fails=2)
     assert "no such file" in loka("serve", "check", "nowhere", *FEW, "--no-mods", cwd=folder, fails=2)
@@ -62,6 +63,7 @@ def test_rows_that_moved_fail_the_check(folder, monkeypatch):
     few = ("--batch-size", "4")
     text = loka("serve", "check", "server", *FEW, *few, "--no-mods", cwd=folder, fails=1)
     assert "alarm: " in text
+    assert "looked at" not in text
 
 
 def test_the_load_test(folder):
@@ -75,6 +77,11 @@ def test_the_load_test(folder):
 def test_what_cannot_be_frozen(folder):
     command = ("serve", "freeze", *FEW, "--no-mods", "--plan", "plan.json")
     assert "holds no checkpoint" in loka(*command, "--checkpoint", "none", cwd=folder, fails=2)
+    (folder / "lr=0.1.json").write_bytes((folder / "plan.json").read_bytes())
+    at_a_rate = ("serve", "freeze", *FEW, "--no-mods", "--plan", "lr=0.1.json", "--checkpoint", "none")
+    assert "holds no checkpoint" in loka(*at_a_rate, cwd=folder, fails=2)
+    assert "plan.json is a file" in loka(*command, "--checkpoint", "run", "--out", "plan.json", cwd=folder, fails=2)
+    assert "ROWS=FILE" in loka(*command, "--plan", "²=plan.json", "--checkpoint", "none", cwd=folder, fails=2)
     assert Plan.load(folder / "plan.json").decisions
 
 

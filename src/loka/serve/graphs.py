@@ -3,8 +3,8 @@
     freeze    template, a tree of its own -> each bucket's trace -> its program
     version   its tensors into the template, one call, one capture for each bucket
 
-Compiled code takes a tree's tensors as arguments and its objects as constants: another tree would be compiled
-again, and other tensors in the same tree are not. A graph keeps the addresses of its version's tensors, and
+Compiled code takes a tree's tensors as arguments and its objects as constants: a version whose modules keep other
+numbers is compiled anew, one with other weights is not. A graph keeps the addresses of its version's tensors, and
 the version keeps the tensors. Nothing writes to them, so graphs of several versions replay side by side.
 
 Each bucket has a second graph of the same code, which hands the scales of some rows of each FP8 site out to
@@ -14,7 +14,6 @@ the two never run at once and what they give is copied before either runs again.
 
 from __future__ import annotations
 
-import copy
 import itertools
 import threading
 from collections import deque
@@ -35,7 +34,8 @@ from loka.nn.site import install as install_forward
 from loka.nn.site import site_forwards, stand_aside
 from loka.nn.unwrap import named_modules
 from loka.serve.model.private import tried
-from loka.serve.model.programs import Programs
+from loka.serve.model.programs import Programs, like, same_attributes
+from loka.serve.model.traced import without_values
 from loka.serve.rows import Form, leaves, mapped
 from loka.serve.run import Runner
 from loka.serve.sites import FrozenSite, HighPrecisionSite, answering, frozen_sites, observed_by
@@ -191,9 +191,15 @@ class Capturer:
         """`errors`: of the outputs, by which compiled and eager answers are compared."""
         self._run, self._ranges, self._device, self._errors = run, ranges, device, errors
         install()  # what joins sites into regions
-        self._template = like(tree)
+        scripted = [path for path, module in named_modules(tree) if isinstance(module, torch.jit.ScriptModule)]
+        if scripted:
+            raise ServeRefused(
+                "scripted modules hold their tensors apart from Python, where graphs put those of each version",
+                why=scripted[:5],
+                way_out="graphs=False, or the modules as they were before torch.jit.script",
+            )
         self._buckets = tuple(buckets)
-        self._programs = Programs(self._template, run)
+        self._template, self._programs = self._made_for(tree)
         self._times: dict[int, float] = {}  # of replays; new weights take no other
 
     def capture(self, tree: nn.Module) -> Replays:
@@ -217,21 +223,37 @@ class Capturer:
         return {rows: graph.microseconds for rows, graph in graphs.items()}
 
     def _answers(self, tree: nn.Module, stream: torch.cuda.Stream | None) -> dict[int, Graph]:
+        if not same_attributes(self._template, tree):  # what hooks of a state dict set, or forward keeps of weights
+            self._template, self._programs = self._made_for(tree)
         _bind(self._template, tree)
         answers: dict[int, Graph] = {}
         known = bool(self._times)
         for rows in self._buckets:
             _plan_for(self._template, rows)
-            inputs, eager = self._run.form.check_rows(self._device, rows), None
+            graph, made = self._graph(self._run.form.check_rows(self._device, rows), stream)
+            _check(graph, made, self._errors)
             if not (known and answers):
-                with answering(rows):  # before it is traced: what functions keep for later calls then has values
-                    eager = self._run(tree, inputs)
-            graph, made = self._graph(inputs, stream)
-            for expected in (made, eager):
-                if expected is not None:
-                    _check(graph, expected, self._errors)
+                _check(graph, self._eager(tree, graph), self._errors)
             answers[rows] = graph
         return answers
+
+    def _made_for(self, tree: nn.Module) -> tuple[nn.Module, Programs]:
+        template = like(tree)
+        return template, Programs(template, self._run)
+
+    def _eager(self, tree: nn.Module, graph: Graph) -> Any:
+        def answered() -> Any:
+            answer = self._run(tree, graph.inputs)
+            if any(map(without_values, leaves(answer))):
+                raise TypeError("it kept a tensor of the trace, which has no values, for later calls")
+            return answer
+
+        with answering(graph.rows):
+            return tried(
+                answered,
+                "this model does not answer once it was traced",
+                "a cache or a global keeps tensors for later calls: hold them in buffers; or graphs=False in a new process",
+            )
 
     def apart(self) -> dict[str, str]:
         """Why FP8 sites run by themselves in the compiled code, by name; regions have the others."""
@@ -346,15 +368,6 @@ def _check(graph: Graph, expected: Any, errors: Sequence[AnswerError] | None) ->
             why=why,
             way_out="freeze with graphs=False, and report it",
         )
-
-
-def like(tree: nn.Module) -> nn.Module:
-    """Another tree of modules and sites with the same tensors."""
-    sites = [site for forward in site_forwards(tree).values() for site in forward.sites]
-    shared: list[Any] = [*tree.parameters(), *tree.buffers()]
-    for site in sites:
-        shared += [value for value in vars(site).values() if not isinstance(value, str)]
-    return copy.deepcopy(tree, {id(value): value for value in shared})
 
 
 def _plan_for(template: nn.Module, bucket: int) -> None:

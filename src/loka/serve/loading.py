@@ -41,6 +41,7 @@ _LOG = logging.getLogger("loka.serve")
 _AGAIN = "freeze the model and save it again"
 
 
+@torch.inference_mode(False)
 @torch.no_grad()
 @few_collections()
 def load(folder: Path | str, model: nn.Module, *, shadow: float = 0.0, graphs: bool | None = None) -> Server:

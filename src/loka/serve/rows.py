@@ -226,10 +226,11 @@ def _named(request: Request) -> dict[str, torch.Tensor]:
 
 
 def pad(tensors: Sequence[torch.Tensor], rows: int, form: Form) -> list[torch.Tensor]:
-    """Each tensor [B, ...] as [rows, ...]: the last row repeated, of B = 0 the form's own first row."""
+    """Each tensor [B, ...] as [rows, ...]: the last row repeated, of B = 0 the form's own first row. Copies, as a model
+    may write to its inputs."""
     count = tensors[0].shape[0]
     if count == rows:
-        return list(tensors)
+        return [tensor.clone() for tensor in tensors]
     last = form.check_rows(tensors[0].device) if count == 0 else tensors
     place = 0 if count == 0 else count - 1
     return [

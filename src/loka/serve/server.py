@@ -29,8 +29,9 @@ from loka.core.timing import first_line
 from loka.serve.build import frozen_tree, load_precise, record_weights, share
 from loka.serve.by_rows import buckets_by_site
 from loka.serve.card import Card
-from loka.serve.graphs import Capturer, Replays, like
+from loka.serve.graphs import Capturer, Replays
 from loka.serve.model.absent import for_compilers
+from loka.serve.model.programs import like
 from loka.serve.packaging.aot import Packaged, package_version
 from loka.serve.packaging.triton_folder import PACKAGE, Batching, add_version, config_of
 from loka.serve.rows import Request, joined, leaves, mapped, pad
@@ -221,6 +222,7 @@ class Server:
         """Of the first n requests n times the share, rounded up: 7 of 10 for 0.7."""
         return math.ceil((number + 1) * self._shadow) > math.ceil(number * self._shadow)
 
+    @torch.inference_mode(False)
     @torch.no_grad()
     def refresh(self, state: Mapping[str, torch.Tensor], *, keep: str | Sequence[str] = ()) -> int:
         """Serves new weights from the next request on; returns the number of their version.

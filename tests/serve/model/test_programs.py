@@ -114,6 +114,71 @@ def test_autocast_is_in_the_graph_once(graphs):
         assert torch.equal(found, wanted)
 
 
+class Warm(nn.Module):
+    """Divides by its temperature."""
+
+    def __init__(self, way):
+        super().__init__()
+        self.way, self.temperature = way, nn.Parameter(torch.tensor([2.0]))
+
+    def forward(self, x):
+        if self.way == "number":
+            return x / float(self.temperature)
+        if self.way == "parameter":
+            return x / nn.Parameter(self.temperature, requires_grad=False)
+        return x / (self.temperature if type(x) is torch.Tensor else 3.0)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(("way", "compiled_by"), [("number", "dynamo"), ("parameter", "trace"), ("type", "dynamo")])
+def test_no_weight_is_a_constant_and_code_that_sees_the_trace_is_not_traced(graphs, way, compiled_by):
+    model = Warm(way)
+    program = programs(model)
+    assert torch.equal(*answers(program, model))
+    model.temperature.copy_(20.0)
+    assert torch.equal(*answers(program, model))
+    assert (graphs == ["dynamo"]) == (compiled_by == "dynamo")
+
+
+@torch.no_grad()
+def test_what_modules_keep_for_later_calls_has_values(graphs):
+    class Masked(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.masks = {}
+
+        def forward(self, x):
+            if len(x) not in self.masks:
+                self.masks[len(x)] = torch.ones(len(x), 1)
+            return x * self.masks[len(x)]
+
+    model = Masked()
+    program = programs(model)
+    for _ in range(2):
+        assert torch.equal(*answers(program, model))
+    assert type(model.masks[6]) is torch.Tensor
+    assert len(graphs) == 1
+
+
+@torch.no_grad()
+def test_a_callers_autocast_changes_nothing(graphs):
+    model = nn.LSTM(8, 8, batch_first=True)
+    program = programs(model, rows=ROWS[:, None])
+    with torch.autocast("cpu", torch.bfloat16):
+        found = program.call([ROWS[:, None]])()[0]
+    assert found.dtype == torch.float32
+    assert torch.equal(found, model(ROWS[:, None])[0])
+
+
+@torch.no_grad()
+def test_a_weight_that_forward_renews_is_one_argument(graphs):
+    model = nn.Embedding(16, 8, max_norm=0.5)
+    ids = torch.arange(6)
+    program = programs(model, rows=ids)
+    assert torch.equal(*answers(program, model, ids))
+    assert len(graphs[0].graph.find_nodes(op="placeholder")) == 2
+
+
 class Written(nn.Module):
     def forward(self, x):
         return x * float(x[0, 0].numpy())
@@ -129,9 +194,8 @@ class Nested(nn.Module):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("kind", [Written, Nested])
-def test_what_needs_values_is_compiled_by_dynamo(graphs, kind, caplog):
-    model = kind()
+def test_what_needs_values_is_compiled_by_dynamo(graphs, caplog):
+    model = Written()
     program = programs(model)
     with caplog.at_level(logging.INFO, "loka.serve"):
         for count in (6, 3):

@@ -20,6 +20,7 @@ from loka.data.batch import Source
 from loka.serve import Server, load
 from loka.serve import freeze as freeze_model
 from loka.serve.load_test import load_test
+from loka.serve.watch.monitor import EVERY, WINDOW
 from loka.train.steps.forward import arguments
 
 serve_app = typer.Typer(no_args_is_help=True, help="Serve a model by a plan, with FP8 weights kept.")
@@ -59,13 +60,15 @@ def freeze(
     ] = False,
 ) -> None:
     """Quantize the weights of a checkpoint once, calibrate on held-out rows, and write a folder."""
-    opening = _opening(data, schema, rows, seed)
+    if out.is_file():
+        raise LokaError(f"--out {out} is a file", way_out="name a folder")
+    plans, opening = _plans(plan), _opening(data, schema, rows, seed)
     opened, built = _model(model, opening, seed, device, with_mods)
     if trained_on_others(restore(checkpoint, built), opened, opening):
         say(OTHER_ROWS)
     server = freeze_model(
         built,
-        _plans(plan),
+        plans,
         calibration=list(_requests(opened.test, 512, calibration_rows)),
         name=f"held-out rows of {opened.description}",
         autocast=torch.bfloat16 if autocast else None,
@@ -97,14 +100,22 @@ def check(
     """
     opened, server = _server(folder, model, data, schema, rows, seed, device, with_mods)
     say(server)
-    bad = count = 0
+    bad = count = answered = 0
     for request in _requests(opened.test, batch_size, opened.test.rows):
         answer = server(request)
         bad += answer.nonfinite_rows
         count += request[0].shape[0]
+        answered += 1
     say(f"{count} rows answered, {bad} of them with NaN or infinity")
     for alarm in server.alarms():
         say(f"alarm: {alarm}")
+    if (looks := -(-answered // EVERY)) < WINDOW:
+        way_out = (
+            f"--batch-size {max(1, count // (EVERY * WINDOW))} gives enough"
+            if count >= EVERY * WINDOW
+            else "give more rows"
+        )
+        say(f"the alarm looked at {looks} requests, and sees no shift before {WINDOW}: {way_out}")
     raise typer.Exit(1 if bad or server.alarms() else 0)
 
 
@@ -179,18 +190,22 @@ def package(
 
 
 def _plans(given: list[str]) -> Plan | dict[int, Plan]:
-    if len(given) == 1 and "=" not in given[0]:
+    if len(given) == 1 and not _is_count(given[0].partition("=")[0]):
         return Plan.load(Path(given[0]))
     plans: dict[int, Plan] = {}
     for text in given:
         rows, _, file = text.partition("=")
-        if not (rows.isdigit() and int(rows) and file) or int(rows) in plans:
+        if not (_is_count(rows) and int(rows) and file) or int(rows) in plans:
             raise LokaError(
                 f"--plan {text} beside {len(given) - 1} others",
                 way_out="one file, or ROWS=FILE for each: --plan 128=few.json --plan 4096=many.json",
             )
         plans[int(rows)] = Plan.load(Path(file))
     return plans
+
+
+def _is_count(text: str) -> bool:
+    return text.isascii() and text.isdigit()
 
 
 def _opening(data: Path | None, schema: Path | None, rows: int | None, seed: int) -> Callable[..., Data]:

@@ -19,12 +19,13 @@ def alike(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def check_sizes(
-    tree: nn.Module, run: Runner, form: Form, batch: Sequence[torch.Tensor], buckets: Sequence[int]
+    tree: nn.Module, precise: nn.Module, run: Runner, form: Form, batch: Sequence[torch.Tensor], buckets: Sequence[int]
 ) -> None:
     """Raises ServeRefused where a bucket's outputs lack its rows, as of a `squeeze()` that takes a batch of one
-    off: a request's rows are cut out of them."""
+    off: a request's rows are cut out of them. And where the fewest rows that are padded to it, in high precision, have
+    other answers by themselves."""
     several = [list(leaf.shape) for leaf in leaves(run(tree, pad([t[:2] for t in batch], 3, form)))]
-    for rows in buckets:
+    for least, rows in zip([1, *(rows + 1 for rows in buckets)], buckets, strict=False):
         with answering(rows):
             answer = run(tree, pad([tensor[:rows] for tensor in batch], rows, form))
         for leaf, (_, *sides) in zip(leaves(answer), several, strict=True):
@@ -33,6 +34,16 @@ def check_sizes(
                     f"an output {list(leaf.shape)} for {rows} rows, where 3 give {[3, *sides]}",
                     why=["a request is padded, and its rows are cut out of each output"],
                     way_out=f"keep the side of rows, as squeeze(-1) does, or freeze without {rows} in buckets",
+                )
+
+        few = pad([tensor[:least] for tensor in batch], least, form)
+        for alone, padded in zip(leaves(run(precise, few)), leaves(run(precise, pad(few, rows, form))), strict=True):
+            numbers = alone.is_floating_point() and bool(alone.isfinite().all())
+            if numbers and not sqnr_db(padded[:least], alone) >= LEAST_DB:
+                raise ServeRefused(
+                    f"this model answers {least} rows by other numbers among {rows}",
+                    why=["a request is padded to the next bucket, and forward asks how many rows there are"],
+                    way_out="let its answers not depend on that, or have a bucket for each number of rows",
                 )
 
 

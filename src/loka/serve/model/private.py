@@ -66,9 +66,12 @@ def tried(call: Callable[[], Any], what: str, way_out: str) -> Any:
 def written_attributes(module: nn.Module, call: Callable[[], Any]) -> list[str]:
     """Attributes and buffers that a call writes to, such as `tower.cache`: the next call finds them."""
 
+    def version(value: Any) -> int:
+        return value._version if isinstance(value, torch.Tensor) and not value.is_inference() else 0
+
     def now() -> dict[str, tuple[int, int]]:
         return {
-            f"{path}.{name}" if path else name: (id(value), value._version if isinstance(value, torch.Tensor) else 0)
+            f"{path}.{name}" if path else name: (id(value), version(value))
             for path, part in named_modules(module)
             for held in (part.__dict__, part._buffers)
             for name, value in held.items()

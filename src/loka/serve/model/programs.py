@@ -1,22 +1,31 @@
 """The compiled calls of a frozen model, by what they are called with; versions of the weights share them."""
 
+import copy
 import functools
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
 
 from loka.core.compiling import compiled_call
 from loka.core.exceptions import LokaError
 from loka.core.timing import first_line
+from loka.nn.site import site_forwards
+from loka.nn.site_ops import site_forward
 from loka.nn.unwrap import named_modules
 from loka.serve.model.traced import Traced, likeness, traced
+from loka.serve.rows import leaves
 from loka.serve.run import Runner
-from loka.serve.sites import frozen_sites, tracing
+from loka.serve.sites import answering, frozen_sites, tracing
 
 _LOG = logging.getLogger("loka.serve")
+_APART = ("_parameters", "_buffers", "_modules")
+_NUMBERS = (int, float, complex, str, bytes, torch.dtype, torch.device)
 
 
 class Programs:
@@ -32,11 +41,11 @@ class Programs:
 
         Where the model's code needs tensors with values, Dynamo compiles what lies between.
         """
-        held, rows = _held(self._tree), inputs[0].shape[0]
+        held, rows = held_by(self._tree), inputs[0].shape[0]
         program = self._traced.get(rows)
         if self._by_dynamo is None and (program is None or program.likeness != likeness(held)):
             try:
-                program = traced(functools.partial(self._run, self._tree), inputs, held, tracing())
+                program = self._trace(inputs, held)
             except LokaError:
                 raise
             except Exception as error:  # of any kind: it is the model's code that runs
@@ -49,15 +58,70 @@ class Programs:
         assert program is not None
         return functools.partial(program, inputs, held)
 
+    def _trace(self, inputs: Sequence[torch.Tensor], held: Mapping[str, torch.Tensor]) -> Traced:
+        """Of a tree of its own, which keeps what its modules note. It answers first with values, so that what functions
+        and modules make once for all calls is made of these."""
+        with _Sharing():
+            tree = like(self._tree)
+        with answering(inputs[0].shape[0]):
+            expected = leaves(self._run(tree, [each.clone() for each in inputs]))
+        sites = frozen_sites(self._tree)
 
-def _held(tree: nn.Module) -> dict[str, torch.Tensor]:
-    """By name, the tensors that versions differ in, and those that sites note in."""
+        def call(rows: Sequence[torch.Tensor], tensors: Mapping[str, torch.Tensor]) -> Any:
+            _put(tree, tensors)
+            return self._run(tree, rows)
+
+        def multiplied(rows: torch.Tensor, weight: object, health: object, name: str, *_: object) -> Any:
+            return (sites[name].multiply(rows), *[None] * (len(site_forward._schema.returns) - 1))
+
+        ops = {site_forward: multiplied}
+        return traced(call, inputs, held, expected=expected, ops=ops, tracing=tracing())
+
+
+class _Sharing(TorchFunctionMode):
+    """A copy has the same tensors."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return args[0] if func is torch.Tensor.__deepcopy__ else func(*args, **(kwargs or {}))
+
+
+def like(tree: nn.Module) -> nn.Module:
+    """Another tree of modules and sites with the same tensors."""
+    sites = [site for forward in site_forwards(tree).values() for site in forward.sites]
+    shared: list[Any] = [*tree.parameters(), *tree.buffers()]
+    for site in sites:
+        shared += [value for value in vars(site).values() if not isinstance(value, str)]
+    return copy.deepcopy(tree, {id(value): value for value in shared})
+
+
+def same_attributes(one: nn.Module, other: nn.Module) -> bool:
+    """Whether modules keep the same numbers and tensors besides parameters and buffers, in attributes and in what these
+    hold."""
+    modules = zip(named_modules(one), named_modules(other), strict=True)
+    return all(_same(*(_attributes(each) for _, each in pair)) for pair in modules)
+
+
+def _attributes(module: nn.Module) -> list[Any]:
+    return tree_leaves({name: value for name, value in vars(module).items() if name not in _APART})
+
+
+def _same(ones: list[Any], others: list[Any]) -> bool:
+    def same(one: Any, other: Any) -> bool:
+        if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
+            return one is other or (one.dtype == other.dtype and one.shape == other.shape and torch.equal(one, other))
+        return type(one) is type(other) and (not isinstance(one, _NUMBERS) or one == other or one != one)
+
+    return len(ones) == len(others) and all(map(same, ones, others))
+
+
+def held_by(tree: nn.Module) -> dict[str, torch.Tensor]:
+    """By name, the tensors that versions differ in, and those that sites note in; without those that are nowhere."""
     held = {
         f"{kind} {path}.{name}": tensor
         for path, module in named_modules(tree)
         for kind, own in (("parameter", module._parameters), ("buffer", module._buffers))
         for name, tensor in own.items()
-        if tensor is not None
+        if tensor is not None and not tensor.is_meta
     }
     for name, site in frozen_sites(tree).items():
         held |= {f"{part} of {name}": tensor for part, tensor in site.weight.tensors().items()}
@@ -65,3 +129,16 @@ def _held(tree: nn.Module) -> dict[str, torch.Tensor]:
         if site.input_scale is not None:
             held[f"input scale of {name}"] = site.input_scale
     return held
+
+
+def _put(tree: nn.Module, tensors: Mapping[str, torch.Tensor]) -> None:
+    """In the places of those that `held_by` names."""
+    for path, module in named_modules(tree):
+        kinds: list[tuple[str, Any]] = [("parameter", module._parameters), ("buffer", module._buffers)]
+        for kind, own in kinds:
+            own.update({name: tensors.get(f"{kind} {path}.{name}", tensor) for name, tensor in own.items()})
+    for name, site in frozen_sites(tree).items():
+        weight, parts = site.weight, {part: tensors[f"{part} of {name}"] for part in site.weight.tensors()}
+        low = replace(weight.low, data=parts["data"], scale=parts["scale"])
+        site.weight, site.health = replace(weight, low=low, even=parts.get("even")), tensors[f"health of {name}"]
+        site.input_scale = tensors.get(f"input scale of {name}")

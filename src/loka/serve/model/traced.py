@@ -1,7 +1,9 @@
 """A model's call as one graph: its Python runs once over tensors without values, and Inductor compiles what it does.
 
 Dynamo reads the same call's bytecode and guards all that it saw, which takes four to seven times as long (docs/log.md);
-a CUDA graph of the call holds on to all that without asking. The tensors of the model are read anew at each call.
+a CUDA graph of the call holds on to all that without asking. What the graph must not hold on to are the tensors that
+versions differ in: they are its arguments, so that code that asks one of them for a number fails. And before it is
+compiled the graph answers the same rows, op by op, with the bits of the model's own call.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -10,29 +12,37 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.fx import GraphModule, Node
+from torch.fx import GraphModule, Interpreter, Node
 
 from loka.core.compiling import mend_compilers
 from loka.serve.rows import leaves, mapped
 
-Call = Callable[[Sequence[torch.Tensor]], Any]
-"""Of the rows' tensors."""
+Call = Callable[[Sequence[torch.Tensor], Mapping[str, torch.Tensor]], Any]
+"""Of the rows' tensors, and of those that the model holds, by name."""
+Ops = Mapping[Any, Callable[..., Any]]
 
 
 @dataclass(frozen=True)
 class Traced:
-    """`program` of the rows' tensors and then of `constants`: where each is held, or, held nowhere, the tensor."""
+    """`program` of the rows' tensors and then of `constants`: by which name each is held, or, held nowhere, itself."""
 
     program: Callable[..., Sequence[torch.Tensor]]
-    constants: tuple[tuple[str, ...] | torch.Tensor, ...]
+    constants: tuple[str | torch.Tensor, ...]
     output: Any
     likeness: tuple[object, ...]
 
     def __call__(self, rows: Sequence[torch.Tensor], held: Mapping[str, torch.Tensor]) -> Any:
         """What the call returns for `rows` with the tensors of `held`, which are like those that it was traced with."""
-        constants = [each if isinstance(each, torch.Tensor) else held[each[0]] for each in self.constants]
-        made = iter(self.program(*rows, *constants))
+        constants = [held[each] if isinstance(each, str) else each for each in self.constants]
+        with torch.autocast(rows[0].device.type, enabled=False):  # its casts are in the graph
+            made = iter(self.program(*rows, *constants))
         return mapped(self.output, lambda _: next(made))
+
+
+def without_values(tensor: torch.Tensor) -> bool:
+    from torch._subclasses import FakeTensor
+
+    return isinstance(tensor, FakeTensor)
 
 
 def likeness(held: Mapping[str, torch.Tensor]) -> tuple[object, ...]:
@@ -46,44 +56,71 @@ def likeness(held: Mapping[str, torch.Tensor]) -> tuple[object, ...]:
 
 @torch.no_grad()
 def traced(
-    call: Call, rows: Sequence[torch.Tensor], held: Mapping[str, torch.Tensor], tracing: AbstractContextManager[Any]
+    call: Call,
+    rows: Sequence[torch.Tensor],
+    held: Mapping[str, torch.Tensor],
+    *,
+    expected: Sequence[torch.Tensor],
+    ops: Ops,
+    tracing: AbstractContextManager[Any],
 ) -> Traced:
-    """The call compiled for rows of these shapes. `tracing` is entered while its Python runs.
+    """The call compiled for rows of these shapes.
 
-    Raises what the call raises for tensors that have no values: it asks for some, or hands one to what is no op.
+    Args:
+        expected: what the model answers `rows`, output by output.
+        ops: what runs in the place of ops of the graph, where that is to answer the same.
+        tracing: entered while the model's Python runs.
+
+    Raises what the call raises for tensors that have no values: it asks for some, or hands one to what is no op. And
+    ValueError for a graph that answers otherwise.
     """
-    from torch._inductor.compile_fx import compile_fx
     from torch._subclasses import FakeTensorMode
+    from torch.fx import _symbolic_trace
     from torch.fx.experimental.proxy_tensor import make_fx
-    from torch.fx.experimental.symbolic_shapes import ShapeEnv  # caches ask for one
+    from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
     mend_compilers()
-    fake = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv(), static_shapes=True)
+    without_values = ShapeEnv(allow_scalar_outputs=False, allow_dynamic_output_shape_ops=False)
+    fake = FakeTensorMode(allow_non_fake_inputs=True, shape_env=without_values, static_shapes=True)
+    named: dict[int, str] = {}
+    one = {name: each for name, each in held.items() if named.setdefault(id(each), name) == name}
+    places = list(one).index
     outputs = []
 
     def flat(*tensors: torch.Tensor) -> list[torch.Tensor]:
-        outputs.append(call(tensors))
+        _symbolic_trace._is_fx_tracing_flag = False  # of the process: compiled functions of other threads would raise
+        own = tensors[len(rows) :]
+        outputs.append(call(tensors[: len(rows)], {name: own[places(named[id(each)])] for name, each in held.items()}))
         return leaves(outputs[-1])
 
-    given = [fake.from_tensor(each) for each in rows]
+    given = [fake.from_tensor(each) for each in (*rows, *one.values())]
     with fake, tracing:
         module = make_fx(flat, _disable_torch_fn_metadata_mode=True)(*given)
-    constants = _lifted(module)
-    with torch.autocast(rows[0].device.type, enabled=False):  # its casts are in the graph
-        program: Any = compile_fx(module, [*given, *map(fake.from_tensor, constants)])
-    places: dict[int, tuple[str, ...]] = {}
-    for name, each in held.items():
-        places[id(each)] = (*places.get(id(each), ()), name)
+    read = _without_unread(module, len(rows), list(one))
+    constants = [one[name] for name in read] + (own := _lifted(module))
+    _check(module, [*rows, *constants], expected, ops)
+    program = _compiled(module, [*rows, *constants])
     return Traced(
         program=program,
-        constants=tuple(places.get(id(each), each) for each in constants),
+        constants=(*read, *own),
         output=mapped(outputs[-1], lambda leaf: torch.empty(0)),
         likeness=likeness(held),
     )
 
 
+def _without_unread(module: GraphModule, rows: int, names: Sequence[str]) -> list[str]:
+    """Takes arguments behind the first `rows` that nothing reads out of the graph; names of those that stay."""
+    kept = []
+    for name, node in zip(names, module.graph.find_nodes(op="placeholder")[rows:], strict=True):
+        if node.users:
+            kept.append(name)
+        else:
+            module.graph.erase_node(node)
+    return kept
+
+
 def _lifted(module: GraphModule) -> list[torch.Tensor]:
-    """Makes arguments, behind the others, of the tensors that a graph holds; returns them in their order.
+    """Makes arguments, behind the others, of the tensors that the graph holds itself; returns them in their order.
 
     Numbers of the host, as `torch.tensor(2.0)` makes them, stay in the graph."""
     graph = module.graph
@@ -95,10 +132,46 @@ def _lifted(module: GraphModule) -> list[torch.Tensor]:
             continue
         if id(value) not in found:
             with graph.inserting_after(last):
-                last = graph.placeholder(f"held_{len(found)}")
+                last = graph.placeholder(f"constant_{len(found)}")
             last.meta.update(node.meta)
             found[id(value)] = value, last
         node.replace_all_uses_with(found[id(value)][1])
         graph.erase_node(node)
     module.recompile()
     return [value for value, _ in found.values()]
+
+
+class _OpByOp(Interpreter):
+    def __init__(self, module: GraphModule, ops: Ops) -> None:
+        super().__init__(module)
+        self._ops = ops
+
+    def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
+        return self._ops.get(target, target)(*args, **kwargs)
+
+
+def _check(module: GraphModule, given: list[torch.Tensor], expected: Sequence[torch.Tensor], ops: Ops) -> None:
+    rows = [each.clone() for each in given]  # nothing is written to that somebody holds
+    with torch.autocast(given[0].device.type, enabled=False):
+        made = _OpByOp(module, ops).run(*rows)
+    alike = [
+        a.dtype == b.dtype and a.shape == b.shape and torch.equal(_bits(a), _bits(b))
+        for a, b in zip(made, expected, strict=True)
+    ]
+    if not all(alike):
+        raise ValueError(f"of its outputs {alike.count(False)} are others without values")
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.contiguous().view(-1).view(torch.uint8)
+
+
+def _compiled(module: GraphModule, given: Sequence[torch.Tensor]) -> Any:
+    """For these very shapes. Caches ask for a ShapeEnv."""
+    from torch._inductor.compile_fx import compile_fx
+    from torch._subclasses import FakeTensorMode
+    from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+    fake = FakeTensorMode(shape_env=ShapeEnv(), static_shapes=True)
+    with torch.autocast(given[0].device.type, enabled=False):
+        return compile_fx(module, [fake.from_tensor(each) for each in given])
