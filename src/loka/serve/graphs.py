@@ -252,7 +252,7 @@ class Capturer:
             return tried(
                 answered,
                 "this model does not answer once it was traced",
-                "a cache or a global keeps tensors for later calls: hold them in buffers; or graphs=False in a new process",
+                "a cache or a global keeps tensors: hold them in buffers, or take graphs=False in a new process",
             )
 
     def apart(self) -> dict[str, str]:
