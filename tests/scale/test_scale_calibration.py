@@ -1,3 +1,5 @@
+import itertools
+import math
 import random
 from dataclasses import replace
 from unittest import mock
@@ -95,6 +97,75 @@ def test_a_protocol_that_changes_with_the_size_is_told_as_it_was_measured():
         least, most = (wire_us(Wire(one.op, one.size), 2, found, e) for e in ends)
         assert least <= one.us.low * (1 + 1e-9)
         assert most >= one.us.high * (1 - 1e-9)
+
+
+NODE, PAIR = [(1, 2), (1, 4), (1, 8), (2, 8)], [(1, 2), (2, 2)]
+
+
+def pairs(inside, between):
+    return network(inside=(2, inside), between=(5, between), per_node=2, launch=9)
+
+
+def fitted_over(groups, net, noise):
+    drawn, halves = random.Random(0), []
+    for sizes in (SIZES[::2], SIZES[1::2]):
+        halves.append([])
+        for (nodes, inner), op, size in itertools.product(groups, OPS, sizes):
+            us = wire_us(Wire(op, size), nodes * inner, net) * drawn.lognormvariate(0, noise)
+            halves[-1].append(Sample(op=op, size=size, nodes=nodes, inner=inner, us=Estimate(us, us, us)))
+    return fitted_network(network(per_node=net.gpus_per_node), *halves)
+
+
+def check_ends(found, net, groups, rel):
+    """That times on more nodes lie between the ends, and within `rel` of what `found` says."""
+    fast, slow = ({n: e["bandwidth" in n] for n in found.quantities} for e in (("low", "high"), ("high", "low")))
+    for nodes, op in itertools.product((1, 2, 4, 16, 64), OPS):
+        wire, ranks = Wire(op, 1 << 30), nodes * groups[-1][0] * net.gpus_per_node
+        low, us, high = (wire_us(wire, ranks, n, ends) for n, ends in ((found, fast), (net, {}), (found, slow)))
+        assert low * (1 - 1e-9) <= us <= high * (1 + 1e-9), (op, ranks)
+        assert wire_us(wire, ranks, found) == pytest.approx(us, rel=rel), (op, ranks)
+
+
+@pytest.mark.parametrize("noise", [0.0, 0.05])
+@pytest.mark.parametrize(
+    ("groups", "net", "least"),
+    [
+        (NODE, Network.load(EXAMPLE), 340 / 15),  # a ring sends 15/16 at 340 GB/s inside, 1/16 at 44 between
+        (PAIR, pairs(200, 80), 200 / 3),  # 3/4 at 200, 1/4 at 80
+        (PAIR, pairs(200, 20), 20),  # 1/4 at 20 takes longer
+    ],
+)
+def test_collectives_that_the_link_inside_holds_up_do_not_fix_the_one_between(groups, net, least, noise):
+    found, is_so = fitted_over(groups, net, noise), net.between.bandwidth_gbps.value
+    bandwidth = found.between.bandwidth_gbps
+    assert bandwidth.value == pytest.approx(is_so, rel=2 * noise or 1e-6)
+    assert bandwidth.low == pytest.approx(least, rel=3 * noise or 1e-6)
+    assert ("holds up all_gather, reduce_scatter, all_reduce, which" in str(bandwidth)) == (least < is_so)
+    check_ends(found, net, groups, rel=3 * noise or 0.01)
+
+
+def test_sizes_that_the_link_inside_holds_up_do_not_fix_the_one_between():
+    """Of a protocol that is slow inside a node: 20 GB/s up to 4 MB, which then takes as long as 71 MB at 340."""
+    net = Network.load(EXAMPLE)
+    slow = tuple((float(size), max(min(size, 4 << 20) / 20e3, size / 340e3)) for size in SIZES)
+    inside = {op: Own(latency=1.0, bandwidth=1.0, carried=slow) for op in OPS}
+    found = fitted_over(NODE, replace(net, inside=replace(net.inside, own=inside)), 0.0).between
+    assert found.bandwidth_gbps.value == pytest.approx(44, rel=0.01)
+    points = dict(found.own["all_to_all"].carried)
+    for moved in (2 << 20, 8 << 20):  # of 4 MB 7/16 inside: 92 us there, 48 between
+        assert points[moved] == pytest.approx(moved / 44e3, rel=0.01)
+
+
+def test_where_the_link_inside_holds_up_all_the_one_between_has_no_upper_end():
+    """All-to-all too: a quarter at 20 GB/s inside, a half at 450 between, and not even at 40."""
+    net = pairs(20, 450)
+    for noise in (0.0, 0.05):
+        found = fitted_over(PAIR, net, noise)
+        bandwidth = found.between.bandwidth_gbps
+        assert bandwidth.value == pytest.approx(40, rel=2 * noise or 1e-6)
+        assert bandwidth.high >= 1000 * bandwidth.value
+        assert "assumed: at least; the link inside holds up every collective, so high is open" in str(bandwidth)
+        check_ends(found, net, PAIR, rel=math.inf)
 
 
 def test_the_line_has_the_least_relative_error():

@@ -91,8 +91,9 @@ class Link:
 @record(row=True)
 @dataclass(frozen=True, kw_only=True)
 class Fitted:
-    """A collective on `ranks` GPUs: what it takes besides bytes, GB/s of a GPU's link, and the largest
-    relative `error` of what is told of a size held out, which is `at` bytes."""
+    """A collective on `ranks` GPUs: what it takes besides bytes, GB/s that a GPU's link reached (no more than the least
+    of it, where the link inside holds the collective up), and the largest relative `error` of what is told of a size
+    held out, which is `at` bytes."""
 
     op: str
     ranks: int

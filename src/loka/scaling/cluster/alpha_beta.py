@@ -7,10 +7,13 @@ would leave `fixed` to the noise of the largest. `fixed` is a launch and hops, w
 (collectives.py). Groups of several sizes tell the two apart; of one size, the split is NCCL's own tuner's.
 What is beyond `fixed` is no line: NCCL changes its protocol with the size. Of the largest group it is kept as it was
 measured, size by size (`Own.carried`). At the ends of intervals every time that was measured lies between.
+
+Between nodes, a collective takes as long as the slower of two links (collectives.py). Where its time is what the link
+inside explains, as a ring's on few nodes of many GPUs, it says only what the other link reaches at least.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean
 from typing import Literal
@@ -18,11 +21,13 @@ from typing import Literal
 from loka.core.error import Estimate
 from loka.core.exceptions import LokaError
 from loka.core.records.network import Fitted, Link, Network, Op, Own, Quantity
-from loka.scaling.cluster.collectives import Wire, latency, volumes, wire_us
+from loka.scaling.cluster.collectives import Wire, carried_us, latency, volumes, wire_us
 
 _SPLITS = (Estimate(1.9 / 8.4, 0.6 / 14.0, 3.4 / 6.6), Estimate(4.0 / 8.4, 2.7 / 14.0, 14.0 / 6.6))
 """A hop over a launch, inside a node and between nodes, in src/graph/tuning.cc of NCCL (hwLat, baseLat): of
 Simple, then the ends of LL, LL128 and Simple."""
+_BEYOND = 1.15  # times what the link inside explains: of sizes to 1 GB with 5 % noise, no slope of 1050 was as far off
+_OPEN = 1000.0  # times the lower end; a file has no open intervals
 _LEAST = 0.01  # us; less cannot be seen, and numbers of a network are above 0
 
 
@@ -102,34 +107,77 @@ def _fitted(network: Network, samples: Sequence[Sample], held_out: Sequence[Samp
         how, split = "launch and hops together, split as NCCL's own tuner has them; ", _SPLITS[outer]
         launch = _middle([one / (1 + n * split.value) for one, n in zip(fixed, hops, strict=True)])
         alpha = launch * split.value
-    bandwidth = _middle([line.gbps for line in whole])
+    reached = {line: _reached(line, samples, network.inside if known else None) for line in whole}
+    bandwidth = _bandwidth(reached, where)
     own: dict[str, Own] = {}
-    for line in whole:
+    for line, found in reached.items():
         said = launch + (line.latency(inside, alpha) if outer else line.latency(alpha, 0))
+        gbps = found.gbps if found.points else max(found.gbps, bandwidth.value)
         own[line.op] = Own(
-            latency=max(line.fixed, _LEAST) / said,
-            bandwidth=line.gbps / bandwidth,
-            carried=_carried(line, [one for one in samples if one.key == (line.op, line.nodes, line.inner)]),
+            latency=max(line.fixed, _LEAST) / said, bandwidth=gbps / bandwidth.value, carried=found.points
         )
-    link = Link(
-        alpha_us=_exactly(alpha, how + where),
-        bandwidth_gbps=_exactly(bandwidth, f"middle of what collectives reached; {where}"),
-        own=own,
-    )
-    found = replace(network, between=link) if outer else replace(network, inside=link)
+    link = Link(alpha_us=_exactly(alpha, how + where), bandwidth_gbps=bandwidth, own=own)
+    fitted = replace(network, between=link) if outer else replace(network, inside=link)
     if not known:
-        found = replace(found, launch_us=_exactly(launch, f"besides hops and bytes; {where}"))
-    return _widened(found, [*samples, *held_out], link, split)
+        fitted = replace(fitted, launch_us=_exactly(launch, f"besides hops and bytes; {where}"))
+    return _widened(fitted, [*samples, *held_out], link, split)
 
 
-def _carried(line: _Line, samples: Sequence[Sample]) -> tuple[tuple[float, float], ...]:
-    """What bytes take beyond what is fixed, by what was measured; more of them never less."""
-    known = {volumes(one.op, one.size, one.nodes, one.inner)[int(line.nodes > 1)]: one.us.value for one in samples}
-    found, most = [], 0.0
-    for moved, us in sorted(known.items()):
-        most = max(most, us - max(line.fixed, _LEAST))
-        found.append((moved, most))
-    return tuple(found) if most > 0 else ()
+@dataclass(frozen=True)
+class _Reached:
+    """GB/s of a collective over a link, and what bytes take there as `Own.carried` has it. No points: the link inside
+    explains its times, and `gbps` is a lower bound."""
+
+    gbps: float
+    points: tuple[tuple[float, float], ...]
+
+
+def _reached(line: _Line, samples: Sequence[Sample], inside: Link | None) -> _Reached:
+    """`inside`: the link whose bytes may take longer; None for itself, and where no times of it are known. Only sizes
+    whose time exceeds what it explains give the bandwidth, and none where their slope does not: noise lifts some sizes
+    alone. At the other sizes bytes over this link take no longer than was measured."""
+    mine = sorted((one for one in samples if one.key == (line.op, line.nodes, line.inner)), key=lambda one: one.size)
+    by_link = [volumes(one.op, one.size, one.nodes, one.inner) for one in mine]
+    moved = [volume[int(line.nodes > 1)] for volume in by_link]
+    carried = [one.us.value - line.fixed for one in mine]
+    excess = [math.inf] * len(mine)
+    if inside is not None:
+        gbps = inside.bandwidth_gbps.value
+        explained = [carried_us(line.op, volume[0], inside, gbps) for volume in by_link]
+        excess = [us - _BEYOND * other for us, other in zip(carried, explained, strict=True)]
+    weights = [size / one.us.value**2 for size, one in zip(moved, mine, strict=True)]
+    if sum(weight * us for weight, us in zip(weights, excess, strict=True)) <= 0:
+        return _Reached(line.gbps, ())
+    slopes = [(w * size, w * us) for w, size, us, more in zip(weights, moved, carried, excess, strict=True) if more > 0]
+    us_a_byte = sum(us for _, us in slopes) / sum(size for size, _ in slopes)
+    points: dict[float, float] = {}
+    most = 0.0
+    for size, us, more in zip(moved, carried, excess, strict=True):  # more bytes never take less
+        most = max(most, us if more > 0 else min(us, us_a_byte * size))
+        points[size] = most
+    return _Reached(1e-3 / us_a_byte, tuple(points.items()))
+
+
+def _bandwidth(reached: Mapping[_Line, _Reached], where: str) -> Quantity:
+    """The middle of what shows it, with ends that hold what the others may have; a lower bound where nothing does."""
+    shown = {line: one.gbps for line, one in reached.items() if one.points}
+    held_up = {line: one.gbps for line, one in reached.items() if not one.points}
+    if not held_up:
+        return _exactly(_middle([*shown.values()]), f"middle of what collectives reached; {where}")
+    if not shown:
+        least = max(held_up.values())
+        comment = f"at least; the link inside holds up every collective, so high is open, {_OPEN:g} times as much; "
+        return told(Estimate(least, least, least * _OPEN), comment + where, "assumed")
+    value = _middle([*shown.values()])
+    least_of = {line: min(gbps, value) for line, gbps in held_up.items()}
+    # Of a ring n nodes send (n - 1) / n as much between them as any number does.
+    high = max(value, *(gbps * line.nodes / (line.nodes - 1) for line, gbps in least_of.items()))
+    by, others = (", ".join(line.op for line in lines) for lines in (shown, held_up))
+    comment = (
+        f"middle of what {by} reached; the link inside holds up {others}, which are taken to reach as much: at least "
+        "low, and from high on it holds them up on any number of nodes; "
+    )
+    return told(Estimate(value, min(least_of.values()), high), comment + where)
 
 
 def _lines(samples: Sequence[Sample]) -> list[_Line]:

@@ -104,17 +104,17 @@ def picked_wire_us(wire: Wire, ranks: int, network: Network, picked: Mapping[str
     """The same of numbers that were picked."""
     nodes, inner = spread(wire.ranks or ranks, wire.stride, network.gpus_per_node)
     inside, between = volumes(wire.op, wire.size, nodes, inner)
-    carried = _carried_us(wire.op, inside, network.inside, picked["bandwidth inside a node"])
+    carried = carried_us(wire.op, inside, network.inside, picked["bandwidth inside a node"])
     own = network.link(nodes).own.get(wire.op, SAME)
     if nodes > 1:
-        carried = max(carried, _carried_us(wire.op, between, network.link(nodes), picked["bandwidth between nodes"]))
+        carried = max(carried, carried_us(wire.op, between, network.link(nodes), picked["bandwidth between nodes"]))
     alphas = (picked["alpha inside a node"], picked.get("alpha between nodes", 0.0))
     fixed = picked["launch of a collective"] + latency(wire.op, nodes, inner, alphas, hops)
     codecs = wire.moved / picked["memory bandwidth"]
     return fixed * own.latency + carried + codecs / 1e3
 
 
-def _carried_us(op: Op, moved: float, link: Link, gbps: float) -> float:
+def carried_us(op: Op, moved: float, link: Link, gbps: float) -> float:
     """Of bytes over a link that has `gbps`; as measured, between sizes by a line, and beyond at their bandwidth."""
     own = link.own.get(op, SAME)
     if not own.carried:
