@@ -72,7 +72,7 @@ def scale_across(
 
         print(scale_across(model, batch, network=Network.load("h200-ib.json"), batch_size=8192))
 
-    The model is left as it is. Adam is taken to update what a GPU holds of the parameters; tables are in
+    The model is left as it is. Adam is taken to update what a GPU holds of trained parameters; tables are in
     neither engine, and neither are their lookups' exchange.
 
     Args:

@@ -40,10 +40,12 @@ _aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class Param:
-    """A parameter that an engine holds, whole."""
+    """A parameter that an engine holds, whole. `itemsize`: bytes of an element; `trained`: it gets a gradient."""
 
     name: str
     shape: tuple[int, ...]
+    itemsize: int = 4
+    trained: bool = True
 
     @property
     def numel(self) -> int:
@@ -108,8 +110,7 @@ Event = Matmul | Moved | Gathered | CopiedOut | Reduced | Replicated
 @dataclass(frozen=True, kw_only=True)
 class EngineStep:
     """`units`: paths that were sharded each for itself, besides the root. `tables`: rows and width of each,
-    left out; `buffers`: bytes of them. `itemsize`: bytes of a parameter's element, in the mean; `saved`:
-    bytes that forward keeps for backward, parameters apart."""
+    left out; `buffers`: bytes of them. `saved`: bytes that forward keeps for backward, parameters apart."""
 
     engine: Engine
     events: tuple[Event, ...]
@@ -117,8 +118,15 @@ class EngineStep:
     params: tuple[Param, ...]
     tables: tuple[tuple[int, int], ...]
     buffers: int
-    itemsize: float = 4.0
     saved: int = 0
+
+    @property
+    def trained(self) -> tuple[Param, ...]:
+        return trained(self.params)
+
+
+def trained(params: Sequence[Param]) -> tuple[Param, ...]:
+    return tuple(p for p in params if p.trained)
 
 
 def traced_step(
@@ -151,15 +159,13 @@ def traced_step(
                 "called, by --unit",
             ) from error
     ignored = _ignored(inner)
-    dense = [p for name, p in model.named_parameters() if name not in ignored]
     return EngineStep(
         engine=engine,
         events=tuple(log.events),
         units=paths,
-        params=tuple(Param(n, tuple(p.shape)) for n, p in model.named_parameters() if n not in ignored),
+        params=tuple(one for name, one in _params(model).items() if name not in ignored),
         tables=tuple((p.shape[0], p.shape[1]) for n, p in model.named_parameters() if n in ignored),
         buffers=_bytes(list(model.buffers())),
-        itemsize=_bytes(dense) / max(sum(p.numel() for p in dense), 1),
         saved=sum(storage.nbytes() for storage in log.saved.values()),
     )
 
@@ -231,6 +237,11 @@ def _matmul(func: Any, args: Any, flops: float, backward: bool) -> Matmul:
         return Matmul(backward, 0, 0, 0, 1, flops)
     *count, m, k = args[first].shape
     return Matmul(backward, m, args[first + 1].shape[-1], k, count[0] if count else 1, flops)
+
+
+def _params(model: nn.Module) -> dict[str, Param]:
+    held = model.named_parameters()
+    return {name: Param(name, tuple(p.shape), p.element_size(), p.requires_grad) for name, p in held}
 
 
 def _bytes(values: Any) -> int:
@@ -315,7 +326,7 @@ def _fsdp2(model: nn.Module, run: _Run, log: _Log, mode: FakeTensorMode, units: 
     mesh = init_device_mesh("cpu", (TRACED,))
     if log.replicated:
         mesh = init_device_mesh("cpu", (REPLICAS, TRACED), mesh_dim_names=("replicate", "shard"))
-    full = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+    full = _params(model)
     left = _ignored(model)
     ignored = {parameter for name, parameter in model.named_parameters() if name in left}
     bf16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
@@ -324,7 +335,7 @@ def _fsdp2(model: nn.Module, run: _Run, log: _Log, mode: FakeTensorMode, units: 
             fully_shard(model.get_submodule(path), mesh=mesh, mp_policy=bf16, ignored_params=ignored)
         by_unit: dict[str, list[Param]] = {}
         for one in sharded_parameters(model):
-            by_unit.setdefault(one.unit, []).append(Param(one.name, full[one.name]))
+            by_unit.setdefault(one.unit, []).append(full[one.name])
     for path, params in by_unit.items():
         unit: Any = model.get_submodule(path)
         gather, reduce = _counted(log, tuple(params))
@@ -344,7 +355,7 @@ def _counted(log: _Log, params: tuple[Param, ...]) -> tuple[Any, Any]:
 
     class Reduce(DefaultReduceScatter):
         def __call__(self, output_tensor: Any, input_tensor: Any, *args: Any, **kwargs: Any) -> Any:
-            log.events.append(_reduced(params, input_tensor))
+            log.events.append(_reduced(trained(params), input_tensor))
             return super().__call__(output_tensor, input_tensor, *args, **kwargs)
 
     return Gather(), Reduce()

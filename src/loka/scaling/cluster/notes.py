@@ -84,7 +84,7 @@ def notes_of(
         *_of_units(steps),
         f"FP8 gather: {fp8} weights"
         + (", as if every site that gains ran by rowwise_e4m3_pow2" if plan is None else ", by the plan's recipes"),
-        "assumed: 28 bytes move for each parameter that a GPU holds, as in a fused Adam in float32",
+        "assumed: 28 bytes move for each trained parameter that a GPU holds, as in a fused Adam in float32",
         ORIGIN,
         "int8 gradients under DDP: LoKA's hook waits for its collectives, so nothing of them is hidden",
     ]

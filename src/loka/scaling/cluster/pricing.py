@@ -25,7 +25,7 @@ BETWEEN = "elementwise by plan"
 
 _ADAM = 28
 """Bytes that a fused Adam reads and writes for a float32 parameter: 4 each of it, its gradient and its two
-moments, and all but the gradient back."""
+moments, and all but the gradient back. Of a frozen parameter none."""
 
 
 @dataclass(frozen=True)
@@ -170,7 +170,7 @@ def step_of(
         entries += [*_exchanged(tables, backward=True), _Traffic(tables.updated)]
         entries += [_Sent(wire, "blocking", tables.every) for wire in tables.sync]
     sharded = 1 if step.engine == "ddp" else shard
-    return Priced((*entries, Join(), _Traffic(_ADAM * held_elements(step.params, sharded))))
+    return Priced((*entries, Join(), _Traffic(_ADAM * held_elements(step.trained, sharded))))
 
 
 def _exchanged(tables: Exchange, *, backward: bool = False) -> list[_Entry]:
