@@ -39,6 +39,12 @@ def run(config=AUTO, *, seed=0, track=None, folder=None, **others):
     return model, auto, result, said
 
 
+@pytest.fixture
+def without_fresh_rows(monkeypatch):
+    """What is said of layers by rows that the model has not learnt takes most of a run, and some tests do not ask it."""
+    monkeypatch.setattr(module, "renewed", lambda run, stats, looks, **options: stats)
+
+
 def test_from_a_cold_start_to_fp8(tmp_path):
     model, auto, result, said = run(folder=tmp_path)
     assert auto.phase == "fp8"
@@ -66,6 +72,7 @@ def test_from_a_cold_start_to_fp8(tmp_path):
     assert {float(state["step"]) for state in states.values()} == {STEPS}, "the same Adam all the way"
 
 
+@pytest.mark.usefixtures("without_fresh_rows")
 def test_until_it_converts_it_is_the_bf16_run(tmp_path):
     stop = stop_at(PROBED)
     plain = tower()
@@ -129,6 +136,7 @@ def test_a_run_that_ends_before_its_plan_says_so():
     assert "no plan was made: all in bf16" in str(auto.timeline)
 
 
+@pytest.mark.usefixtures("without_fresh_rows")
 def test_ctrl_c_ends_a_measurement(tmp_path):
     def pressing(items, description, total):
         for item in items:
@@ -144,6 +152,7 @@ def test_ctrl_c_ends_a_measurement(tmp_path):
     assert load_newest(tmp_path / "checkpoints").state["beside"]["phase"] == "measure"
 
 
+@pytest.mark.usefixtures("without_fresh_rows")
 def test_the_probe_ends_when_it_knows_enough(monkeypatch):
     looked = []
 
@@ -176,6 +185,7 @@ def test_few_samples_do_not_tell_how_far_a_model_moves(monkeypatch):
     assert with_looks < factor() / 2
 
 
+@pytest.mark.usefixtures("without_fresh_rows")
 @pytest.mark.parametrize(("most", "ends"), [(20, 12), pytest.param(10, 10, marks=pytest.mark.slow)])
 def test_the_probe_goes_on_while_effects_move_by_orders_of_magnitude(most, ends, monkeypatch, tmp_path):
     """Asked again at twice the steps, or at the most; a run killed meanwhile goes on alike."""
@@ -201,6 +211,7 @@ def test_the_probe_goes_on_while_effects_move_by_orders_of_magnitude(most, ends,
     assert digest(again.state_dict()) == digest(model.state_dict())
 
 
+@pytest.mark.usefixtures("without_fresh_rows")
 @pytest.mark.parametrize(("unknown", "ends"), [("", 12), ("its labels are all alike", 6)])
 def test_the_probe_goes_on_while_a_task_is_not_known_well_enough(unknown, ends, monkeypatch):
     gathered = module.gather_stats
@@ -237,11 +248,13 @@ def with_effects(terms):
     return replace(stats, layers=layers)
 
 
+@pytest.mark.usefixtures("without_fresh_rows")
 def test_the_default_budget_is_one_of_ne_where_effects_are_known(tmp_path):
     _, auto, _, _ = run(replace(AUTO, budget=None))
     assert auto.plan.budget == Budget(ne=NE_ALLOWED, regions=False)  # steps are eager
 
 
+@pytest.mark.usefixtures("without_fresh_rows")
 def test_where_nothing_may_be_fp8_it_stays_in_bf16(tmp_path):
     plain = tower()
     train(plain, ROWS, config=CONFIG)
@@ -253,6 +266,7 @@ def test_where_nothing_may_be_fp8_it_stays_in_bf16(tmp_path):
     assert digest(model.state_dict()) == digest(plain.state_dict())
 
 
+@pytest.mark.usefixtures("without_fresh_rows")
 def test_a_plan_that_cannot_run_is_said_and_bf16_goes_on(monkeypatch):
     def wrong(*args):
         raise WrongResults("a kernel of this plan returns wrong numbers here")
@@ -265,6 +279,7 @@ def test_a_plan_that_cannot_run_is_said_and_bf16_goes_on(monkeypatch):
     assert not sites_of(model)
 
 
+@pytest.mark.usefixtures("without_fresh_rows")
 def test_measuring_ends_after_a_minute_and_without_times_bf16_goes_on(monkeypatch):
     measure = module.measure
     monkeypatch.setattr(module, "measure", lambda *a, time_limit, **o: measure(*a, time_limit=time_limit - 45, **o))
@@ -280,6 +295,7 @@ def test_a_mistake_is_an_error(tmp_path):
         run(replace(AUTO, candidates=("nonsense:rowwise_e4m3",)))
 
 
+@pytest.mark.usefixtures("without_fresh_rows")
 def test_another_budget_is_another_run(tmp_path):
     run(folder=tmp_path)
     with pytest.raises(CheckpointRefused, match=r"beside\.auto\.budget\.keep"):
