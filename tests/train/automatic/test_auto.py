@@ -41,7 +41,7 @@ def run(config=AUTO, *, seed=0, track=None, folder=None, **others):
 
 @pytest.fixture
 def without_fresh_rows(monkeypatch):
-    """What is said of layers by rows that the model has not learnt takes most of a run, and some tests do not ask it."""
+    """What is said of layers by rows that a model has not learnt takes most of a run, and some do not ask it."""
     monkeypatch.setattr(module, "renewed", lambda run, stats, looks, **options: stats)
 
 
