@@ -95,8 +95,8 @@ def _rate(accumulated: torch.Tensor, lr: float, eps: float) -> torch.Tensor:
 
 
 def build_optimizers(model: nn.Module, config: TrainConfig) -> dict[str, torch.optim.Optimizer]:
-    """`sparse` for tables whose module has `sparse=True` or that TorchRec shards, `dense` for all other
-    weights.
+    """`sparse` for tables whose module has `sparse=True`, `fused` for those that TorchRec shards, `dense` for all
+    other weights.
 
     A kind without weights has no entry. Raises LokaError for what tables that learn in backward cannot do.
     """
@@ -123,7 +123,7 @@ def build_optimizers(model: nn.Module, config: TrainConfig) -> dict[str, torch.o
     if sparse:
         optimizers["sparse"] = RowwiseAdagrad(sparse, lr=config.sparse_lr)
     if sharded:
-        optimizers["sparse"] = FusedTables(model, lr=config.sparse_lr)
+        optimizers["fused"] = FusedTables(model, lr=config.sparse_lr)
     if not optimizers:
         raise ValueError("the model has no weight that requires a gradient; there is nothing to train")
     return optimizers

@@ -6,7 +6,7 @@
     wsd        1, and over the last `decay` of the updates linear    warm-up, stable, decay (2405.18392)
 
 The peak P is the last update of the warm-up or the first of all, and no update is spent at `final_rate`
-itself, where nothing would move if it is 0. One torch LambdaLR drives each optimizer, the dense one and that
+itself, where nothing would move if it is 0. One torch LambdaLR drives each optimizer, the dense one and those
 of the tables. The factor depends on the update's number alone, so a resumed run needs nothing but its step.
 A rate that is a tensor is written to in place, which a captured CUDA graph reads at its next replay, and
 nothing waits for the device.
@@ -77,7 +77,7 @@ def schedulers(
         for group in optimizer.param_groups:
             # A number: LambdaLR would make it a tensor where the rate is one, and read that back from the
             # device, which waits for it, at every step.
-            group["initial_lr"] = config.sparse_lr if name == "sparse" else config.lr
+            group["initial_lr"] = config.lr if name == "dense" else config.sparse_lr
         found[name] = LambdaLR(optimizer, lambda step: factor(step), last_epoch=done - 1)
     return found
 
