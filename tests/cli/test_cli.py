@@ -1,6 +1,8 @@
+import importlib
 import json
 import re
 import shutil
+import sys
 from pathlib import Path
 
 import pytest
@@ -113,6 +115,20 @@ def test_demo_writes_its_records_and_goes_on_when_started_again(tmp_path, monkey
     other = loka("demo", "--model", "dlrm", "--rows", 4000, "--out", "out", cwd=tmp_path, fails=True)
     assert "holds another demo" in other
     assert "rows: 3000 there, 4000 now" in other
+
+
+def test_a_demo_of_another_model_of_that_name_is_refused(net, tmp_path, monkeypatch):
+    """Runs, statistics and plan of the one before were taken for its own."""
+    monkeypatch.setattr(demo, "measure", measure_coarsely)
+    command = ("demo", "--model", net, *SMALL, "--pairs", 1, "--out", "out")
+    loka(*command, cwd=tmp_path)
+    file = tmp_path / "mine.py"
+    file.write_text(file.read_text().replace("37", "38 "))  # of another length: bytecode goes by it
+    del sys.modules["mine"]
+    importlib.invalidate_caches()
+    text = " ".join(loka(*command, cwd=tmp_path, fails=True).split())
+    assert "a.weight: torch.float32 (37, 13)" in text
+    assert "torch.float32 (38, 13)" in text
 
 
 @pytest.mark.parametrize(

@@ -116,10 +116,11 @@ def test_a_stored_run_is_not_trained_again(tmp_path):
         identity={"name": "model"},
         track=untracked,
     )
-    (found,) = run(bench, SHIFTED, 3)
+    with pytest.warns(RuntimeWarning, match="do not say what their model began as"):
+        (found,) = run(bench, SHIFTED, 3)
     assert canonical(encode(found)) == canonical(before["run"])
     assert held_out(tmp_path, "shifted", 3).logits.shape == (320,)
-    with pytest.raises(LokaError, match=r"arm: .* there, .* now"):
+    with pytest.warns(RuntimeWarning), pytest.raises(LokaError, match=r"arm: .* there, .* now"):
         run(bench, replace(SHIFTED, identity={"shift": 0.5}), 3)
 
 

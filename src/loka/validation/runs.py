@@ -6,7 +6,7 @@
     out/runs/<arm>-<seed>/checkpoints/            while it trains; removed when it is done
 
 A killed run goes on from its newest checkpoint, and a finished one is read back. A file that is damaged
-means that the run is done again; a run of something else is refused.
+means that the run is done again; a run of something else, or of a model that began otherwise, is refused.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ from loka.core.storage.record_file import RecordFile
 from loka.data.batch import Source, tasks_of
 from loka.nn import check_finite, fp8_runs
 from loka.train.average import as_averaged
+from loka.train.checkpointing.checkpoint import identity_in
 from loka.train.checkpointing.rhythm import EVERY
 from loka.train.config import TrainConfig, as_recorded
 from loka.train.length import Length
@@ -41,6 +42,7 @@ from loka.train.loop import Track, TrainLog, evaluate, train
 from loka.train.metrics import Quality, columns, quality_by_task
 from loka.train.run import Callback
 from loka.validation.arms import ArmSpec
+from loka.validation.initial import differences, initial_state
 
 _WAY_OUT = "the run is done again"
 _POINTS = 100  # of a training curve
@@ -152,13 +154,15 @@ def run(bench: Bench, arm: ArmSpec, seed: int, *, watch: Watch | None = None) ->
     """
     folder = folder_of(bench.out, arm.name, seed)
     config = _config(bench, seed)
-    identity = _identity(bench, arm, config)
+    torch.manual_seed(seed)
+    model = bench.build()
+    identity = {**_identity(bench, arm, config), "initial": initial_state(model)}
     done = _finished(folder, identity)
     if done is not None:
         _tidy(folder)
         return done
     try:
-        finished, held_out = _train(bench, arm, config, folder, watch)
+        finished, held_out = _train(bench, arm, config, folder, watch, model, identity["initial"])
     except NonFinite as error:
         broken = Run(arm=arm.name, seed=seed, broke=str(error))
         finished = tuple(replace(broken, task=task) for task in bench.tasks)
@@ -248,11 +252,23 @@ def _finished(folder: Path, identity: Mapping[str, Any]) -> tuple[Run, ...] | No
         return None
     there = dict(found.identity)
     there["config"] = as_recorded(there.get("config"), identity["config"])
+    if "initial" not in there:
+        warnings.warn(
+            f"runs in {folder.parent} are of before 2026-11-28 and do not say what their model began as: whether it "
+            "is this one goes by its name",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+        there["initial"] = identity["initial"]
     differs = [part for part in identity if identity[part] != there.get(part)]
     if differs:
+        named = [part for part in differs if part != "initial"]
         raise LokaError(
             f"{folder} holds a run of something else",
-            why=[f"{part}: {there.get(part)} there, {identity[part]} now" for part in differs],
+            why=[
+                *(f"{part}: {there.get(part)} there, {identity[part]} now" for part in named),
+                *differences(there["initial"], identity["initial"]),
+            ],
             way_out="choose another output folder, or remove that one",
         )
     return found.runs
@@ -263,13 +279,18 @@ def _record(folder: Path) -> _Finished:
 
 
 def _train(
-    bench: Bench, arm: ArmSpec, config: TrainConfig, folder: Path, watch: Watch | None
+    bench: Bench,
+    arm: ArmSpec,
+    config: TrainConfig,
+    folder: Path,
+    watch: Watch | None,
+    model: nn.Module,
+    initial: Mapping[str, Any],
 ) -> tuple[tuple[Run, ...], HeldOut]:
     if (folder / "curve.json").exists():
         # An earlier version kept a curve apart from the checkpoints: going on would lose its beginning.
         _tidy(folder)
-    torch.manual_seed(config.seed)
-    model = bench.build().to(config.device)
+    model.to(config.device)
     arm.apply(model)
     curve = _Curve()
 
@@ -279,13 +300,17 @@ def _train(
             bench.on_log(f"{arm.name} seed {config.seed}", line)
 
     checkpoints = folder / "checkpoints"
+    identity = {"arm": {"name": arm.name, **arm.identity}, "model": dict(bench.identity)}
+    begun = identity_in(checkpoints)
+    if begun is None or "initial" in (begun.get("extra") or {}):  # those of before 2026-11-28 do not say it
+        identity["initial"] = dict(initial)
     with nullcontext() if watch is None else watch(model, config, checkpoints) as on_step:
         trained = train(
             model,
             bench.train,
             config=config,
             callback=curve,
-            identity_extra={"arm": {"name": arm.name, **arm.identity}, "model": dict(bench.identity)},
+            identity_extra=identity,
             checkpoints=checkpoints,
             track=bench.track,
             on_log=log,
