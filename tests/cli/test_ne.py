@@ -65,6 +65,23 @@ def test_drift(folder):
     loka("drift", "plan.json", "moved", "stats", "stats", "stats", "--before", "stats", cwd=folder)
 
 
+def test_statistics_that_are_not_behind_the_plan_are_refused(folder):
+    """Such a `before` hid what moved: it was said that the plan holds."""
+    loka("plan", "report.json", "--ne", "1e-3", "--out", "plan.json", cwd=folder)
+    stats = Stats.load(folder / "stats")
+    layers = {
+        path: replace(layer, effects={n: replace(e, total=2 * e.total) for n, e in layer.effects.items()})
+        for path, layer in stats.layers.items()
+    }
+    replace(stats, layers=layers).save(folder / "other")
+    replace(stats, steps=stats.steps + 1).save(folder / "later")
+    text = loka("drift", "plan.json", "stats", "--before", "other", cwd=folder, fails=True)
+    assert "was not made of the statistics to compare with" in text
+    assert "the plan holds" not in text
+    given = ("--before", "later", "--report", "report.json")
+    assert "measured on other statistics" in loka("drift", "plan.json", "stats", *given, cwd=folder, fails=True)
+
+
 def test_a_window_that_does_not_tell_is_not_said_to_hold(folder):
     loka("plan", "report.json", "--ne", "1e-3", "--out", "plan.json", cwd=folder)
     stats = Stats.load(folder / "stats")

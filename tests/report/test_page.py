@@ -207,6 +207,22 @@ def test_a_plan_of_another_report_is_refused(records):
     page(plan=plan, report=records["report"])
 
 
+def test_a_report_of_other_statistics_is_refused(records):
+    """Its numbers stood beside another window's distributions. One for inference is of statistics derived from
+    them."""
+    stats, report = records["stats"], records["report"]
+    path, layer = next(iter(stats.layers.items()))
+    grown = replace(layer, effects={name: replace(e, total=2 * e.total) for name, e in layer.effects.items()})
+    other = replace(stats, layers={**stats.layers, path: grown})
+    with pytest.raises(LokaError, match="measured on other statistics"):
+        page(stats=replace(stats, steps=40), report=report)
+    served = stats.for_inference(batch=0.25)
+    report = loka.measure(served, device="cpu", candidates=["emulated:rowwise_e4m3"])
+    page(stats=stats, report=report)
+    with pytest.raises(LokaError, match=r"emulated:rowwise_e4m3 costs KL/H .* there, and .* by these"):
+        page(stats=other, report=report)
+
+
 def test_a_large_model_folds_and_the_layers_that_save_most_come_first():
     report = Report.load(ROOT / "benchmarks/wukong_step/report.json.xz")
     plan = loka.plan(report)
@@ -246,8 +262,10 @@ def test_a_layer_in_a_region_is_shown_with_its_candidates(suffix):
 
 
 def test_a_report_without_a_plan_says_what_its_numbers_lack(records, capsys):
-    report = replace(records["report"], not_clicks="no clicks", notes=("a site was late",), no_effect={"rest": "old"})
-    text = Reader(page(report=report, stats=replace(records["stats"], steps=40))).text
+    stats = replace(records["stats"], steps=40)
+    given = {"not_clicks": "no clicks", "notes": ("a site was late",), "no_effect": {"rest": "old"}}
+    report = replace(records["report"], stats_digest=stats.digest(), **given)
+    text = Reader(page(report=report, stats=stats)).text
     for told in ("no clicks", "a site was late", "effect on KL/H not known: rest: old"):
         assert told in text.partition("Error and time of every site")[2]
     assert "no clicks" in text.partition("KL/H buys")[2].partition("Error and time")[0]

@@ -13,6 +13,7 @@ from loka.core.records.parts import tasks_in
 from loka.core.records.plan import Plan
 from loka.core.records.report import Report
 from loka.core.records.stats import Stats
+from loka.measurement.same_statistics import require_measured_on, require_planned_from
 from loka.planner.frontier import frontier
 from loka.planner.replan import replan
 from loka.report.frontier_plot import plot_frontier
@@ -85,9 +86,15 @@ HOLDS, REPLAN, CLOSE, UNKNOWN = 0, 1, 3, 4  # exit statuses of `loka drift`; 2 i
 
 def show_drift(plan: Plan, windows: Sequence[Stats], before: Stats | None, report: Report | None) -> int:
     """Prints how the last window differs, what would be decided differently and what the drift guard should
-    do, and returns the exit status. Earlier windows count for the drift guard's patience alone."""
+    do, and returns the exit status. Earlier windows count for the drift guard's patience alone.
+
+    Raises LokaError where `before` is not what the plan was made of, or the report measured on."""
     by_part = [name for name in plan.limits if name]
     history = [drift(plan, window, before=before) for window in windows]
+    if before is not None:
+        require_planned_from(plan, before)
+        if report is not None:
+            require_measured_on(report, before)
     say(history[-1])
     status = REPLAN if history[-1].over_budget else HOLDS
     if report is not None:

@@ -10,6 +10,7 @@ from loka.core.exceptions import LokaError
 from loka.core.records.plan import Plan
 from loka.core.records.report import Report
 from loka.core.records.stats import Stats
+from loka.measurement.same_statistics import require_measured_on
 from loka.planner.decision import decision_of
 from loka.report.pages import depths as page_depths
 from loka.report.pages import plan as page_plan
@@ -44,7 +45,8 @@ def page(
         timeline: phases of a run that probed, planned and converted by itself.
 
     Raises:
-        LokaError: no record at all, a plan, report and statistics of different models, or a plan of another report.
+        LokaError: no record at all, a plan, report and statistics of different models, a report of other statistics,
+            or a plan of another report.
     """
     if not timeline and all(record is None for record in (stats, report, plan, validation)):
         raise LokaError("there is no record to make a page of", way_out="give at least one")
@@ -110,7 +112,7 @@ def _name(
 
 
 def _check_same(stats: Stats | None, report: Report | None, plan: Plan | None) -> None:
-    """Raises LokaError for records of different models, and a plan of another report."""
+    """Raises LokaError for records of different models, a report of other statistics, and a plan of another report."""
     records = {"stats": stats, "report": report, "plan": plan}
     given = [(name, record.model) for name, record in records.items() if record is not None]
     for name, model in given[1:]:
@@ -121,6 +123,8 @@ def _check_same(stats: Stats | None, report: Report | None, plan: Plan | None) -
                 why=differences[:6],
                 way_out="give records of one model",
             )
+    if stats is not None and report is not None:
+        require_measured_on(report, stats)
     if plan is not None and report is not None:
         _check_planned_from(report, plan)
 
