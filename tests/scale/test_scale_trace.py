@@ -35,6 +35,26 @@ def test_sites_and_flops_are_those_of_probe(name):
     assert not found.notes
 
 
+class Lazy(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.tower = nn.Sequential(nn.LazyLinear(32), nn.LazyBatchNorm1d(), nn.Linear(32, 1))
+
+    def forward(self, x):
+        return self.tower(x)
+
+
+@pytest.mark.parametrize("look", [lambda model, x: loka.scale(model, x), lambda model, x: loka.Probe(model, every=1)])
+def test_lazy_modules_are_named_before_their_first_forward(look):
+    """It was torch's ValueError, of a tensor without a name."""
+    model, x = Lazy(), torch.randn(ROWS, 16)
+    with pytest.raises(LokaError, match="no shape before a first forward") as caught:
+        look(model, x)
+    assert caught.value.why == ("tower.0: LazyLinear", "tower.1: LazyBatchNorm1d")
+    model(x)
+    look(model, x)
+
+
 def test_a_batch_of_few_rows_stands_for_a_large_one():
     foreign = FOREIGN["encoder_batch_first"]
     few = trace(foreign.build(), foreign.inputs(4), batch_size=ROWS)

@@ -9,7 +9,10 @@ from typing import Any, cast
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 from torch.nn.utils import parametrize
+
+from loka.core.exceptions import LokaError
 
 _INNER = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_dmp_wrapped_module")
 _HELD_AS_MODULE = ("DistributedDataParallel", "DataParallel", "AveragedModel", "DistributedModelParallel")
@@ -49,6 +52,21 @@ def weight_of(module: nn.Module) -> Any:
     finally:
         for each in training:
             each.training = True
+
+
+def require_initialized(model: nn.Module) -> None:
+    """Raises LokaError for lazy modules that were not called yet: their parameters have no shape."""
+    lazy = []
+    for path, module in named_modules(model):
+        own = (*module.parameters(recurse=False), *module.buffers(recurse=False))
+        if any(map(is_lazy, own)):
+            lazy.append(f"{path}: {type(module).__name__}".lstrip(": "))
+    if lazy:
+        raise LokaError(
+            f"{class_name(model)} has lazy modules, whose parameters have no shape before a first forward",
+            why=lazy,
+            way_out="call the model once on a batch, under torch.no_grad() and in eval mode, before anything else",
+        )
 
 
 def device_of(model: nn.Module) -> torch.device:

@@ -28,7 +28,7 @@ from loka.core.records.stats import Stats
 from loka.core.signature import ModelSignature
 from loka.graph.gemm_calls import lies_across
 from loka.nn.linears import Filter, find_linears, signature
-from loka.nn.unwrap import device_of, unwrap
+from loka.nn.unwrap import device_of, require_initialized, unwrap
 from loka.probe.async_save import Copied, Saver, own_folder, to_host
 from loka.probe.force_eager import capturing, eager
 from loka.probe.layer_stats import (
@@ -92,6 +92,7 @@ class Probe:
             effects are then taken from the gradient of training, of a loss that is a mean over the batch.
 
     Raises:
+        LokaError: a lazy module was not called yet.
         PlanMismatch: `resume` is of another model; the differences are listed.
         NotConverted: the model runs by a plan; revert it first. So too where it is converted while a Probe
             is open, from the next sampled step.
@@ -120,6 +121,7 @@ class Probe:
         counts = {"rows": rows, "depth_rows": depth_rows, "rank": rank, "save_every": save_every}
         refuse_settings({**counts, "effect_step": effect_step}, effect_samples, base_rate)
         refuse_converted(model)
+        require_initialized(model)
         self._model = model
         self._rows = rows
         self._full_covariance, self._rank = full_covariance, rank

@@ -34,7 +34,8 @@ def scale(
 
     Raises:
         UnknownName: of this GPU nothing is stored, or there are no such kernels.
-        LokaError: a batch size below 1, a model that does not run on the batch, or one without sites.
+        LokaError: a batch size below 1, a model that does not run on the batch, one without sites, or with lazy
+            modules that were not called yet.
         NotConverted: the model runs by a plan.
     """
     stored = checked(gpu=gpu, batch_size=batch_size, kernels=kernels)

@@ -17,7 +17,7 @@ from loka.core.problem import dtype_name
 from loka.core.recipe import Gemm
 from loka.core.records.coverage import Coverage
 from loka.nn.linears import find_linears
-from loka.nn.unwrap import class_name, unwrap
+from loka.nn.unwrap import class_name, require_initialized, unwrap
 from loka.probe.refusals import refuse_converted
 from loka.probe.site_trace import SiteCall, SiteNames, SiteTrace
 from loka.scaling.inputs import arguments, fake_batch, fake_mode, fake_model, mode_of, repeated, rows_of
@@ -63,9 +63,10 @@ def trace(model: nn.Module, batch: Any, *, batch_size: int | None) -> Traced:
             tensor of the batch is resized.
 
     Raises:
-        LokaError: the model cannot run on the batch; says what it raised.
+        LokaError: the model cannot run on the batch, and what it raised; or it has lazy modules, by name.
     """
     refuse_converted(model)
+    require_initialized(model)
     rows = batch_size if batch_size is not None else rows_of(batch)
     if rows is None:
         raise LokaError(
