@@ -6,8 +6,11 @@ import torch.nn.functional as F
 from models import forced_plan, stats_of
 from torch import nn
 from torch._dynamo.backends.common import aot_autograd
+from torch.nn.utils import parametrize
+from torch.nn.utils.parametrizations import weight_norm
 
 import loka
+from loka.core.exceptions import PlanMismatch
 from loka.measurement import Settings
 
 FP8 = "emulated:rowwise_e4m3"
@@ -181,3 +184,49 @@ def test_a_compiled_weight_is_cast_once_for_both_gemms_in_hp():
     weights = [node.args[1 if "backward" not in str(node.target) else 3].meta["val"].dtype for node in sites]
     assert set(weights) == {torch.bfloat16}
     assert model.w.grad.dtype == torch.float32
+
+
+class Raw(nn.Module):
+    """x V W: V at a site in FP8, W in high precision, and a layer behind them."""
+
+    def __init__(self):
+        super().__init__()
+        self.v, self.w = nn.Parameter(torch.randn(32, 32)), nn.Parameter(torch.randn(32, 32))
+        self.top = nn.Linear(32, 8)
+
+    def forward(self, x):
+        return self.top(torch.relu(x @ self.v) @ self.w)
+
+
+@pytest.mark.parametrize("call", [lambda model: model, lambda model: torch.compile(model, backend="aot_eager")])
+def test_a_parametrization_behind_convert_is_refused_at_the_next_call(call):
+    """The site read one tensor, and forward another: its GEMMs ran in high precision, without a word."""
+    torch.manual_seed(0)
+    model, x = Raw(), torch.randn(16, 32)
+    stats = stats_of(model, x, torch.sum, effect_samples=0)
+    plan = forced_plan(stats, FP8)
+    kept = {name: d for name, d in plan.decisions.items() if d.path != "w"}
+    loka.convert(model, replace(plan, decisions=kept))
+    run = call(model)
+
+    def runs():
+        before = loka.health_of(model)
+        run(x).sum().backward()
+        after = loka.health_of(model)
+        return {site: after[site]["runs"] - before[site]["runs"] for site in after if site.endswith("/output")}
+
+    expected = {"v/output": 1, "top/output": 1}
+    assert runs() == expected
+    for module, name in ((model.top, "weight"), (model, "w")):  # a layer's own, and one that the plan leaves alone
+        weight_norm(module, name)
+        assert runs() == expected
+    weight_norm(model, "v")
+    with pytest.raises(PlanMismatch, match="v is computed anew at each read"):
+        run(x)
+    with parametrize.cached():
+        assert model(x).isfinite().all()
+    parametrize.remove_parametrizations(model, "v")
+    assert runs() == expected
+    weight_norm(model, "v")
+    loka.revert(model)
+    assert run(x).isfinite().all()

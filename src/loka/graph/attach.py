@@ -1,7 +1,7 @@
 """Putting sites into a model, and taking them out."""
 
 import contextlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -65,7 +65,8 @@ def attach(
         by_caller.setdefault(use.caller, {})[use] = make(path, chosen, device, join=join, centre=centre, hot=hot)
     for path, use in _mistaken(modules, layers, candidates).items():
         by_caller.setdefault(use.caller, {})[use] = Site(path, (HP, HP, HP), device)
-    forwards = [_forward(modules, caller, sites) for caller, sites in by_caller.items()]
+    low = {use_of(path, layers[path]) for path, chosen in candidates.items() if any(name != HP for name in chosen)}
+    forwards = [_forward(modules, caller, sites, low) for caller, sites in by_caller.items()]
     for forward, path in zip(forwards, by_caller, strict=True):
         forward.path = path
         install(forward)
@@ -143,7 +144,9 @@ def detach(model: nn.Module) -> int:
     return len(forwards)
 
 
-def _forward(modules: Mapping[str, nn.Module], caller: str, sites: dict[WeightUse, Site]) -> SiteForward:
+def _forward(
+    modules: Mapping[str, nn.Module], caller: str, sites: dict[WeightUse, Site], low: Container[WeightUse]
+) -> SiteForward:
     module = modules[caller]
     local = {use.key.removeprefix(f"{caller}." if caller else ""): site for use, site in sites.items()}
     leaf = leaf_forward(module)
@@ -156,10 +159,12 @@ def _forward(modules: Mapping[str, nn.Module], caller: str, sites: dict[WeightUs
             raise NotConverted(f"{caller}: attention does not multiply by {', '.join(foreign)}")
         return AttentionForward(module, local)
     owners: dict[str, tuple[nn.Module, str, str]] = {}
+    names: set[str] = set()
     for use in sites:
         owner, attribute, name = _owner(modules, use.key)
         owners[name] = (owner, attribute, name)
-    return OwnerForward(module, sites, list(owners.values()))
+        names |= {name} if use in low else set()
+    return OwnerForward(module, sites, list(owners.values()), names)
 
 
 def _owner(modules: Mapping[str, nn.Module], key: str) -> tuple[nn.Module, str, str]:

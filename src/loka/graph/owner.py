@@ -6,7 +6,9 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.utils import parametrize
 
+from loka.core.exceptions import PlanMismatch
 from loka.core.signature import WeightUse
 from loka.graph.checkpoints import keep_sites
 from loka.graph.gemm_calls import GemmCall
@@ -24,12 +26,14 @@ class OwnerForward(SiteForward):
     """
 
     def __init__(
-        self, module: nn.Module, sites: dict[WeightUse, Site], owners: list[tuple[nn.Module, str, str]]
+        self, module: nn.Module, sites: dict[WeightUse, Site], owners: list[tuple[nn.Module, str, str]], low: set[str]
     ) -> None:
-        """`owners`: module, attribute and full name of each parameter that is multiplied by."""
+        """`owners`: module, attribute and full name of each parameter that is multiplied by; `low`: names of those
+        with a GEMM in FP8."""
         super().__init__(module, list(sites.values()))
         self.owners = owners
         self.uses: Uses = {}
+        self.low = low
         for use, site in sites.items():
             self.uses.setdefault(f"{use.key}|{use.form}", []).append((use.expert, site))
 
@@ -43,7 +47,22 @@ class OwnerForward(SiteForward):
         return _Sites(self.parameters(), self)
 
     def parameters(self) -> list[tuple[torch.Tensor, str]]:
-        return [(getattr(owner, attribute), name) for owner, attribute, name in self.owners]
+        return [(self._read(owner, attribute, name), name) for owner, attribute, name in self.owners]
+
+    def _read(self, owner: nn.Module, attribute: str, name: str) -> torch.Tensor:
+        """Raises PlanMismatch where the module's own read would give another tensor, and its GEMM run in high
+        precision: behind `convert` somebody registered a parametrization. `parametrize.cached()` keeps the tensor."""
+        found: torch.Tensor = getattr(owner, attribute)
+        if name not in self.low or not parametrize.is_parametrized(owner, attribute):
+            return found
+        if getattr(owner, attribute) is not found:
+            raise PlanMismatch(
+                f"{name} is computed anew at each read, and cannot run by the plan",
+                why=["it was a parameter when the model was converted, and has a parametrization now"],
+                way_out="loka.revert(model), or remove the parametrization: "
+                "torch.nn.utils.parametrize.remove_parametrizations",
+            )
+        return found
 
 
 class _Sites(ParameterMode):
