@@ -1,0 +1,33 @@
+import pytest
+import torch
+from served import BOTH, Tower, frozen, rows
+
+from loka.core.exceptions import ServeRefused
+
+
+def test_a_model_that_asks_how_many_rows_there_are_is_not_padded():
+    """A bucket of as many rows is answered right; of fewer, by what it gives for more."""
+
+    class Asks(Tower):
+        def forward(self, dense, ids):
+            return super().forward(dense, ids) * (2 if len(ids) > 8 else 1)
+
+    torch.manual_seed(0)
+    with pytest.raises(ServeRefused, match="answers 2 rows by other numbers among 16"):
+        frozen(Asks().eval(), BOTH, buckets=(1, 16))
+
+
+def test_requests_are_not_written_to():
+    """By rows beyond a bound that no calibration row reached."""
+
+    class Clamps(Tower):
+        def forward(self, dense, ids):
+            return super().forward(dense.clamp_(-9, 9), ids)
+
+    torch.manual_seed(0)
+    server = frozen(Clamps().eval(), BOTH, buckets=(16,))
+    dense, ids = rows(16)
+    dense[3] = 20.0
+    before = dense.clone()
+    server((dense, ids))
+    assert torch.equal(dense, before)

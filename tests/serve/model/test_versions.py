@@ -1,0 +1,110 @@
+"""What versions and traces of a model share, and what they must not: servers with the stand-in for graphs."""
+
+import functools
+
+import pytest
+import torch
+from test_serve_graphs import (
+    BUCKETS,
+    Wide,
+    backend,  # noqa: F401
+    compiled_answer,
+    frozen,
+    inputs,
+    wide,
+)
+from torch import nn
+
+from loka.core.exceptions import ServeRefused
+from loka.serve import load
+
+
+@functools.lru_cache
+def places(rows):
+    return torch.ones(rows)
+
+
+def test_what_a_function_keeps_for_later_calls_has_values(backend, tmp_path):  # noqa: F811
+    """Tracing runs the model's code over tensors without any, which such a function would give to every other call."""
+
+    class Placing(Wide):
+        def forward(self, x):
+            return super().forward(x) + places(len(x))
+
+    torch.manual_seed(0)
+    model = Placing().eval()
+    frozen(model).save(tmp_path)
+    places.cache_clear()
+    server = load(tmp_path, model)
+    assert torch.equal(server(inputs(16)).output, compiled_answer(model, inputs(16)))
+    assert all(type(places(rows)) is torch.Tensor for rows in BUCKETS)
+
+
+def test_a_cache_that_keeps_tensors_of_the_trace_is_said(backend):  # noqa: F811
+    """One entry for two keys: with values before the trace, and without behind it."""
+
+    @functools.lru_cache(maxsize=1)
+    def one(rows):
+        return torch.ones(rows)
+
+    class Placing(Wide):
+        def forward(self, x):
+            return super().forward(x) + one(16)[0] + one(len(x))[0] + one(16)[1]
+
+    torch.manual_seed(0)
+    with pytest.raises(ServeRefused, match=r"(?s)kept a tensor of the trace.*cache"):
+        frozen(Placing().eval())
+
+
+def test_scripted_modules_have_no_graphs(backend):  # noqa: F811
+    class Scripted(Wide):
+        def __init__(self):
+            super().__init__()
+            self.slope = torch.jit.script(nn.PReLU())
+
+        def forward(self, x):
+            return super().forward(self.slope(x))
+
+    with pytest.raises(ServeRefused, match=r"(?s)scripted.*slope.*graphs=False"):
+        frozen(Scripted().eval())
+
+
+class Scaled(Wide):
+    """What its state dict holds besides tensors; `kept` is derived of a weight in the first call."""
+
+    scale, kept = 1.0, None
+
+    def get_extra_state(self):
+        return {"scale": self.scale}
+
+    def set_extra_state(self, state):
+        self.scale, self.kept = state["scale"], None
+
+    def forward(self, x):
+        if self.kept is None:
+            self.kept = self.logit.bias.square()
+        return super().forward(x) * self.scale + self.kept
+
+
+def test_a_version_whose_modules_keep_other_numbers_is_compiled_anew(backend):  # noqa: F811
+    torch.manual_seed(0)
+    model = Scaled().eval()
+    server, eager = frozen(model), frozen(model, graphs=False)
+    graphs_before = len(backend.graphs)
+    torch.manual_seed(1)
+    other = Scaled().eval()
+    other.scale = 3.0
+    for each in (server, eager):
+        each.refresh(other.state_dict())
+    assert len(backend.graphs) > graphs_before
+    torch.testing.assert_close(server(inputs(9)).output, eager(inputs(9)).output, atol=0.02, rtol=0.02)  # bf16 steps
+    assert (server(inputs(9)).output - frozen(model)(inputs(9)).output).abs().max() > 0.1
+
+
+def test_versions_are_made_in_inference_mode_too(backend):  # noqa: F811
+    server = frozen(wide())
+    with torch.inference_mode():
+        server.refresh(wide(seed=1).state_dict())
+        inside = server(inputs(16)).output
+    assert torch.equal(server(inputs(16)).output, inside)
+    assert torch.equal(inside, compiled_answer(wide(seed=1), inputs(16)))
