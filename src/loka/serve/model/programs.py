@@ -18,7 +18,7 @@ from loka.core.timing import first_line
 from loka.nn.site import site_forwards
 from loka.nn.site_ops import site_forward
 from loka.nn.unwrap import named_modules
-from loka.serve.model.traced import Traced, likeness, traced
+from loka.serve.model.traced import Traced, likeness, same_bits, traced
 from loka.serve.rows import leaves
 from loka.serve.run import Runner
 from loka.serve.sites import answering, frozen_sites, tracing
@@ -108,7 +108,7 @@ def _attributes(module: nn.Module) -> list[Any]:
 def _same(ones: list[Any], others: list[Any]) -> bool:
     def same(one: Any, other: Any) -> bool:
         if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
-            return one is other or (one.dtype == other.dtype and one.shape == other.shape and torch.equal(one, other))
+            return one is other or same_bits(one, other)
         return type(one) is type(other) and (not isinstance(one, _NUMBERS) or one == other or one != one)
 
     return len(ones) == len(others) and all(map(same, ones, others))
