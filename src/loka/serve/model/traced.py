@@ -80,17 +80,17 @@ def traced(
     from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
     mend_compilers()
-    without_values = ShapeEnv(allow_scalar_outputs=False, allow_dynamic_output_shape_ops=False)
-    fake = FakeTensorMode(allow_non_fake_inputs=True, shape_env=without_values, static_shapes=True)
+    sizes = ShapeEnv(allow_scalar_outputs=False, allow_dynamic_output_shape_ops=False)  # of values nothing is asked
+    fake = FakeTensorMode(allow_non_fake_inputs=True, shape_env=sizes, static_shapes=True)
     named: dict[int, str] = {}
     one = {name: each for name, each in held.items() if named.setdefault(id(each), name) == name}
-    places = list(one).index
+    places = {name: place for place, name in enumerate(one)}
     outputs = []
 
     def flat(*tensors: torch.Tensor) -> list[torch.Tensor]:
         _symbolic_trace._is_fx_tracing_flag = False  # of the process: compiled functions of other threads would raise
         own = tensors[len(rows) :]
-        outputs.append(call(tensors[: len(rows)], {name: own[places(named[id(each)])] for name, each in held.items()}))
+        outputs.append(call(tensors[: len(rows)], {name: own[places[named[id(each)]]] for name, each in held.items()}))
         return leaves(outputs[-1])
 
     given = [fake.from_tensor(each) for each in (*rows, *one.values())]
