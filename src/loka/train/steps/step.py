@@ -309,15 +309,9 @@ def _compiler_errors() -> tuple[type[Exception], ...]:
     return (torch._dynamo.exc.TorchDynamoException,)
 
 
-_NUMBERS = (int, float, complex, str)
-
-
 class _Before:
-    """What forward writes to besides gradients: buffers, random state, numbers that modules keep in attributes."""
-
     def __init__(self, model: nn.Module) -> None:
         self._model = model
-        self._numbers = [(module, _numbers_in(module)) for module in unwrap(model).modules()]
         self._buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
         self._carried: dict[str, Any] = copy.deepcopy(fp8_state_dict(model))
         self._random: list[tuple[Callable[[torch.Tensor], Any], torch.Tensor]] = [
@@ -330,14 +324,6 @@ class _Before:
     def put_back(self) -> None:
         for buffer, value in self._buffers:
             buffer.copy_(value)
-        for module, numbers in self._numbers:
-            for name in _numbers_in(module).keys() - numbers:  # set by forward, in the place of the class's
-                del vars(module)[name]
-            vars(module).update(numbers)
         load_fp8_state_dict(self._model, self._carried)
         for put, state in self._random:
             put(state)
-
-
-def _numbers_in(module: nn.Module) -> dict[str, Any]:
-    return {name: value for name, value in vars(module).items() if isinstance(value, _NUMBERS)}
