@@ -68,3 +68,14 @@ def test_initial_states_are_the_same_in_another_process():
     said = subprocess.check_output([sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": ":".join(places)})
     torch.manual_seed(3)
     assert json.loads(said) == initial_state(SmallModel())
+
+
+def test_buffers_may_be_memory_that_nobody_wrote_to():
+    models = []
+    for value in (0.0, 1.0):
+        torch.manual_seed(3)
+        models.append(SmallModel())
+        models[-1].register_buffer("scratch", torch.full((4,), value))
+    assert initial_state(models[0]) == initial_state(models[1])
+    models[1].register_buffer("scratch", torch.zeros(5))
+    assert initial_state(models[0]) != initial_state(models[1])

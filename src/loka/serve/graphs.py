@@ -34,7 +34,8 @@ from loka.nn.site import install as install_forward
 from loka.nn.site import site_forwards, stand_aside
 from loka.nn.unwrap import named_modules
 from loka.serve.model.private import tried
-from loka.serve.model.programs import Programs, like, same_attributes
+from loka.serve.model.programs import Programs, fits, like
+from loka.serve.model.programs import bind as _bind
 from loka.serve.model.traced import without_values
 from loka.serve.rows import Form, leaves, mapped
 from loka.serve.run import Runner
@@ -223,19 +224,22 @@ class Capturer:
         return {rows: graph.microseconds for rows, graph in graphs.items()}
 
     def _answers(self, tree: nn.Module, stream: torch.cuda.Stream | None) -> dict[int, Graph]:
-        if not same_attributes(self._template, tree):  # what hooks of a state dict set, or forward keeps of weights
+        known = bool(self._times) and fits(self._template, tree, self._run, self._rows(self._buckets[0]))
+        if self._times and not known:
             self._template, self._programs = self._made_for(tree)
         _bind(self._template, tree)
         answers: dict[int, Graph] = {}
-        known = bool(self._times)
         for rows in self._buckets:
             _plan_for(self._template, rows)
-            graph, made = self._graph(self._run.form.check_rows(self._device, rows), stream)
+            graph, made = self._graph(self._rows(rows), stream)
             _check(graph, made, self._errors)
             if not (known and answers):
                 _check(graph, self._eager(tree, graph), self._errors)
             answers[rows] = graph
         return answers
+
+    def _rows(self, count: int) -> list[torch.Tensor]:
+        return self._run.form.check_rows(self._device, count)
 
     def _made_for(self, tree: nn.Module) -> tuple[nn.Module, Programs]:
         template = like(tree)
@@ -385,12 +389,3 @@ def _plan_for(template: nn.Module, bucket: int) -> None:
             for site in forward.sites
         )
         (stand_aside if precise else install_forward)(forward)
-
-
-def _bind(template: nn.Module, tree: nn.Module) -> None:
-    for (_, own), (_, other) in zip(named_modules(template), named_modules(tree), strict=True):
-        own._parameters.update(other._parameters)
-        own._buffers.update(other._buffers)
-    theirs = frozen_sites(tree)
-    for name, own_site in frozen_sites(template).items():
-        own_site.weight, own_site.input_scale = theirs[name].weight, theirs[name].input_scale

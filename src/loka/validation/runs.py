@@ -269,7 +269,8 @@ def _finished(folder: Path, identity: Mapping[str, Any]) -> tuple[Run, ...] | No
                 *(f"{part}: {there.get(part)} there, {identity[part]} now" for part in named),
                 *differences(there["initial"], identity["initial"]),
             ],
-            way_out="choose another output folder, or remove that one",
+            way_out="choose another output folder, or remove that one; weights that NumPy or `random` draws are others "
+            "each time: draw them by torch, whose seed is set",
         )
     return found.runs
 

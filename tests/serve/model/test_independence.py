@@ -17,6 +17,17 @@ def test_a_model_that_asks_how_many_rows_there_are_is_not_padded():
         frozen(Asks().eval(), BOTH, buckets=(1, 16))
 
 
+def test_an_output_that_is_masked_hides_no_other_numbers():
+    class Masks(Tower):
+        def forward(self, dense, ids):
+            y = super().forward(dense, ids) * (1.5 if len(ids) > 8 else 1)
+            return torch.stack([y, torch.full_like(y, -torch.inf)], dim=1)
+
+    torch.manual_seed(0)
+    with pytest.raises(ServeRefused, match="answers 2 rows by other numbers among 16"):
+        frozen(Masks().eval(), BOTH, buckets=(1, 16))
+
+
 def test_requests_are_not_written_to():
     """By rows beyond a bound that no calibration row reached."""
 

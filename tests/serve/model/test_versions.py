@@ -1,6 +1,9 @@
 """What versions and traces of a model share, and what they must not: servers with the stand-in for graphs."""
 
+import enum
 import functools
+import threading
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -17,6 +20,9 @@ from torch import nn
 
 from loka.core.exceptions import ServeRefused
 from loka.serve import load
+from loka.serve.model.programs import Programs
+from loka.serve.rows import form_of
+from loka.serve.run import Runner
 
 
 @functools.lru_cache
@@ -108,3 +114,67 @@ def test_versions_are_made_in_inference_mode_too(backend):  # noqa: F811
         inside = server(inputs(16)).output
     assert torch.equal(server(inputs(16)).output, inside)
     assert torch.equal(inside, compiled_answer(wide(seed=1), inputs(16)))
+
+
+class Mode(enum.Enum):
+    PLAIN, LOUD = 1, 2
+
+
+class Odd(Wide):
+    """What a state dict brings that is no number; a mask without memory, and layers that keep their weights in a list
+    too."""
+
+    def __init__(self):
+        super().__init__()
+        self.mode, self.shape = Mode.PLAIN, torch.empty(3, device="meta")
+        self.before = nn.GRU(16, 16, batch_first=True)
+
+    def get_extra_state(self):
+        return self.mode
+
+    def set_extra_state(self, state):
+        self.mode = state
+
+    def forward(self, x):
+        x = x + self.before(x[:, None])[0][:, 0]
+        return super().forward(x) * (1.0 if self.mode is Mode.PLAIN else 1.03)
+
+
+def test_a_version_is_compiled_anew_where_it_answers_otherwise_and_only_there(backend):  # noqa: F811
+    torch.manual_seed(0)
+    model = Odd().eval()
+    server, eager = frozen(model), frozen(model, graphs=False)
+    compiled = len(backend.graphs)
+    for mode, added in ((Mode.PLAIN, 0), (Mode.LOUD, len(BUCKETS))):
+        torch.manual_seed(1)
+        other = Odd().eval()
+        other.mode = mode
+        for each in (server, eager):
+            each.refresh(other.state_dict())
+        assert len(backend.graphs) == compiled + added
+        found, wanted = server(inputs(16)).output, eager(inputs(16)).output
+        assert (found - wanted).norm() < 0.015 * wanted.norm()  # bf16 rounds otherwise, by less than the mode does
+
+
+@torch.no_grad()
+def test_threads_trace_one_after_the_other():
+    """Tracers patch nn.Module for the process: one would undo what the other has patched, for good."""
+    x, call, failed = torch.randn(6, 8), nn.Module.__call__, []
+
+    def trace():
+        with torch.no_grad():
+            for _ in range(4):
+                model = nn.Sequential(*[nn.Linear(8, 8) for _ in range(20)]).eval()
+                try:
+                    Programs(model, Runner(form=form_of(x), autocast=None)).call([x])
+                except Exception as error:
+                    failed.append(error)
+
+    with patch("torch._inductor.compile_fx.compile_fx", lambda graph, inputs: graph):
+        threads = [threading.Thread(target=trace) for _ in range(3)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert not failed
+    assert nn.Module.__call__ is call

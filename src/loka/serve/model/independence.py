@@ -5,12 +5,11 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from loka.core.error import sqnr_db
 from loka.core.exceptions import ServeRefused
 from loka.serve.rows import Form, leaves, pad
 from loka.serve.run import Runner
 from loka.serve.sites import answering
-from loka.serve.watch.agreement import LEAST_DB
+from loka.serve.watch.agreement import LEAST_DB, finite_in_both
 
 
 def alike(one: torch.Tensor, other: torch.Tensor) -> bool:
@@ -25,6 +24,7 @@ def check_sizes(
     off: a request's rows are cut out of them. And where the fewest rows that are padded to it, in high precision, have
     other answers by themselves."""
     several = [list(leaf.shape) for leaf in leaves(run(tree, pad([t[:2] for t in batch], 3, form)))]
+    plain = run(precise, [tensor.clone() for tensor in batch])
     for least, rows in zip([1, *(rows + 1 for rows in buckets)], buckets, strict=False):
         with answering(rows):
             answer = run(tree, pad([tensor[:rows] for tensor in batch], rows, form))
@@ -37,14 +37,26 @@ def check_sizes(
                 )
 
         few = pad([tensor[:least] for tensor in batch], least, form)
-        for alone, padded in zip(leaves(run(precise, few)), leaves(run(precise, pad(few, rows, form))), strict=True):
-            numbers = alone.is_floating_point() and bool(alone.isfinite().all())
-            if numbers and not sqnr_db(padded[:least], alone) >= LEAST_DB:
+        answers = (run(precise, few), run(precise, pad(few, rows, form)), plain)
+        for alone, padded, like in zip(*map(leaves, answers), strict=True):
+            if _moved(padded[:least], alone, like):
                 raise ServeRefused(
                     f"this model answers {least} rows by other numbers among {rows}",
                     why=["a request is padded to the next bucket, and forward asks how many rows there are"],
                     way_out="let its answers not depend on that, or have a bucket for each number of rows",
                 )
+
+
+def _moved(one: torch.Tensor, other: torch.Tensor, like: torch.Tensor) -> bool:
+    """Whether floating-point answers to the same rows differ by more than rounding: a tenth of the rms of `like`, the
+    answers to many rows, as one of few may lie near zero. Or are finite elsewhere."""
+    if not other.is_floating_point() or one.shape != other.shape:
+        return False
+    if not torch.equal(one.isfinite(), other.isfinite()):
+        return True
+    a, b = finite_in_both(one, other)
+    signal, _ = finite_in_both(like, like)
+    return len(a) > 0 and float((a - b).square().mean()) > 10 ** (-LEAST_DB / 10) * float(signal.square().mean())
 
 
 def check_independent(
@@ -70,8 +82,7 @@ def check_independent(
                 way_out="return outputs [B, ...] alone, and reduce them outside",
             )
         plain, moved = plain[:count], moved[1 : 2 * count : 2]
-        numbers = plain.is_floating_point() and bool(plain.isfinite().all())
-        if not alike(one[:count], two[:count]) or (numbers and not sqnr_db(moved, plain) >= LEAST_DB):
+        if not alike(one[:count], two[:count]) or _moved(moved, plain, plain):
             if not all(map(alike, leaves(run(tree, beside)), leaves(answers[1]))):
                 raise ServeRefused(
                     "this model answers the same rows by other numbers each time",

@@ -10,12 +10,12 @@ from typing import Any
 import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
 
 from loka.core.compiling import compiled_call
 from loka.core.exceptions import LokaError
 from loka.core.timing import first_line
-from loka.nn.site import site_forwards
+from loka.nn.site import install, site_forwards
 from loka.nn.site_ops import site_forward
 from loka.nn.unwrap import named_modules
 from loka.serve.model.traced import Traced, likeness, same_bits, traced
@@ -25,7 +25,7 @@ from loka.serve.sites import answering, frozen_sites, tracing
 
 _LOG = logging.getLogger("loka.serve")
 _APART = ("_parameters", "_buffers", "_modules")
-_NUMBERS = (int, float, complex, str, bytes, torch.dtype, torch.device)
+_NUMBERS = (int, float, complex, str)
 
 
 class Programs:
@@ -68,7 +68,7 @@ class Programs:
         sites = frozen_sites(self._tree)
 
         def call(rows: Sequence[torch.Tensor], tensors: Mapping[str, torch.Tensor]) -> Any:
-            _put(tree, tensors)
+            put(tree, tensors)
             return self._run(tree, rows)
 
         def multiplied(rows: torch.Tensor, weight: object, health: object, name: str, *_: object) -> Any:
@@ -94,24 +94,56 @@ def like(tree: nn.Module) -> nn.Module:
     return copy.deepcopy(tree, {id(value): value for value in shared})
 
 
-def same_attributes(one: nn.Module, other: nn.Module) -> bool:
-    """Whether modules keep the same numbers and tensors besides parameters and buffers, in attributes and in what these
-    hold."""
-    modules = zip(named_modules(one), named_modules(other), strict=True)
-    return all(_same(*(_attributes(each) for _, each in pair)) for pair in modules)
+def fits(template: nn.Module, tree: nn.Module, run: Runner, inputs: Sequence[torch.Tensor]) -> bool:
+    """Whether the template with the tensors of `tree` is that model, by its bits for `inputs`: modules may keep other
+    things too, which hooks of a state dict set or forward derives of weights. Numbers in attributes have to be alike
+    besides."""
+    numbers = [[(path, _numbers(module)) for path, module in named_modules(each)] for each in (template, tree)]
+    if held_by(template).keys() != held_by(tree).keys() or numbers[0] != numbers[1]:
+        return False
+    bind(template, tree)
+    for forward in site_forwards(template).values():
+        install(forward)  # as in `tree`
+    try:
+        with answering(inputs[0].shape[0]):
+            ours, theirs = (leaves(run(each, [x.clone() for x in inputs])) for each in (like(template), tree))
+    except LokaError:
+        raise
+    except Exception:  # of what it kept
+        return False
+    return all(same_bits(one, other) for one, other in zip(ours, theirs, strict=True))
 
 
-def _attributes(module: nn.Module) -> list[Any]:
-    return tree_leaves({name: value for name, value in vars(module).items() if name not in _APART})
+def _numbers(module: nn.Module) -> dict[str, str]:
+    """As text, by which NaN is NaN."""
+    return {name: repr(value) for name, value in vars(module).items() if isinstance(value, _NUMBERS)}
 
 
-def _same(ones: list[Any], others: list[Any]) -> bool:
-    def same(one: Any, other: Any) -> bool:
-        if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
-            return one is other or same_bits(one, other)
-        return type(one) is type(other) and (not isinstance(one, _NUMBERS) or one == other or one != one)
+def bind(template: nn.Module, tree: nn.Module) -> None:
+    """Gives the template the tensors of `tree`; what its sites note in stays its own."""
+    put(template, {name: tensor for name, tensor in held_by(tree).items() if not name.startswith("health")})
 
-    return len(ones) == len(others) and all(map(same, ones, others))
+
+def put(tree: nn.Module, tensors: Mapping[str, torch.Tensor]) -> None:
+    """In the places of those that `held_by` names, and in lists of them, as recurrent layers keep; notes of sites stay
+    where `tensors` has none."""
+    held = held_by(tree)
+    moved = {id(tensor): tensors[name] for name, tensor in held.items() if not name.startswith("health")}
+    for path, module in named_modules(tree):
+        kinds: list[tuple[str, Any]] = [("parameter", module._parameters), ("buffer", module._buffers)]
+        for kind, own in kinds:
+            places = {name: f"{kind} {path}.{name}" for name in own}
+            own.update({name: tensors[place] for name, place in places.items() if place in held})
+        for name, value in vars(module).items():
+            kept = name not in _APART and isinstance(value, (list, tuple, dict))
+            if kept and any(id(leaf) in moved for leaf in tree_leaves(value)):
+                vars(module)[name] = tree_map(lambda leaf: moved.get(id(leaf), leaf), value)
+    for name, site in frozen_sites(tree).items():
+        weight, parts = site.weight, {part: tensors[f"{part} of {name}"] for part in site.weight.tensors()}
+        low = replace(weight.low, data=parts["data"], scale=parts["scale"])
+        site.weight = replace(weight, low=low, even=parts.get("even"))
+        site.health = tensors.get(f"health of {name}", site.health)
+        site.input_scale = tensors.get(f"input scale of {name}")
 
 
 def held_by(tree: nn.Module) -> dict[str, torch.Tensor]:
@@ -129,16 +161,3 @@ def held_by(tree: nn.Module) -> dict[str, torch.Tensor]:
         if site.input_scale is not None:
             held[f"input scale of {name}"] = site.input_scale
     return held
-
-
-def _put(tree: nn.Module, tensors: Mapping[str, torch.Tensor]) -> None:
-    """In the places of those that `held_by` names."""
-    for path, module in named_modules(tree):
-        kinds: list[tuple[str, Any]] = [("parameter", module._parameters), ("buffer", module._buffers)]
-        for kind, own in kinds:
-            own.update({name: tensors.get(f"{kind} {path}.{name}", tensor) for name, tensor in own.items()})
-    for name, site in frozen_sites(tree).items():
-        weight, parts = site.weight, {part: tensors[f"{part} of {name}"] for part in site.weight.tensors()}
-        low = replace(weight.low, data=parts["data"], scale=parts["scale"])
-        site.weight, site.health = replace(weight, low=low, even=parts.get("even")), tensors[f"health of {name}"]
-        site.input_scale = tensors.get(f"input scale of {name}")

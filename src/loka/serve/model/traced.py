@@ -74,6 +74,7 @@ def traced(
     Raises what the call raises for tensors that have no values: it asks for some, or hands one to what is no op. And
     ValueError for a graph that answers otherwise.
     """
+    from torch._dynamo.convert_frame import compile_lock
     from torch._subclasses import FakeTensorMode
     from torch.fx import _symbolic_trace
     from torch.fx.experimental.proxy_tensor import make_fx
@@ -93,13 +94,14 @@ def traced(
         outputs.append(call(tensors[: len(rows)], {name: own[places[named[id(each)]]] for name, each in held.items()}))
         return leaves(outputs[-1])
 
-    given = [fake.from_tensor(each) for each in (*rows, *one.values())]
-    with fake, tracing:
-        module = make_fx(flat, _disable_torch_fn_metadata_mode=True)(*given)
-    read = _without_unread(module, len(rows), list(one))
-    constants = [one[name] for name in read] + (own := _lifted(module))
-    _check(module, [*(each.clone() for each in rows), *constants], expected, ops)
-    program = _compiled(module, [*rows, *constants])
+    with compile_lock:  # two threads would undo each other's patches of nn.Module, which tracers make
+        given = [fake.from_tensor(each) for each in (*rows, *one.values())]
+        with fake, tracing:
+            module = make_fx(flat, _disable_torch_fn_metadata_mode=True)(*given)
+        read = _without_unread(module, len(rows), list(one))
+        constants = [one[name] for name in read] + (own := _lifted(module))
+        _check(module, [*(each.clone() for each in rows), *constants], expected, ops)
+        program = _compiled(module, [*rows, *constants])
     return Traced(
         program=program,
         constants=(*read, *own),
