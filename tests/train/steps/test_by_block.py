@@ -25,7 +25,7 @@ class Foreign(nn.Module):
     def __init__(self):
         super().__init__()
         self.table = nn.Embedding(IDS, 8, sparse=True)
-        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(n, 64), nn.LayerNorm(64), nn.SiLU()) for n in (32, 64, 64))
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(n, 64), nn.LayerNorm(64), nn.SiLU()) for n in (32, 64))
         self.top = nn.Sequential(nn.Linear(64, 1))
 
     def forward(self, dense, sparse):
