@@ -104,7 +104,7 @@ def whole():
     [
         pytest.param(4, marks=pytest.mark.slow),
         pytest.param(11, marks=pytest.mark.slow),
-        PROBED,
+        pytest.param(PROBED, marks=pytest.mark.slow),
         "measuring",
         pytest.param(19, marks=pytest.mark.slow),
         pytest.param(29, marks=pytest.mark.slow),
