@@ -49,7 +49,7 @@ class Programs:
             except LokaError:
                 raise
             except Exception as error:  # of any kind: it is the model's code that runs
-                _LOG.info("Dynamo compiles the model, whose code needs tensors with values: %s", first_line(error))
+                _LOG.info("Dynamo compiles the model, which was not traced without it: %s", first_line(error))
                 self._by_dynamo = compiled_call(self._tree)
             else:
                 self._traced[rows] = program
