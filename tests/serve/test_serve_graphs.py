@@ -54,7 +54,7 @@ def inputs(count, seed=0):
     return torch.randn(count, 16, generator=torch.Generator().manual_seed(seed))
 
 
-bind, plan_rows = graphs._bind, graphs._plan_for
+bind, plan_rows = graphs.bind, graphs._plan_for
 bound = []
 planned = []
 
@@ -85,7 +85,7 @@ def backend(monkeypatch):
     monkeypatch.setattr("torch._inductor.compile_fx.compile_fx", made)
     monkeypatch.setattr(graphs, "record", recorded)
     monkeypatch.setattr(graphs, "_has_graphs", lambda device: True)
-    monkeypatch.setattr(graphs, "_bind", lambda *trees: (bound.append(trees), bind(*trees)))
+    monkeypatch.setattr(graphs, "bind", lambda *trees: (bound.append(trees), bind(*trees)))
     monkeypatch.setattr(graphs, "_plan_for", lambda *of: (planned.append(of), plan_rows(*of)))
     yield made
     torch._dynamo.reset()

@@ -93,7 +93,7 @@ def allow_programs(count: int) -> None:
 
 def compiled_call(module: nn.Module) -> Callable[..., Any]:
     """What calls the module, compiled for the shapes it sees; the module's own calls run as written."""
-    return torch.compile(_own_call(module, None), dynamic=False)
+    return _compiled_alone(_own_call(module, None), replayed=False)
 
 
 @contextmanager

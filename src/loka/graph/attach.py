@@ -163,7 +163,8 @@ def _forward(
     for use in sites:
         owner, attribute, name = _owner(modules, use.key)
         owners[name] = (owner, attribute, name)
-        names |= {name} if use in low else set()
+        if use in low:
+            names.add(name)
     return OwnerForward(module, sites, list(owners.values()), names)
 
 

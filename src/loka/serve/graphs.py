@@ -4,7 +4,7 @@
     version   its tensors into the template, one call, one capture for each bucket
 
 Compiled code takes a tree's tensors as arguments and its objects as constants: a version whose modules keep other
-numbers is compiled anew, one with other weights is not. A graph keeps the addresses of its version's tensors, and
+things is compiled anew, one with other weights is not. A graph keeps the addresses of its version's tensors, and
 the version keeps the tensors. Nothing writes to them, so graphs of several versions replay side by side.
 
 Each bucket has a second graph of the same code, which hands the scales of some rows of each FP8 site out to
@@ -34,8 +34,7 @@ from loka.nn.site import install as install_forward
 from loka.nn.site import site_forwards, stand_aside
 from loka.nn.unwrap import named_modules
 from loka.serve.model.private import tried
-from loka.serve.model.programs import Programs, fits, like
-from loka.serve.model.programs import bind as _bind
+from loka.serve.model.programs import Programs, bind, fits, like
 from loka.serve.model.traced import without_values
 from loka.serve.rows import Form, leaves, mapped
 from loka.serve.run import Runner
@@ -227,7 +226,7 @@ class Capturer:
         known = bool(self._times) and fits(self._template, tree, self._run, self._rows(self._buckets[0]))
         if self._times and not known:
             self._template, self._programs = self._made_for(tree)
-        _bind(self._template, tree)
+        bind(self._template, tree)
         answers: dict[int, Graph] = {}
         for rows in self._buckets:
             _plan_for(self._template, rows)

@@ -34,7 +34,7 @@ from loka.serve.model.private import check_apart, own_copy
 from loka.serve.saving import CARD, COMPARED, PLAN, PRECISE, WEIGHTS, check_outputs
 from loka.serve.server import Server
 from loka.serve.sites import FrozenWeight, even_weight
-from loka.serve.watch.agreement import disagreements, finite_in_both
+from loka.serve.watch.agreement import disagreements, finite_in_both, same_bits
 from loka.serve.watch.shadow import check_share
 
 _LOG = logging.getLogger("loka.serve")
@@ -197,8 +197,7 @@ def _check_same(card: Card, found: list[torch.Tensor], saved: Mapping[str, torch
             ", ".join(map(str, blind)),
             card.model,
         )
-    bits = ([leaf.contiguous().view(torch.uint8) for leaf in leaves] for leaves in (found, wanted))
-    other = [place for place, (a, b) in enumerate(zip(*bits, strict=True)) if not torch.equal(a, b)]
+    other = [place for place, pair in enumerate(zip(found, wanted, strict=True)) if not same_bits(*pair)]
     if other:
         _LOG.warning(
             "%s: this %s answers by other bits than the one that was saved (outputs %s; they agree to %s dB): another "

@@ -207,6 +207,14 @@ def test_what_needs_values_is_compiled_by_dynamo(graphs, caplog):
 
 
 @torch.no_grad()
+def test_a_compiled_child_answers_as_it_does_by_itself(graphs):
+    model = Nested()
+    program = programs(model)
+    for count in (6, 3):
+        assert torch.equal(*answers(program, model, ROWS[:count]))
+
+
+@torch.no_grad()
 def test_refusals_of_loka_are_not_tried_again(graphs):
     class Refusing(nn.Module):
         def forward(self, x):

@@ -18,10 +18,11 @@ from loka.core.timing import first_line
 from loka.nn.site import install, site_forwards
 from loka.nn.site_ops import site_forward
 from loka.nn.unwrap import named_modules
-from loka.serve.model.traced import Traced, likeness, same_bits, traced
+from loka.serve.model.traced import Traced, likeness, traced
 from loka.serve.rows import leaves
 from loka.serve.run import Runner
 from loka.serve.sites import answering, frozen_sites, tracing
+from loka.serve.watch.agreement import same_bits
 
 _LOG = logging.getLogger("loka.serve")
 _APART = ("_parameters", "_buffers", "_modules")

@@ -16,6 +16,7 @@ from torch.fx import GraphModule, Interpreter, Node
 
 from loka.core.compiling import mend_compilers
 from loka.serve.rows import leaves, mapped
+from loka.serve.watch.agreement import same_bits
 
 Call = Callable[[Sequence[torch.Tensor], Mapping[str, torch.Tensor]], Any]
 """Of the rows' tensors, and of those that the model holds, by name."""
@@ -158,16 +159,6 @@ def _check(module: GraphModule, given: list[torch.Tensor], expected: Sequence[to
     alike = [same_bits(one, other) for one, other in zip(made, expected, strict=True)]
     if not all(alike):
         raise ValueError(f"of its outputs {alike.count(False)} are others without values")
-
-
-def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """NaN with NaN, too. Tensors that are not strided are alike where they are one."""
-    forms = [(each.dtype, each.device, each.shape, each.layout) for each in (one, other)]
-    return forms[0] == forms[1] and one.layout is torch.strided and torch.equal(*map(_bits, (one, other)))
-
-
-def _bits(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.contiguous().view(-1).view(torch.uint8)
 
 
 def _compiled(module: GraphModule, given: Sequence[torch.Tensor]) -> Any:

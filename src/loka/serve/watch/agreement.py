@@ -87,6 +87,16 @@ def finite_in_both(one: torch.Tensor, other: torch.Tensor) -> tuple[torch.Tensor
     return one[both].double(), other[both].double()
 
 
+def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """NaN with NaN, too. Tensors that are not strided have none."""
+    forms = [(each.dtype, each.device, each.shape, each.layout) for each in (one, other)]
+    return forms[0] == forms[1] and one.layout is torch.strided and torch.equal(*map(_bits, (one, other)))
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.contiguous().view(-1).view(torch.uint8)
+
+
 def disagreements(
     found: Sequence[torch.Tensor], want: Sequence[torch.Tensor], errors: Sequence[AnswerError] | None
 ) -> list[str]:

@@ -98,22 +98,22 @@ def restore_sharded(
         return into
 
     read_tensors(path, wanted)
+    groups = _groups(state["groups"], optimizers)
     for kind, optimizer in optimizers.items():
         names = {id(weight): name for name, weight in weights.items()}
         order = [names[id(weight)] for group in optimizer.param_groups for weight in group["params"]]
         by_index = {index: states[kind][name] for index, name in enumerate(order) if name in states[kind]}
-        groups = _groups_of(kind, state["groups"], fused="fused" in optimizers)
-        restore_optimizer(optimizer, {"state": by_index, "param_groups": groups}, path=path)
+        restore_optimizer(optimizer, {"state": by_index, "param_groups": groups.get(kind, [])}, path=path)
     if average is not None:
         average.n_averaged.copy_(state["averaged"])
     restore_own(state, inner, running, path=path)
 
 
-def _groups_of(kind: str, groups: Mapping[str, Any], *, fused: bool) -> Any:
+def _groups(there: Mapping[str, Any], optimizers: Mapping[str, Any]) -> Mapping[str, Any]:
     """Until 2026-11-28 tables that TorchRec shards were `sparse`, and those beside them were in no optimizer."""
-    if fused and "fused" not in groups:
-        return groups["sparse"] if kind == "fused" else [] if kind == "sparse" else groups.get(kind, [])
-    return groups.get(kind, [])
+    if "fused" in optimizers and "fused" not in there:
+        return {"fused" if kind == "sparse" else kind: groups for kind, groups in there.items()}
+    return there
 
 
 def taken_over(path: Path, manifest: Manifest) -> dict[str, Any]:

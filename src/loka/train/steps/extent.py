@@ -35,7 +35,7 @@ class Extent:
 
 
 def extent_of(model: nn.Module, optimizers: Collection[str], config: TrainConfig) -> Extent:
-    """Of a step that is asked to be a graph; `optimizers` are the names of what it trains, "dense" and "sparse"."""
+    """Of a step that is asked to be a graph; `optimizers` are the names of `build_optimizers`."""
     why = _why_no_graph(model, optimizers, config)
     if why is None and "sparse" in optimizers:
         try:
