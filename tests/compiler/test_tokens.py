@@ -150,6 +150,63 @@ def test_stays_as_it_is_where_that_is_no_loss():
     assert _products(base, _planned(copy.deepcopy(base), x), x, regions=False) == [2, 4]
 
 
+ANSWERED = {  # products of [B, m, d], and the pairs, by m
+    "linear": (_Base, [2 * OUT]),
+    "odd": (lambda: _Base(tokens=27), [2 * OUT]),
+    "pairs": (_Pairs, [2 * OUT, TOKENS]),  # the one that a GEMM reads goes with the other
+    "twice": (_Twice, [OUT, OUT, OUT]),
+}
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("case", ANSWERED)
+def test_without_gradients_nothing_is_written_across(case, dynamic, monkeypatch):
+    """Nothing is copied there either way; the products of one X are one, [B, m, d], as readers take them."""
+    make, rows = ANSWERED[case]
+    plain = make().eval()
+    x = _input(plain.first.in_features)
+    x[1, 2, 3] = float("nan")
+    plan = _planned(copy.deepcopy(plain), _input(plain.first.in_features))
+    found, products = _answered(plain, plan, x, dynamic=dynamic)
+    assert [shape[0] for shape in products] == rows
+    monkeypatch.setattr(lower, "keep_tokens", lambda emitter: set())
+    expected, products = _answered(plain, plan, x, dynamic=dynamic)
+    assert [COLUMNS, OUT] in products
+    assert found.isnan().any(dim=1).tolist() == expected.isnan().any(dim=1).tolist() == [row == 1 for row in range(6)]
+    # Sums in float32 in another order, and by that another step of e4m3 in the MLP.
+    others = ~expected.isnan()
+    assert error(found[others], expected[others]) < 0.02
+
+
+def test_without_gradients_what_is_no_loss_stays():
+    """A product that GEMMs alone read, either way; few columns."""
+    for plain, given, shapes in (
+        (_PairsAlone(), _input(), [[COLUMNS, OUT], [TOKENS, OUT]]),
+        (_Base(columns=16), _input(columns=16), [[16, OUT], [16, OUT]]),
+    ):
+        _, products = _answered(plain.eval(), _planned(copy.deepcopy(plain), given), given)
+        assert products == shapes
+
+
+class _PairsAlone(_Base):
+    def forward(self, x):
+        pairs = torch.bmm(x, self.first(x.transpose(1, 2)))[:, :OUT]
+        return self.mlp(pairs.repeat(1, 1, COLUMNS // OUT).flatten(1))
+
+
+def _answered(plain, plan, x, dynamic=False):
+    """The answer, and the last two sides of what batched GEMMs give."""
+    torch._dynamo.reset()
+    backend = JointBackend()
+    step = torch.compile(loka.convert(copy.deepcopy(plain), plan), backend=backend, fullgraph=True, dynamic=dynamic)
+    with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
+        if dynamic:
+            step(x[:5])
+        y = step(x).float()
+    products = [node for node in backend.graphs[-1].nodes if node.target is aten.bmm.default]
+    return y, [list(node.meta["val"].shape[1:]) for node in products]
+
+
 def test_large_sides_leave_the_weight_gradient_as_it_is():
     """Products of 6 rows of [64, 64] would be more than the rows of [64, 48] that they are made of."""
     model = nn.Sequential(_Wide(), nn.Flatten(1), nn.Linear(64 * COLUMNS, 64), nn.ReLU(), nn.Linear(64, 32))

@@ -1,9 +1,11 @@
 """GEMMs over the middle side of [B, n, d], as batched GEMMs of what lies there.
 
 A layer over tokens, as Wukong's or an MLP-Mixer's, is a linear layer on X^T. The compiler copies X into rows
-for it, once for each direction, and readers of its result take them across:
+for it, once for each direction, and readers of its result take them across; without gradients it copies nothing,
+and readers still do:
 
     mm(rows of X^T, W^T)              -> bmm(W, X), transposed         [B d, n] [n, m]
+    bmm(X^T, W^T for each of B)       -> the same, where readers take it across
     mm((rows of dY^T)^T, rows of X^T) -> sum over B of bmm(dY, X^T)    [m, B d] [B d, n]
 
 cuBLAS takes either operand of a batched GEMM transposed, and one W for all of the batch, so that nothing is
@@ -24,6 +26,7 @@ from loka.graph.gemm_calls import lies_across
 
 aten, prims = torch.ops.aten, torch.ops.prims
 
+_GEMMS = (aten.mm.default, aten.bmm.default)
 _VIEWS = (aten.view.default, aten._unsafe_view.default, aten.reshape.default)
 _CONVERT = prims.convert_element_type.default
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -33,17 +36,21 @@ _ALIGNED = 8  # elements: cuBLAS' fast kernels ask for rows of 16 bytes
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class _Product:
-    """mm(rows, w) -> [B d, m], by `x` [B, n, d]; what reads it goes through `views` [B, d, m]."""
+    """x^T w for each of a batch, by `x` [B, n, d] and `w` [n, m]; what reads it goes through `views` [B, d, m].
+
+    Where it does not gain it changes nothing, and may lie as the others of its x do.
+    """
 
     node: Node
     x: Node
     w: Node
     views: list[Node]
+    gains: bool
 
 
 def keep_tokens(emitter: Emitter) -> set[Node]:
     """Rewrites the graph's GEMMs over tokens in place; returns the nodes that stand for what they gave."""
-    found = [n for n in emitter.graph.nodes if n.target is aten.mm.default and value_of(n).dtype in _DTYPES]
+    found = [n for n in emitter.graph.nodes if n.target in _GEMMS and value_of(n).dtype in _DTYPES]
     as_they_lie: dict[tuple[Node, torch.dtype], Node] = {}
     products: list[_Product] = []
     given: set[Node] = set()
@@ -51,38 +58,68 @@ def keep_tokens(emitter: Emitter) -> set[Node]:
         product = _product(emitter, node, as_they_lie)
         if product is not None:
             products.append(product)
-        else:
+        elif node.target is aten.mm.default:
             given |= _weight_gradient(emitter, node, as_they_lie)
     stacks: dict[tuple[Node, bool], list[_Product]] = {}
     for product in products:
-        if _is_given(product.w):
-            stacks.setdefault((product.x, in_backward(product.node)), []).append(product)
-        else:
-            given |= _multiply(emitter, [product])
+        key = product.x if _is_given(product.w) else product.node
+        stacks.setdefault((key, in_backward(product.node)), []).append(product)
     for stack in stacks.values():
-        given |= _multiply(emitter, stack)
+        if any(product.gains for product in stack):
+            given |= _multiply(emitter, stack)
     return given
 
 
 def _product(emitter: Emitter, node: Node, as_they_lie: dict[tuple[Node, torch.dtype], Node]) -> _Product | None:
-    """A GEMM of forward, or for dx, where it would copy: X into rows, or the result across."""
-    rows, w = args_of(node)
-    x = _uncollapsed(rows)
-    if x is None or value_of(x).shape[1] < _COLUMNS:
+    """A GEMM of forward, or for dx, where it would copy, X into rows or the result across, or need not lie so."""
+    x, w = _operands(node)
+    if x is None or w is None or value_of(x).shape[1] < _COLUMNS:
         return None
-    views = list(node.users)
-    sides = (value_of(x).shape[1], value_of(node).shape[1])
-    if not views or not all(_is_view(view, sides) for view in views):
+    views = _views(node, (value_of(x).shape[1], value_of(w).shape[1]))
+    if not views:
         return None
     across = [user for view in views for user in _readers(view)]
     # A GEMM reads either way; what else reads the transpose would take it across.
     taken = all(map(_is_transpose, across)) and any(
         reader.target is not aten.bmm.default and not _is_transpose(reader) for user in across for reader in user.users
     )
-    if not (lies_across(value_of(x)) or taken):
+    copied = node.target is aten.mm.default and lies_across(value_of(x))
+    free = node.target is aten.bmm.default and all(_is_transpose(u) or u.target is aten.bmm.default for u in across)
+    if not (copied or taken or free):
         return None
     with emitter.like(node):
-        return _Product(node=node, x=_as_it_lies(emitter, x, as_they_lie), w=w, views=views)
+        x = _as_it_lies(emitter, x, as_they_lie)
+        return _Product(node=node, x=x, w=w, views=views, gains=copied or taken)
+
+
+def _operands(node: Node) -> tuple[Node | None, Node | None]:
+    """[B, d, n] and [n, m], of whose products a GEMM is made; None where it is of something else."""
+    left, right = args_of(node)
+    if node.target is aten.mm.default:
+        return _uncollapsed(left), right
+    x, every = _unchanged(left), _unchanged(right)
+    w = args_of(every)[0] if every.target is aten.expand.default else every
+    if value_of(w).dim() != 2 or not lies_across(value_of(x)):
+        return None, None
+    return x, w
+
+
+def _views(node: Node, sides: tuple[Any, ...]) -> list[Node]:
+    """Of a product as [B, *sides], by which all that read it read it; else none."""
+    if node.target is aten.bmm.default and not any(_is_view(user, sides) for user in node.users):
+        return [node]
+    found = list(node.users)
+    return found if all(_is_view(view, sides) for view in found) else []
+
+
+def _unchanged(node: Node) -> Node:
+    """Before views and expansions into the shape that it had."""
+    while node.target in (*_VIEWS, aten.expand.default):
+        source = args_of(node)[0]
+        if value_of(source).shape != value_of(node).shape:
+            break
+        node = source
+    return node
 
 
 def _multiply(emitter: Emitter, products: list[_Product]) -> set[Node]:
