@@ -40,6 +40,19 @@ class _Base(nn.Module):
         return self.mlp(mixed.flatten(1))
 
 
+class _Mixer(_Base):
+    """Two layers with biases over tokens, an activation between them, and what was there."""
+
+    def __init__(self):
+        super().__init__(bias=True)
+        self.second = nn.Linear(OUT, TOKENS)
+        self.mlp = nn.Sequential(nn.Linear(TOKENS * COLUMNS, 64), nn.ReLU(), nn.Linear(64, 32))
+
+    def forward(self, x):
+        mixed = self.second(F.gelu(self.first(x.transpose(1, 2))))
+        return self.mlp((x + mixed.transpose(1, 2)).flatten(1))
+
+
 class _Pairs(_Base):
     """As a factorization machine: what the layer gives is read as it lies, by a GEMM, and not across."""
 
@@ -94,6 +107,7 @@ def _compiled(model, plan, **options):
 CASES = {
     "linear": (_Base, 1),  # both layers over one X in forward, as one
     "bias": (lambda: _Base(bias=True), 1),
+    "mixer": (_Mixer, 2),
     "odd": (lambda: _Base(tokens=27), 1),
     "pairs": (_Pairs, 2),
     "twice": (_Twice, 3),
@@ -152,6 +166,8 @@ def test_stays_as_it_is_where_that_is_no_loss():
 
 ANSWERED = {  # products of [B, m, d], and the pairs, by m
     "linear": (_Base, [2 * OUT]),
+    "bias": (lambda: _Base(bias=True), [2 * OUT]),
+    "mixer": (_Mixer, [COLUMNS, TOKENS]),  # the activation reads the first as it is
     "odd": (lambda: _Base(tokens=27), [2 * OUT]),
     "pairs": (_Pairs, [2 * OUT, TOKENS]),  # the one that a GEMM reads goes with the other
     "twice": (_Twice, [OUT, OUT, OUT]),
@@ -167,11 +183,13 @@ def test_without_gradients_nothing_is_written_across(case, dynamic, monkeypatch)
     x = _input(plain.first.in_features)
     x[1, 2, 3] = float("nan")
     plan = _planned(copy.deepcopy(plain), _input(plain.first.in_features))
-    found, products = _answered(plain, plan, x, dynamic=dynamic)
+    found, products, across = _answered(plain, plan, x, dynamic=dynamic)
     assert [shape[0] for shape in products] == rows
+    assert not across
     monkeypatch.setattr(lower, "keep_tokens", lambda emitter: set())
-    expected, products = _answered(plain, plan, x, dynamic=dynamic)
+    expected, products, across = _answered(plain, plan, x, dynamic=dynamic)
     assert [COLUMNS, OUT] in products
+    assert across
     assert found.isnan().any(dim=1).tolist() == expected.isnan().any(dim=1).tolist() == [row == 1 for row in range(6)]
     # Sums in float32 in another order, and by that another step of e4m3 in the MLP.
     others = ~expected.isnan()
@@ -184,7 +202,7 @@ def test_without_gradients_what_is_no_loss_stays():
         (_PairsAlone(), _input(), [[COLUMNS, OUT], [TOKENS, OUT]]),
         (_Base(columns=16), _input(columns=16), [[16, OUT], [16, OUT]]),
     ):
-        _, products = _answered(plain.eval(), _planned(copy.deepcopy(plain), given), given)
+        _, products, _ = _answered(plain.eval(), _planned(copy.deepcopy(plain), given), given)
         assert products == shapes
 
 
@@ -195,7 +213,7 @@ class _PairsAlone(_Base):
 
 
 def _answered(plain, plan, x, dynamic=False):
-    """The answer, and the last two sides of what batched GEMMs give."""
+    """The answer, the last two sides of what batched GEMMs give, and how many nodes but these read across."""
     torch._dynamo.reset()
     backend = JointBackend()
     step = torch.compile(loka.convert(copy.deepcopy(plain), plan), backend=backend, fullgraph=True, dynamic=dynamic)
@@ -203,8 +221,19 @@ def _answered(plain, plan, x, dynamic=False):
         if dynamic:
             step(x[:5])
         y = step(x).float()
-    products = [node for node in backend.graphs[-1].nodes if node.target is aten.bmm.default]
-    return y, [list(node.meta["val"].shape[1:]) for node in products]
+    graph = backend.graphs[-1]
+    products = graph.find_nodes(op="call_function", target=aten.bmm.default)
+    across = [n for n in graph.find_nodes(op="call_function", target=aten.permute.default) if n.args[1] == [0, 2, 1]]
+    readers = {user for node in across for user in _past_casts(node)}
+    return y, [list(n.meta["val"].shape[1:]) for n in products], len(readers - {*products})
+
+
+def _past_casts(node):
+    for user in node.users:
+        if user.target in (aten.expand.default, aten.view.default, torch.ops.prims.convert_element_type.default):
+            yield from _past_casts(user)
+        else:
+            yield user
 
 
 def test_large_sides_leave_the_weight_gradient_as_it_is():

@@ -5,6 +5,7 @@ for it, once for each direction, and readers of its result take them across; wit
 and readers still do:
 
     mm(rows of X^T, W^T)              -> bmm(W, X), transposed         [B d, n] [n, m]
+    addmm(b, rows of X^T, W^T)        -> b is added behind it
     bmm(X^T, W^T for each of B)       -> the same, where readers take it across
     mm((rows of dY^T)^T, rows of X^T) -> sum over B of bmm(dY, X^T)    [m, B d] [B d, n]
 
@@ -26,7 +27,7 @@ from loka.graph.gemm_calls import lies_across
 
 aten, prims = torch.ops.aten, torch.ops.prims
 
-_GEMMS = (aten.mm.default, aten.bmm.default)
+_GEMMS = (aten.mm.default, aten.addmm.default, aten.bmm.default)
 _VIEWS = (aten.view.default, aten._unsafe_view.default, aten.reshape.default)
 _CONVERT = prims.convert_element_type.default
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -36,7 +37,7 @@ _ALIGNED = 8  # elements: cuBLAS' fast kernels ask for rows of 16 bytes
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class _Product:
-    """x^T w for each of a batch, by `x` [B, n, d] and `w` [n, m]; what reads it goes through `views` [B, d, m].
+    """x^T w + bias for each of a batch, by `x` [B, n, d] and `w` [n, m]; what reads it goes through `views` [B, d, m].
 
     Where it does not gain it changes nothing, and may lie as the others of its x do.
     """
@@ -44,6 +45,7 @@ class _Product:
     node: Node
     x: Node
     w: Node
+    bias: Node | None  # [m]
     views: list[Node]
     gains: bool
 
@@ -72,9 +74,10 @@ def keep_tokens(emitter: Emitter) -> set[Node]:
 
 def _product(emitter: Emitter, node: Node, as_they_lie: dict[tuple[Node, torch.dtype], Node]) -> _Product | None:
     """A GEMM of forward, or for dx, where it would copy, X into rows or the result across, or need not lie so."""
-    x, w = _operands(node)
-    if x is None or w is None or value_of(x).shape[1] < _COLUMNS:
+    found = _operands(node)
+    if found is None or value_of(found[0]).shape[1] < _COLUMNS:
         return None
+    x, w, bias = found
     views = _views(node, (value_of(x).shape[1], value_of(w).shape[1]))
     if not views:
         return None
@@ -83,25 +86,29 @@ def _product(emitter: Emitter, node: Node, as_they_lie: dict[tuple[Node, torch.d
     taken = all(map(_is_transpose, across)) and any(
         reader.target is not aten.bmm.default and not _is_transpose(reader) for user in across for reader in user.users
     )
-    copied = node.target is aten.mm.default and lies_across(value_of(x))
+    copied = node.target is not aten.bmm.default and lies_across(value_of(x))
     free = node.target is aten.bmm.default and all(_is_transpose(u) or u.target is aten.bmm.default for u in across)
     if not (copied or taken or free):
         return None
     with emitter.like(node):
         x = _as_it_lies(emitter, x, as_they_lie)
-        return _Product(node=node, x=x, w=w, views=views, gains=copied or taken)
+        return _Product(node=node, x=x, w=w, bias=bias, views=views, gains=copied or taken)
 
 
-def _operands(node: Node) -> tuple[Node | None, Node | None]:
-    """[B, d, n] and [n, m], of whose products a GEMM is made; None where it is of something else."""
-    left, right = args_of(node)
-    if node.target is aten.mm.default:
-        return _uncollapsed(left), right
-    x, every = _unchanged(left), _unchanged(right)
-    w = args_of(every)[0] if every.target is aten.expand.default else every
-    if value_of(w).dim() != 2 or not lies_across(value_of(x)):
-        return None, None
-    return x, w
+def _operands(node: Node) -> tuple[Node, Node, Node | None] | None:
+    """[B, d, n], [n, m], and [m] that is added; None where a GEMM is of something else."""
+    bias = None
+    if node.target is aten.bmm.default:
+        left, every = (_unchanged(each) for each in args_of(node))
+        right = args_of(every)[0] if every.target is aten.expand.default else every
+        x = left if value_of(right).dim() == 2 and lies_across(value_of(left)) else None
+    else:
+        left, right = args_of(node)[-2:]
+        x = _uncollapsed(left)
+        if node.target is aten.addmm.default:
+            bias = args_of(node)[0]
+            x = x if not node.kwargs and value_of(bias).dim() == 1 else None
+    return None if x is None else (x, right, bias)
 
 
 def _views(node: Node, sides: tuple[Any, ...]) -> list[Node]:
@@ -139,6 +146,8 @@ def _multiply(emitter: Emitter, products: list[_Product]) -> set[Node]:
         for product, weight in zip(products, weights, strict=True):
             last = first + value_of(weight).shape[0]
             part = y if len(products) == 1 else emitter.call(aten.slice.Tensor, y, 1, first, last)
+            if product.bias is not None:
+                part = _plus(emitter, part, product.bias)
             given |= {part, _give(emitter, product, part)}
             first = last
     return given
@@ -147,14 +156,30 @@ def _multiply(emitter: Emitter, products: list[_Product]) -> set[Node]:
 def _give(emitter: Emitter, product: _Product, y: Node) -> Node:
     """`y` [B, m, d] in the place of the product: as it lies, and across where it is read so."""
     back = emitter.call(aten.permute.default, y, [0, 2, 1])
+    lying = dict.fromkeys(product.views, y)
     for view in product.views:
         for user in _readers(view):
             if _is_transpose(user):
-                cast = args_of(user)[0]
-                now = y if cast is view else emitter.call(_CONVERT, y, args_of(cast)[1])
-                emitter.replace(user, now)
+                emitter.replace(user, _lying(emitter, args_of(user)[0], lying))
         emitter.replace(view, back)
     return back
+
+
+def _lying(emitter: Emitter, node: Node, lying: dict[Node, Node]) -> Node:
+    """What a cast or a sum with a bias gives, made of what lies there. `lying`: what there is so far."""
+    if node not in lying:
+        if node.target is _CONVERT:
+            source, dtype = args_of(node)
+            lying[node] = emitter.call(_CONVERT, _lying(emitter, source, lying), dtype)
+        else:
+            source, bias = _sum_with_bias(node)
+            lying[node] = _plus(emitter, _lying(emitter, source, lying), bias)
+    return lying[node]
+
+
+def _plus(emitter: Emitter, y: Node, bias: Node) -> Node:
+    """y [B, m, d] + bias [m]."""
+    return emitter.call(aten.add.Tensor, y, emitter.call(aten.unsqueeze.default, bias, 1))
 
 
 def _weight_gradient(emitter: Emitter, node: Node, as_they_lie: dict[tuple[Node, torch.dtype], Node]) -> set[Node]:
@@ -205,12 +230,23 @@ def _uncollapsed(rows: Any) -> Node | None:
     return whole
 
 
-def _readers(view: Node) -> list[Node]:
-    """Of a value, or of its casts."""
+def _readers(node: Node) -> list[Node]:
+    """Of a value, or of its casts and of its sums with a bias."""
     found = []
-    for user in view.users:
-        found += list(user.users) if user.target is _CONVERT else [user]
+    for user in node.users:
+        found += _readers(user) if user.target is _CONVERT or _sum_with_bias(user)[0] is node else [user]
     return found
+
+
+def _sum_with_bias(node: Node) -> tuple[Any, Any]:
+    """[B, d, m] and [m], whose sum in the first one's dtype a node is; else None, twice."""
+    operands = args_of(node)
+    tensors = [each for each in operands if isinstance(each, Node) and is_tensor(each)]
+    if node.target is not aten.add.Tensor or node.kwargs or len(tensors) != 2:
+        return None, None
+    whole, bias = sorted(tensors, key=lambda each: -value_of(each).dim())
+    sides = value_of(whole).dim(), value_of(bias).dim()
+    return (whole, bias) if sides == (3, 1) and value_of(node).dtype == value_of(whole).dtype else (None, None)
 
 
 def _is_view(node: Node, sides: tuple[Any, ...]) -> bool:
