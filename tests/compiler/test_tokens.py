@@ -5,6 +5,7 @@ before the rows are added, so that it may be off by 2^-9 of the root of the sum 
 """
 
 import copy
+from operator import attrgetter
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from joint import JointBackend
 from models import forced_plan
 from sweeps import sweep
 from torch import nn
+from torch._inductor.decomposition import select_decomp_table
 
 import loka
 from loka.compiler import lower
@@ -222,10 +224,13 @@ def _answered(plain, plan, x, dynamic=False):
             step(x[:5])
         y = step(x).float()
     graph = backend.graphs[-1]
-    products = graph.find_nodes(op="call_function", target=aten.bmm.default)
     across = [n for n in graph.find_nodes(op="call_function", target=aten.permute.default) if n.args[1] == [0, 2, 1]]
     readers = {user for node in across for user in _past_casts(node)}
-    return y, [list(n.meta["val"].shape[1:]) for n in products], len(readers - {*products})
+    return y, _products_of(graph), sum(node.target is not aten.bmm.default for node in readers)
+
+
+def _products_of(graph):
+    return [list(node.meta["val"].shape[1:]) for node in graph.nodes if node.target is aten.bmm.default]
 
 
 def _past_casts(node):
@@ -234,6 +239,21 @@ def _past_casts(node):
             yield from _past_casts(user)
         else:
             yield user
+
+
+def test_weights_that_a_file_holds_are_there_from_the_start():
+    """In a package's graph they are attributes, not inputs; layers of one X are one there too."""
+    plain, x = _Pairs().eval(), _input()
+    model = loka.convert(copy.deepcopy(plain), _planned(copy.deepcopy(plain), x))
+    rows = torch.export.Dim("rows", min=1, max=64)
+    with torch.no_grad():
+        program = torch.export.export(model, (x,), dynamic_shapes=({0: rows},), strict=False)
+    graph = program.run_decompositions(select_decomp_table()).module(check_guards=False).graph
+    mode = next(n.meta["val"].fake_mode for n in graph.nodes if n.op == "placeholder")
+    for node in graph.find_nodes(op="get_attr"):
+        node.meta["val"] = mode.from_tensor(attrgetter(node.target)(graph.owning_module), static_shapes=True)
+    lower.join_sites(graph)
+    assert [side for side, _ in _products_of(graph)] == [2 * OUT, TOKENS]
 
 
 def test_large_sides_leave_the_weight_gradient_as_it_is():

@@ -212,7 +212,7 @@ def _is_given(w: Node) -> bool:
     """Whether it is an input of the graph but for casts and views, and so there from the start."""
     while len(w.all_input_nodes) == 1:
         (w,) = w.all_input_nodes
-    return w.op == "placeholder" and "tangent" not in str(w.target)
+    return w.op == "get_attr" or (w.op == "placeholder" and "tangent" not in str(w.target))
 
 
 def _uncollapsed(rows: Any) -> Node | None:
