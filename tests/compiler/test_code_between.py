@@ -11,6 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import Graph
 
 import loka
+from loka.compiler import gemms
 from loka.compiler.edges.cones import cone_of
 from loka.compiler.edges.matrix import Matrix
 from loka.compiler.gemms import region_gemm
@@ -156,9 +157,10 @@ def test_a_stream_is_given_once_and_all_that_follows_from_it_is_not(name):
 
 
 @pytest.mark.parametrize(("width", "rows"), [(512, 1040), (2048, 48), (2048, 1040)])
-def test_readers_scale_products_of_short_sums_and_few_rows_to_the_last_bit(width, rows):
-    """Scales are powers of two; a GEMM of long sums and many rows has them of its own, and gives what it gives
+def test_readers_scale_products_of_short_sums_and_few_tiles_to_the_last_bit(width, rows, monkeypatch):
+    """Scales are powers of two; a GEMM of long sums and many tiles has them of its own, and gives what it gives
     eagerly."""
+    monkeypatch.setattr(gemms, "_FEW", 8)  # 216 are 27,648 rows of 32
     torch.manual_seed(0)
     plain = nn.Sequential(nn.Linear(width, 32, bias=False), nn.SiLU(), nn.Linear(32, 16, bias=False))
     x = torch.randn(rows, width).bfloat16() * torch.exp2(torch.arange(rows) % 48 - 24)[:, None]
@@ -178,7 +180,7 @@ def test_readers_scale_products_of_short_sums_and_few_rows_to_the_last_bit(width
 
 
 def test_what_is_concatenated_has_its_scales_already():
-    """Of many terms: few rows alone are no reason to ask for the scales there."""
+    """Of many terms: few tiles alone are no reason to ask for the scales there."""
 
     class Tokens(nn.Module):
         def __init__(self):

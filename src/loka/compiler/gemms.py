@@ -35,10 +35,11 @@ _STAND_IN = 99  # no result of an op has this place
 # Terms of a sum. cuBLASLt on an H200 (docs/log.md, 2026-11-22): without scales of rows a GEMM takes 8 to 35 %
 # less with sums of 256 to 768 terms, 11 % less at 1,024 x 1,024, and up to 13 % more from 1,024 x 2,816 on.
 _SHORT = 1024
-# Rows. On an H100 (2026-11-28) a GEMM with scales of rows takes no less than 8 us, one without 5 to 6 up to 512 rows,
-# and 2 to 13 % less at 1,024; at 2,048 it takes 4 to 12 % more. Code that reads it in a concatenation takes longer,
-# 4 us at 512 x 64 x 160, as it asks for the scales under masks.
-_FEW = 1024
+# Tiles of 128 x 128, of which a GEMM with scales of rows always is made (torch 2.11); one without has smaller ones
+# where these leave processors idle. On an H200 (2026-11-28, K of 1,024 to 5,120) it takes 0.4 to 0.8 of the time up to
+# 64 tiles, 0.8 to 1.03 up to 216, and 0.83 to 1.15 beyond. Code that reads it in a concatenation takes
+# longer, 4 us at 512 x 64 x 160, as it asks for the scales under masks.
+_TILE, _FEW = 128, 216
 
 
 def _region_gemm(
@@ -135,7 +136,8 @@ class Gemms:
         in memory would have it written once more. Float16 has no room for a product without its scales.
         """
         found, (rows, columns) = readers(product), value_of(product).shape
-        few = isinstance(rows, int) and rows <= _FEW and not any(user.target is aten.cat.default for user in found)
+        tiles = -(-rows // _TILE) * -(-columns // _TILE) if isinstance(rows, int) else _FEW + 1
+        few = tiles <= _FEW and not any(user.target is aten.cat.default for user in found)
         return (
             bool(found)
             and (few or summed < _SHORT or columns <= summed == _SHORT)
