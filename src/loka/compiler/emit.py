@@ -15,8 +15,11 @@ SIZE = torch.ops.aten.sym_size.int
 VIEW = torch.ops.aten.view.default
 COPY = torch.ops.aten.clone.default
 
+BACKWARD = "loka_backward"
+"""In the meta of a node that is computed from gradients which come from outside."""
+
 # What marks a node as to be recomputed, and as forward or backward.
-_INHERITED = ("recompute", "ac_graph_id", "partitioner_tag", "stack_trace", "custom")
+_INHERITED = ("recompute", "ac_graph_id", "partitioner_tag", "stack_trace", "custom", BACKWARD)
 
 
 class Emitter:
@@ -28,7 +31,7 @@ class Emitter:
         self._replaced: dict[Node, Node] = {}
         self._constants: dict[tuple[float, torch.device], Node] = {}
         self._copies: dict[Node, Node] = {}
-        self.lying: set[Node] = set()  # what has other strides than what it stands for
+        self.lying: dict[Node, Any] = {}  # what has other strides than the fake value that it stands for
 
     @contextmanager
     def like(self, node: Node) -> Iterator[None]:
@@ -42,7 +45,7 @@ class Emitter:
 
     def call(self, target: Any, *args: Any, **kwargs: Any) -> Node:
         node = self.graph.call_function(target, args, kwargs)
-        node.meta["val"] = _fake(target, args, kwargs)
+        node.meta["val"] = fake_of(target, args, kwargs)
         if self._like is not None:
             node.meta.update({k: self._like.meta[k] for k in _INHERITED if k in self._like.meta})
         return node
@@ -51,8 +54,8 @@ class Emitter:
         """`new` stands in the place of `old` from now on."""
         self.redirect(old, new)
         self._replaced[old] = new
-        if _strides(new.meta["val"]) != _strides(old.meta["val"]):
-            self.lying.add(new)
+        if strides_of(new.meta["val"]) != strides_of(old.meta["val"]):
+            self.lying[new] = old.meta["val"]
 
     def redirect(self, old: Node, new: Node, besides: Node | None = None) -> None:
         """Readers of `old` read `new` from now on; not `besides`, and not those that ask for its size."""
@@ -128,29 +131,6 @@ class Emitter:
         return found
 
 
-def settle(emitter: Emitter, changed: set[Node]) -> None:
-    """Fake values anew behind nodes that give the same numbers with other strides than what stood there.
-
-    A view that the new strides do not allow reads a copy. Nodes stand in order.
-    """
-    for node in list(emitter.graph.nodes):
-        if node.op != "call_function" or changed.isdisjoint(node.all_input_nodes):
-            continue
-        before = node.meta.get("val")
-        try:
-            now = _fake(node.target, node.args, node.kwargs)
-        except (RuntimeError, ValueError):
-            if node.target is not VIEW:
-                raise
-            with emitter.like(node):
-                copy = emitter.call(COPY, node.args[0], memory_format=torch.contiguous_format)
-            node.update_arg(0, copy)
-            now = _fake(node.target, node.args, node.kwargs)
-        node.meta["val"] = now
-        if _strides(now) != _strides(before):
-            changed.add(node)
-
-
 def _in_rows(value: torch.Tensor, features: int) -> bool:
     try:
         return features == 1 or bool(statically_known_true(value.view(-1, features).stride(1) == 1))
@@ -158,11 +138,13 @@ def _in_rows(value: torch.Tensor, features: int) -> bool:
         return False
 
 
-def _strides(value: Any) -> list[tuple[Any, ...]]:
+def strides_of(value: Any) -> list[tuple[Any, ...]]:
+    """Of each tensor in a fake value, to be compared."""
     return [tuple(map(str, leaf.stride())) for leaf in _tensors(value)]
 
 
-def _fake(target: Any, args: Any, kwargs: Any) -> Any:
+def fake_of(target: Any, args: Any, kwargs: Any) -> Any:
+    """What an op gives of the fake values of nodes."""
     values = torch.fx.node.map_arg((args, kwargs), lambda n: n.meta["val"])
     if target is operator.getitem:
         return values[0][0][values[0][1]]

@@ -18,17 +18,18 @@ from torch.fx import Graph, Node
 from loka.compiler.backward import lower_backward
 from loka.compiler.edges.cones import cone_of
 from loka.compiler.edges.matrix import Low, Matrix
-from loka.compiler.edges.nodes import args_of, in_backward, is_tensor, mark_backward, value_of
+from loka.compiler.edges.nodes import args_of, mark_backward, value_of
 from loka.compiler.edges.writer import Writer
-from loka.compiler.emit import COPY, Emitter, ordered, settle
+from loka.compiler.emit import COPY, Emitter, ordered
 from loka.compiler.gemms import Gemms, Weight
 from loka.compiler.joint_sites import JointSite, sites_in
 from loka.compiler.kept import keep_compared
+from loka.compiler.layout.strides import settle
+from loka.compiler.layout.tokens import keep_tokens
 from loka.compiler.marks import connected, mark_runs
 from loka.compiler.normed import Product, normed_input
 from loka.compiler.notes import record_text
 from loka.compiler.scaled_mm import call_scaled_mm
-from loka.compiler.tokens import keep_tokens
 from loka.core.recipe import Gemm
 from loka.kernels.edge.twin import SCALE_CARRY, SCALE_EXPONENT, SCALE_LEAST
 from loka.kernels.quantize.fp8_weights import fp8_weights
@@ -46,8 +47,6 @@ def join_sites(graph: Graph) -> dict[str, str]:
             keep_compared(Emitter(graph))
         return apart
     mark_backward(graph)
-    (results,) = graph.find_nodes(op="output")
-    strides = {node: value_of(node).stride() for node in results.all_input_nodes if is_tensor(node)}
     emitter = Emitter(graph)
     gemms = Gemms(emitter, {op for site in sites for op in (site.node, site.backward) if op is not None})
     weights = _quantize_weights(emitter, sites)
@@ -78,28 +77,13 @@ def join_sites(graph: Graph) -> dict[str, str]:
     regions = connected(sites)
     scales, last = lower_backward(emitter, gemms, sites, low, weights)
     mark_runs(emitter, sites, low, weights, scales, (last_product, last), record_text(regions, apart))
-    lying = keep_tokens(emitter)
+    keep_tokens(emitter)
     ordered(graph)
-    settle(emitter, lying | emitter.lying)
-    for node, before in strides.items():
-        _lay_out(emitter, results, emitter.now(node), before)
+    settle(emitter)
     call_scaled_mm(emitter)
     keep_compared(emitter)
     graph.eliminate_dead_code()
     return apart
-
-
-def _lay_out(emitter: Emitter, output: Node, node: Node, strides: tuple[int, ...]) -> None:
-    """Gives a result of forward the strides that eager code has: who calls the model may view it by them."""
-    value = value_of(node)
-    if in_backward(node) or value.stride() == strides or not all(type(each) is int and each for each in strides):
-        return
-    order = sorted(range(value.dim()), key=lambda side: strides[side], reverse=True)
-    with emitter.like(output):
-        across = emitter.call(aten.permute.default, node, order)
-        copy = emitter.call(COPY, across, memory_format=torch.contiguous_format)
-        back = [order.index(side) for side in range(value.dim())]
-        output.replace_input_with(node, emitter.call(aten.permute.default, copy, back))
 
 
 def _quantize_input(

@@ -5,8 +5,7 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
-BACKWARD = "loka_backward"
-"""In the meta of a node that is computed from gradients which come from outside."""
+from loka.compiler.emit import BACKWARD
 
 
 def args_of(node: Node) -> tuple[Any, ...]:

@@ -23,6 +23,7 @@ from torch.fx import Node
 
 from loka.compiler.edges.nodes import args_of, in_backward, is_tensor, value_of
 from loka.compiler.emit import Emitter
+from loka.compiler.layout.strides import is_looked_at
 from loka.graph.gemm_calls import lies_across
 
 aten, prims = torch.ops.aten, torch.ops.prims
@@ -50,26 +51,24 @@ class _Product:
     gains: bool
 
 
-def keep_tokens(emitter: Emitter) -> set[Node]:
-    """Rewrites the graph's GEMMs over tokens in place; returns the nodes that stand for what they gave."""
+def keep_tokens(emitter: Emitter) -> None:
+    """Rewrites the graph's GEMMs over tokens in place, but for those whose result is looked at as memory."""
     found = [n for n in emitter.graph.nodes if n.target in _GEMMS and value_of(n).dtype in _DTYPES]
     as_they_lie: dict[tuple[Node, torch.dtype], Node] = {}
     products: list[_Product] = []
-    given: set[Node] = set()
     for node in found:
         product = _product(emitter, node, as_they_lie)
         if product is not None:
             products.append(product)
         elif node.target is aten.mm.default:
-            given |= _weight_gradient(emitter, node, as_they_lie)
+            _weight_gradient(emitter, node, as_they_lie)
     stacks: dict[tuple[Node, bool], list[_Product]] = {}
     for product in products:
         key = product.x if _is_given(product.w) else product.node
         stacks.setdefault((key, in_backward(product.node)), []).append(product)
     for stack in stacks.values():
         if any(product.gains for product in stack):
-            given |= _multiply(emitter, stack)
-    return given
+            _multiply(emitter, stack)
 
 
 def _product(emitter: Emitter, node: Node, as_they_lie: dict[tuple[Node, torch.dtype], Node]) -> _Product | None:
@@ -80,6 +79,8 @@ def _product(emitter: Emitter, node: Node, as_they_lie: dict[tuple[Node, torch.d
     x, w, bias = found
     views = _views(node, (value_of(x).shape[1], value_of(w).shape[1]))
     if not views:
+        return None
+    if any(is_looked_at(each) for view in views for each in _passed(view)):
         return None
     across = [user for view in views for user in _readers(view)]
     # A GEMM reads either way; what else reads the transpose would take it across.
@@ -101,7 +102,8 @@ def _operands(node: Node) -> tuple[Node, Node, Node | None] | None:
     if node.target is aten.bmm.default:
         left, every = (_unchanged(each) for each in args_of(node))
         right = args_of(every)[0] if every.target is aten.expand.default else every
-        x = left if value_of(right).dim() == 2 and lies_across(value_of(left)) else None
+        whole = value_of(right).shape == value_of(every).shape[1:]  # not spread over n or m besides
+        x = left if whole and lies_across(value_of(left)) else None
     else:
         left, right = args_of(node)[-2:]
         x = _uncollapsed(left)
@@ -129,7 +131,7 @@ def _unchanged(node: Node) -> Node:
     return node
 
 
-def _multiply(emitter: Emitter, products: list[_Product]) -> set[Node]:
+def _multiply(emitter: Emitter, products: list[_Product]) -> None:
     """y [B, m, d] = w^T [m, n] @ x [B, n, d], with the rows of all weights below each other."""
     x = emitter.now(products[0].x)
     with emitter.like(products[0].node):
@@ -142,18 +144,17 @@ def _multiply(emitter: Emitter, products: list[_Product]) -> set[Node]:
         batch = emitter.side(value_of(x).shape[0])
         every = emitter.call(aten.expand.default, w, [batch, *value_of(w).shape])
         y = emitter.call(aten.bmm.default, every, x)
-        first, given = 0, set()
+        first = 0
         for product, weight in zip(products, weights, strict=True):
             last = first + value_of(weight).shape[0]
             part = y if len(products) == 1 else emitter.call(aten.slice.Tensor, y, 1, first, last)
             if product.bias is not None:
                 part = _plus(emitter, part, product.bias)
-            given |= {part, _give(emitter, product, part)}
+            _give(emitter, product, part)
             first = last
-    return given
 
 
-def _give(emitter: Emitter, product: _Product, y: Node) -> Node:
+def _give(emitter: Emitter, product: _Product, y: Node) -> None:
     """`y` [B, m, d] in the place of the product: as it lies, and across where it is read so."""
     back = emitter.call(aten.permute.default, y, [0, 2, 1])
     lying = dict.fromkeys(product.views, y)
@@ -162,7 +163,6 @@ def _give(emitter: Emitter, product: _Product, y: Node) -> Node:
             if _is_transpose(user):
                 emitter.replace(user, _lying(emitter, args_of(user)[0], lying))
         emitter.replace(view, back)
-    return back
 
 
 def _lying(emitter: Emitter, node: Node, lying: dict[Node, Node]) -> Node:
@@ -182,18 +182,18 @@ def _plus(emitter: Emitter, y: Node, bias: Node) -> Node:
     return emitter.call(aten.add.Tensor, y, emitter.call(aten.unsqueeze.default, bias, 1))
 
 
-def _weight_gradient(emitter: Emitter, node: Node, as_they_lie: dict[tuple[Node, torch.dtype], Node]) -> set[Node]:
+def _weight_gradient(emitter: Emitter, node: Node, as_they_lie: dict[tuple[Node, torch.dtype], Node]) -> None:
     """dw [m, n] = rows of g [B d, m]^T @ rows of x [B d, n]."""
     left, right = args_of(node)
     if left.target is not aten.permute.default or list(args_of(left)[1]) != [1, 0]:
-        return set()
+        return
     g, x = _uncollapsed(args_of(left)[0]), _uncollapsed(right)
     if g is None or x is None or not (lies_across(value_of(g)) or lies_across(value_of(x))):
-        return set()
+        return
     (m, n), d = value_of(node).shape, value_of(x).shape[1]
     # Products of all rows are written and read again: that has to be little beside what they are made of.
     if value_of(g).shape[1] != d or d < _COLUMNS or 4 * m * n > d * (m + n):
-        return set()
+        return
     with emitter.like(node):
         g, x = _as_it_lies(emitter, g, as_they_lie), _as_it_lies(emitter, x, as_they_lie)
         upright = n % _ALIGNED == 0 or m % _ALIGNED != 0
@@ -205,7 +205,6 @@ def _weight_gradient(emitter: Emitter, node: Node, as_they_lie: dict[tuple[Node,
         if not upright:
             total = emitter.call(aten.permute.default, total, [1, 0])
     emitter.replace(node, total)
-    return {total}
 
 
 def _is_given(w: Node) -> bool:
@@ -230,12 +229,19 @@ def _uncollapsed(rows: Any) -> Node | None:
     return whole
 
 
-def _readers(node: Node) -> list[Node]:
-    """Of a value, or of its casts and of its sums with a bias."""
-    found = []
+def _passed(node: Node) -> list[Node]:
+    """A value, its casts, and its sums with a bias."""
+    found = [node]
     for user in node.users:
-        found += _readers(user) if user.target is _CONVERT or _sum_with_bias(user)[0] is node else [user]
+        if user.target is _CONVERT or _sum_with_bias(user)[0] is node:
+            found += _passed(user)
     return found
+
+
+def _readers(node: Node) -> list[Node]:
+    """What else reads one of them."""
+    passed = _passed(node)
+    return [user for each in passed for user in each.users if user not in passed]
 
 
 def _sum_with_bias(node: Node) -> tuple[Any, Any]:

@@ -1,4 +1,4 @@
-"""Layers over tokens in high precision run as batched GEMMs of what lies there (compiler/tokens.py).
+"""Layers over tokens in high precision run as batched GEMMs of what lies there (compiler/layout/tokens.py).
 
 Both ways add the same products in float32. A weight's gradient rounds every row of the batch to bfloat16
 before the rows are added, so that it may be off by 2^-9 of the root of the sum of their squares.
@@ -129,7 +129,7 @@ def test_nothing_is_copied_and_nothing_changes(case, monkeypatch):
     forward = backend.graphs[0]
     assert sum(node.target is aten.bmm.default for node in forward.nodes) == in_forward
     assert not backend.count(aten.mm.default)
-    monkeypatch.setattr(lower, "keep_tokens", lambda emitter: set())
+    monkeypatch.setattr(lower, "keep_tokens", lambda emitter: None)
     step, backend = _compiled(before, plan)
     expected, (dx_expected,) = run(step, x)
     assert backend.count(aten.mm.default) >= 5
@@ -188,7 +188,7 @@ def test_without_gradients_nothing_is_written_across(case, dynamic, monkeypatch)
     found, products, across = _answered(plain, plan, x, dynamic=dynamic)
     assert [shape[0] for shape in products] == rows
     assert not across
-    monkeypatch.setattr(lower, "keep_tokens", lambda emitter: set())
+    monkeypatch.setattr(lower, "keep_tokens", lambda emitter: None)
     expected, products, across = _answered(plain, plan, x, dynamic=dynamic)
     assert [COLUMNS, OUT] in products
     assert across

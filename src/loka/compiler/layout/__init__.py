@@ -1,0 +1,1 @@
+"""How tensors of a joint graph lie in memory."""

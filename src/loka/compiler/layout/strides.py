@@ -1,0 +1,104 @@
+"""Strides behind nodes that give the same numbers in another layout than what they stand for.
+
+What only computes follows. What looks at memory gets it as it was: outputs of forward, whose views AOTAutograd
+and the caller take by their strides, custom ops, and ops that read tensors as other ones.
+"""
+
+import operator
+from typing import Any
+
+import torch
+from torch._ops import OpOverload
+from torch.fx import Node
+
+from loka.compiler.edges.nodes import in_backward, is_tensor, value_of
+from loka.compiler.emit import COPY, VIEW, Emitter, fake_of, strides_of
+
+aten = torch.ops.aten
+
+_BY_MEMORY = (
+    aten.as_strided.default,
+    aten.as_strided_copy.default,
+    aten.as_strided_scatter.default,
+    aten.view.dtype,
+    aten.view_as_complex.default,
+)
+_OWN = ("aten", "prims", "loka")  # namespaces of ops that take any strides
+
+
+def settle(emitter: Emitter) -> None:
+    """Fake values anew behind what has other strides than what it stands for, in order; what is looked at as memory
+    is laid out as it was. A view that the new strides do not allow reads a copy."""
+    changed: set[Node] = set()
+    for node in list(emitter.graph.nodes):
+        before = emitter.lying.get(node, node.meta.get("val"))
+        if node.op == "call_function" and not changed.isdisjoint(node.all_input_nodes):
+            node.meta["val"] = _anew(emitter, node)
+        elif node not in emitter.lying:
+            continue
+        if strides_of(node.meta["val"]) == strides_of(before):
+            continue
+        back = _as_before(emitter, node, before) if is_looked_at(node) else None
+        changed.add(node if back is None else back)
+
+
+def is_looked_at(node: Node) -> bool:
+    """Whether something reads its memory, or that of its views, by strides."""
+    for user in node.users:
+        if user.op == "output":
+            if not in_backward(node):
+                return True
+        elif _reads_memory(user) or (_is_view(user) and is_looked_at(user)):
+            return True
+    return False
+
+
+def _reads_memory(node: Node) -> bool:
+    target = node.target
+    if not isinstance(target, OpOverload):  # Python's operators are of sizes and of tuples
+        return isinstance(target, torch._ops.HigherOrderOperator)
+    return target in _BY_MEMORY or target.namespace not in _OWN
+
+
+def _is_view(node: Node) -> bool:
+    if not isinstance(node.target, OpOverload):
+        return node.target is operator.getitem
+    if node.target is aten._unsafe_view.default:
+        return True
+    return any(r.alias_info is not None and not r.alias_info.is_write for r in node.target._schema.returns)
+
+
+def _anew(emitter: Emitter, node: Node) -> Any:
+    try:
+        return fake_of(node.target, node.args, node.kwargs)
+    except (RuntimeError, ValueError):
+        if node.target is not VIEW:
+            raise
+    with emitter.like(node):
+        copy = emitter.call(COPY, node.args[0], memory_format=torch.contiguous_format)
+    node.update_arg(0, copy)
+    return fake_of(node.target, node.args, node.kwargs)
+
+
+def _as_before(emitter: Emitter, node: Node, before: Any) -> Node | None:
+    """Has all readers read `node` in the layout of the fake tensor `before`, in which nothing lies twice or apart;
+    None where its strides are not known to that end."""
+    strides = [_hint(stride) for stride in before.stride()] if isinstance(before, torch.Tensor) else []
+    if not is_tensor(node) or value_of(node).dim() != len(strides) or None in strides:
+        return None
+    order = sorted(range(len(strides)), key=lambda side: strides[side], reverse=True)
+    with emitter.like(node):
+        across = _behind(emitter, node, aten.permute.default, node, order)
+        copy = _behind(emitter, across, COPY, across, memory_format=torch.contiguous_format)
+        back = _behind(emitter, copy, aten.permute.default, copy, [order.index(side) for side in range(len(order))])
+    node.replace_all_uses_with(back, delete_user_cb=lambda user: user is not across)
+    return back
+
+
+def _behind(emitter: Emitter, place: Node, target: Any, *args: Any, **kwargs: Any) -> Node:
+    with emitter.graph.inserting_after(place):
+        return emitter.call(target, *args, **kwargs)
+
+
+def _hint(stride: int | torch.SymInt) -> Any:
+    return stride if isinstance(stride, int) else stride.node.hint
