@@ -11,13 +11,13 @@ from torch.fx import Graph, Node
 
 from loka.compiler.edges.cones import column_sum, cone_of, extended
 from loka.compiler.edges.matrix import Cone, Low, Matrix
-from loka.compiler.edges.nodes import above, args_of
 from loka.compiler.edges.traffic import readers
 from loka.compiler.edges.writer import Writer, written
 from loka.compiler.emit import Emitter
 from loka.compiler.gemms import Gemms, Weight
 from loka.compiler.joint_sites import JointSite
 from loka.compiler.marks import makers_of
+from loka.compiler.nodes import above, args_of
 from loka.core.recipe import Gemm
 from loka.kernels.edge.program import Kind, Program, Step
 from loka.nn.fp8_weight import transposed

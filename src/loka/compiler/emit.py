@@ -11,12 +11,11 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx import Graph, Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
+from loka.compiler.nodes import BACKWARD
+
 SIZE = torch.ops.aten.sym_size.int
 VIEW = torch.ops.aten.view.default
 COPY = torch.ops.aten.clone.default
-
-BACKWARD = "loka_backward"
-"""In the meta of a node that is computed from gradients which come from outside."""
 
 # What marks a node as to be recomputed, and as forward or backward.
 _INHERITED = ("recompute", "ac_graph_id", "partitioner_tag", "stack_trace", "custom", BACKWARD)

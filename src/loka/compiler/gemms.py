@@ -15,10 +15,10 @@ import torch
 from torch.fx import Node
 
 from loka.compiler.edges.aten_steps import SUMS, is_pointwise
-from loka.compiler.edges.nodes import value_of
 from loka.compiler.edges.traffic import readers
-from loka.compiler.emit import BACKWARD, Emitter
+from loka.compiler.emit import Emitter
 from loka.compiler.joint_sites import JointSite
+from loka.compiler.nodes import BACKWARD, value_of
 from loka.core.numerics.reference import Quantized
 from loka.core.problem import Problem, dtype_name, target_of
 from loka.core.recipe import Gemm

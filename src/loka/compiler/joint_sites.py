@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch.fx import Graph, Node
 
-from loka.compiler.edges.nodes import args_of
+from loka.compiler.nodes import args_of
 from loka.core.records.report import REGION, REGION_INT8
 from loka.kernels.gemm.registry import candidate_named
 from loka.nn.site_ops import Candidates, site_backward, site_forward

@@ -13,8 +13,8 @@ import torch
 from torch.fx import Node
 
 from loka.compiler.edges.aten_steps import EXTREMES, exact, passes_on
-from loka.compiler.edges.nodes import args_of, is_tensor, value_of
 from loka.compiler.emit import Emitter
+from loka.compiler.nodes import args_of, is_tensor, value_of
 from loka.kernels.custom_op import registered
 
 aten = torch.ops.aten

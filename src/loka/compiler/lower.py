@@ -18,7 +18,6 @@ from torch.fx import Graph, Node
 from loka.compiler.backward import lower_backward
 from loka.compiler.edges.cones import cone_of
 from loka.compiler.edges.matrix import Low, Matrix
-from loka.compiler.edges.nodes import args_of, mark_backward, value_of
 from loka.compiler.edges.writer import Writer
 from loka.compiler.emit import COPY, Emitter, ordered
 from loka.compiler.gemms import Gemms, Weight
@@ -27,6 +26,7 @@ from loka.compiler.kept import keep_compared
 from loka.compiler.layout.strides import settle
 from loka.compiler.layout.tokens import keep_tokens
 from loka.compiler.marks import connected, mark_runs
+from loka.compiler.nodes import args_of, mark_backward, value_of
 from loka.compiler.normed import Product, normed_input
 from loka.compiler.notes import record_text
 from loka.compiler.scaled_mm import call_scaled_mm

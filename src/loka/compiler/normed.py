@@ -16,11 +16,11 @@ from torch.fx import Node
 
 from loka.compiler.edges.epilogues import matched
 from loka.compiler.edges.matrix import Low
-from loka.compiler.edges.nodes import args_of, in_backward, value_of
 from loka.compiler.edges.writer import Writer
 from loka.compiler.emit import SIZE, Emitter
 from loka.compiler.gemms import Weight, kernel_of
 from loka.compiler.joint_sites import JointSite
+from loka.compiler.nodes import args_of, in_backward, value_of
 from loka.core.problem import target_of
 from loka.core.recipe import Gemm
 from loka.kernels.custom_op import registered

@@ -17,10 +17,10 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.node import map_arg
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from loka.compiler.edges.nodes import args_of, value_of
 from loka.compiler.emit import VIEW, Emitter
 from loka.compiler.gemms import TOKEN, operands_recipe, region_gemm
 from loka.compiler.joint_pass import RegionPass
+from loka.compiler.nodes import args_of, value_of
 from loka.compiler.scaled_mm import call_scaled_mm
 from loka.core.exceptions import LokaError
 from loka.core.numerics.reference import Quantized

@@ -14,9 +14,9 @@ import torch
 from torch.fx import Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true, sym_and
 
-from loka.compiler.edges.nodes import args_of, value_of
 from loka.compiler.emit import Emitter
 from loka.compiler.gemms import TOKEN, region_gemm
+from loka.compiler.nodes import args_of, value_of
 from loka.compiler.normed import normed_gemm
 from loka.core.problem import Problem, dtype_name, target_of
 from loka.core.recipe import Gemm

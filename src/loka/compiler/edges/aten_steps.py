@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from loka.compiler.edges.nodes import args_of, is_tensor, value_of
+from loka.compiler.nodes import args_of, is_tensor, value_of
 from loka.kernels.edge.program import Step
 
 aten, prims = torch.ops.aten, torch.ops.prims

@@ -23,8 +23,8 @@ from torch.fx import Node
 
 from loka.compiler.edges.aten_steps import SUMS, computed_from, exact, is_pointwise, operands, passes_on, variance_of
 from loka.compiler.edges.matrix import Cone, Low, Matrix, same
-from loka.compiler.edges.nodes import above, args_of, in_backward, value_of
 from loka.compiler.edges.traffic import better_read, is_given
+from loka.compiler.nodes import above, args_of, in_backward, value_of
 from loka.kernels.edge.program import Kind
 
 aten = torch.ops.aten

@@ -7,7 +7,7 @@ from torch.fx import Node
 
 from loka.compiler.edges.aten_steps import computed_from, is_pointwise, operands, passes_on
 from loka.compiler.edges.matrix import Cone
-from loka.compiler.edges.nodes import args_of, in_backward, value_of
+from loka.compiler.nodes import args_of, in_backward, value_of
 from loka.kernels.edge.program import Kind
 
 

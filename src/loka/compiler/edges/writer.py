@@ -6,8 +6,8 @@ from torch.fx import Node
 from loka.compiler.edges.aten_steps import SUMS, Value, computed_from, operands, steps_of, variance_of
 from loka.compiler.edges.cones import reduction_of, variance_along
 from loka.compiler.edges.matrix import Cone, Matrix
-from loka.compiler.edges.nodes import args_of, value_of
 from loka.compiler.emit import Emitter
+from loka.compiler.nodes import args_of, value_of
 from loka.core.problem import dtype_name
 from loka.kernels.edge.op import edge
 from loka.kernels.edge.program import Kind, Program, Step

@@ -11,8 +11,8 @@ import torch
 from torch._ops import OpOverload
 from torch.fx import Node
 
-from loka.compiler.edges.nodes import in_backward, is_tensor, value_of
 from loka.compiler.emit import COPY, VIEW, Emitter, fake_of, strides_of
+from loka.compiler.nodes import in_backward, is_tensor, value_of
 
 aten = torch.ops.aten
 

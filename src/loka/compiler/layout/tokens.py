@@ -21,9 +21,9 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from loka.compiler.edges.nodes import args_of, in_backward, is_tensor, value_of
 from loka.compiler.emit import Emitter
 from loka.compiler.layout.strides import is_looked_at
+from loka.compiler.nodes import args_of, in_backward, is_tensor, value_of
 from loka.graph.gemm_calls import lies_across
 
 aten, prims = torch.ops.aten, torch.ops.prims

@@ -5,7 +5,8 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
-from loka.compiler.emit import BACKWARD
+BACKWARD = "loka_backward"
+"""In the meta of a node that is computed from gradients which come from outside."""
 
 
 def args_of(node: Node) -> tuple[Any, ...]:
