@@ -7,7 +7,6 @@ The test is bounded: arrivals end with `seconds`, and what is not answered `grac
 """
 
 import math
-import queue
 import random
 import threading
 import time
@@ -126,14 +125,15 @@ def _run(
 ) -> tuple[list[float], list[str]]:
     """Latencies in seconds and errors until `limit`. A request that is late then may still run to its end in
     a daemon thread."""
-    waiting: queue.SimpleQueue[int | None] = queue.SimpleQueue()
+    turns = iter(range(len(due)))
     latencies: list[float] = []
     errors: list[str] = []
     closed = threading.Event()
     began = time.perf_counter()
 
-    def work() -> None:
-        while (turn := waiting.get()) is not None and not closed.is_set():
+    def work() -> None:  # each waits for an arrival itself: a thread that handed them out would add its own delays
+        while (turn := next(turns, None)) is not None and not closed.is_set():
+            time.sleep(max(due[turn] - (time.perf_counter() - began), 0))
             try:
                 answer(turn)
             except Exception as error:  # what a server raises is what is counted
@@ -144,13 +144,6 @@ def _run(
     workers = [threading.Thread(target=work, daemon=True) for _ in range(threads)]
     for worker in workers:
         worker.start()
-    for turn, at in enumerate(due):
-        ahead = at - (time.perf_counter() - began)
-        if ahead > 0:
-            time.sleep(ahead)
-        waiting.put(turn)
-    for _ in workers:
-        waiting.put(None)
     for worker in workers:
         worker.join(max(limit - (time.perf_counter() - began), 0))
     closed.set()
