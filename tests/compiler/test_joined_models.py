@@ -173,3 +173,32 @@ def test_masks_are_read_as_masks():
     everything_masked, _ = run(torch.compile(model, backend=JointBackend()), x, torch.zeros_like(ids))
     assert torch.equal(everything_masked, model.second.bias.to(torch.bfloat16).float().expand(64, 32))
     assert not gradients(model)["first.weight"].any()
+
+
+def test_rows_whose_number_only_the_data_tells():
+    """x[keep], captured in one graph: from some rows to none, forward waits for nothing of backward."""
+
+    class Kept(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = nn.Linear(64, 64), nn.Linear(64, 32)
+
+        def forward(self, x, keep):
+            return self.b(F.relu(self.a(x[keep])))
+
+    torch.manual_seed(0)
+    plain, x = Kept(), torch.randn(8, 64)
+    keep = torch.tensor([True, False, True, True, False, True, True, True])
+    plan = plan_for(plain, x, keep)
+    eager, joined = (converted(plain, plan) for _ in range(2))
+    backend = JointBackend()
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
+        step = torch.compile(joined, backend=backend, fullgraph=True)
+        for rows in (keep, ~keep, torch.zeros_like(keep)):
+            for model in (plain, eager, joined):
+                model.zero_grad()
+            expected, by_site, found = run(plain, x, rows), run(eager, x, rows), run(step, x, rows)
+            assert found[0].shape == (int(rows.sum()), 32)
+            assert_as_good(joined, eager, plain, found, by_site, expected)
+    assert not backend.apart
+    assert backend.count(region_gemm)

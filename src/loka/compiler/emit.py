@@ -11,7 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx import Graph, Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-from loka.compiler.nodes import BACKWARD
+from loka.compiler.nodes import BACKWARD, in_backward
 
 SIZE = torch.ops.aten.sym_size.int
 VIEW = torch.ops.aten.view.default
@@ -93,8 +93,10 @@ class Emitter:
         return whole
 
     def _sized(self, size: Any, nodes: Iterable[Node]) -> Node | None:
-        """The first node that is this size, or has it."""
+        """The first node that is this size, or has it; none of backward, on which forward may not wait."""
         for node in nodes:
+            if in_backward(node):
+                continue
             val = node.meta.get("val")
             if isinstance(val, torch.SymInt) and val.node.expr == size:
                 return node

@@ -83,7 +83,7 @@ class Granularity(Enum):
     def group(self, rows: int, columns: int) -> tuple[int, int]:
         """The group's sides for an operand of `rows` x `columns`."""
         group_rows, group_columns = self.value
-        return group_rows or max(rows, 1), group_columns or max(columns, 1)
+        return group_rows or torch.sym_max(rows, 1), group_columns or torch.sym_max(columns, 1)
 
 
 @dataclass(frozen=True)
