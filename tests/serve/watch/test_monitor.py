@@ -14,7 +14,7 @@ from loka.serve import freeze
 from loka.serve.watch.monitor import (
     EVERY,
     WINDOW,
-    Look,
+    Looks,
     Monitor,
     Range,
     apart,
@@ -69,13 +69,15 @@ def test_no_alarm_in_a_million_healthy_batches_and_one_on_a_shift(spread):
     """Batches of one row, the hardest: log-normal maxima whose deviation is up to 2 octaves."""
     generator = np.random.default_rng(0)
     known = range_of(torch.exp2(torch.from_numpy(generator.normal(3.0, spread, 4096))), ceiling=None)
-    monitor = Monitor({"site": known})
-    for median in looked(generator.normal(3.0, spread, 1_000_000 // EVERY)):
-        monitor.note("site", Look(octaves=median, rows=1, saturated=0, nonfinite=0))
+    sites = [f"site {number}" for number in range(125)]
+    monitor = Monitor(dict.fromkeys(sites, known))
+    for _ in range(1_000_000 // EVERY // len(sites)):
+        monitor.note((sites, looks(looked(generator.normal(3.0, spread, len(sites))))))
     assert monitor.alarms() == ()
-    for median in looked(generator.normal(3.0 + math.log2(20), spread, 100 // EVERY)):
-        monitor.note("site", Look(octaves=median, rows=1, saturated=0, nonfinite=0))
-    assert known.blind == (not monitor.alarms())
+    for _ in range(100 // EVERY):
+        monitor.note((sites, looks(looked(generator.normal(3.0 + math.log2(20), spread, len(sites))))))
+    named = len(monitor.alarms())  # 12 looks of one row each, of which 8 have to be beyond the limit
+    assert named <= 5 if known.blind else named >= 120
     assert known.blind == (spread == 2.0)  # 2.58 * 2 octaves hide a shift of 4.3, and it says so
 
 
@@ -88,18 +90,27 @@ def test_a_row_is_beyond_the_limit_once_in_a_hundred():
     assert range_of(torch.tensor([0.0, 1.75, 1.75]), None) == Range(median=-7.5, limit=2.0, ceiling=None)
 
 
+def looks(octaves, rows=1, saturated=0):
+    """Of sites that see as much."""
+    nothing = np.zeros(len(octaves), dtype=int)
+    return Looks(np.array(octaves), rows, nothing + saturated, nothing)
+
+
 def seen(rows, ceiling):
-    (found,) = looks_of(look(rows).unsqueeze(0), [ceiling])
-    return found
+    """The octave, rows, those beyond the ceiling, and those that are not finite."""
+    found = looks_of(look(rows).unsqueeze(0), [ceiling])
+    return found.octaves.tolist(), found.rows, int(found.saturated[0]), int(found.nonfinite[0])
 
 
 def test_looks():
     rows_seen = torch.tensor([[0.0, 0.0], [1.0, -4.0], [torch.nan, 1.0], [2.0, 0.0], [-torch.inf, 1.0]])
-    assert seen(rows_seen, 3.0) == Look(octaves=-7.0, rows=5, saturated=1, nonfinite=2)
+    assert seen(rows_seen, 3.0) == ([-7.0], 5, 1, 2)
     many = torch.ones(1000, 2)
     many[::9] = 2.0
-    assert seen(many, 1.5) == Look(octaves=-7.0, rows=112, saturated=112, nonfinite=0)
-    assert seen(torch.zeros(3, 2), None) == Look(octaves=None, rows=3, saturated=0, nonfinite=0)
+    assert seen(many, 1.5) == ([-7.0], 112, 112, 0)
+    (octave,), *others = seen(torch.zeros(3, 2), None)
+    assert math.isnan(octave)
+    assert others == [3, 0, 0]
 
 
 @given(st.floats(2.0**-50, 2.0**100, width=32))
@@ -125,12 +136,14 @@ AMAX = st.sampled_from([0.0, 1e-30, 0.7, 3.0, 500.0, math.inf, math.nan])
 def test_sites_at_once_are_as_one_by_one(rows):
     ceilings = [None if place % 2 else 2.0 for place in range(len(rows))]
     found = looks_of(torch.tensor(rows).view(-1, 5), ceilings)
-    for amax, ceiling, each in zip(rows, ceilings, found, strict=True):
+    assert found.rows == 5
+    each = zip(found.octaves, found.saturated, found.nonfinite, strict=True)
+    for amax, ceiling, (octave, saturated, nonfinite) in zip(rows, ceilings, each, strict=True):
         finite = [x for x in amax if math.isfinite(x)]
         positive = sorted(octaves_of(torch.tensor([x for x in finite if x > 0])).tolist())
-        assert each.octaves == (positive[(len(positive) - 1) // 2] if positive else None)
-        assert each.saturated == (0 if ceiling is None else sum(x > ceiling for x in finite))
-        assert (each.rows, each.nonfinite) == (5, 5 - len(finite))
+        assert octave == positive[(len(positive) - 1) // 2] if positive else math.isnan(octave)
+        assert saturated == (0 if ceiling is None else sum(x > ceiling for x in finite))
+        assert nonfinite == 5 - len(finite)
 
 
 def test_of_sites_that_see_nan_at_once_the_first_is_named():
@@ -139,6 +152,13 @@ def test_of_sites_that_see_nan_at_once_the_first_is_named():
     bad = torch.tensor([[1.0, math.nan]])
     monitor.look_at((["a", "c"], torch.cat([torch.ones(1, 2), bad])), (["b"], bad))
     assert [alarm.site for alarm in monitor.alarms()] == ["b"]
+
+
+def test_a_site_that_ran_twice_in_a_batch_is_looked_at_twice():
+    monitor = Monitor(dict.fromkeys(("a", "b"), Range(median=0.5, limit=2.0, ceiling=None)))
+    for _ in range(WINDOW // 2):
+        monitor.note((["a", "b", "a"], looks([8.0, 8.0, 8.0])))
+    assert [(alarm.site, alarm.batch) for alarm in monitor.alarms()] == [("a", WINDOW)]
 
 
 def test_scales_of_zeros_and_of_what_is_not_finite():
@@ -165,7 +185,7 @@ def test_an_alarm_is_raised_once_and_nan_at_its_first_site(caplog):
 def test_a_shift_is_raised_when_the_median_is_beyond_the_limit(octaves, limit):
     monitor = Monitor({"site": Range(median=0.5, limit=limit, ceiling=None)})
     for at, octave in enumerate(octaves, 1):
-        monitor.note("site", Look(octaves=float(octave), rows=1, saturated=0, nonfinite=0))
+        monitor.note((["site"], looks([float(octave)])))
         beyond = (abs(statistics.median(octaves[end - WINDOW : end]) - 0.5) > limit for end in range(WINDOW, at + 1))
         assert any(beyond) == bool(monitor.alarms())
 
@@ -173,8 +193,8 @@ def test_a_shift_is_raised_when_the_median_is_beyond_the_limit(octaves, limit):
 def test_few_saturated_rows_are_no_alarm():
     monitor = Monitor({"site": Range(median=0.0, limit=1.5, ceiling=2.0)})
     for _ in range(WINDOW):
-        monitor.note("site", Look(octaves=0.0, rows=1000, saturated=9, nonfinite=0))
+        monitor.note((["site"], looks([0.0], rows=1000, saturated=9)))
     assert monitor.alarms() == ()
     for _ in range(WINDOW):
-        monitor.note("site", Look(octaves=0.0, rows=1000, saturated=11, nonfinite=0))
+        monitor.note((["site"], looks([0.0], rows=1000, saturated=11)))
     assert [alarm.kind for alarm in monitor.alarms()] == ["saturation"]

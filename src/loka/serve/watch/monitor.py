@@ -27,6 +27,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import numpy as np
 import torch
 
 from loka.kernels.edge.twin import E4M3_MAX, scale_above
@@ -83,33 +84,32 @@ class Alarm:
         return f"{self.site}: {self.text}"
 
 
-class Look(NamedTuple):
-    """What one batch shows at one site. `octaves` is None where no row holds anything but zeros."""
+class Looks(NamedTuple):
+    """What one batch of `rows` shows at each of some sites [S]: the median of its octaves, NaN where no row holds
+    anything but zeros; how many rows a static scale does not hold, and how many are not finite."""
 
-    octaves: float | None
+    octaves: np.ndarray
     rows: int
-    saturated: int
-    nonfinite: int
+    saturated: np.ndarray
+    nonfinite: np.ndarray
 
 
-def looks_of(row_amax: torch.Tensor, ceilings: Sequence[float | None]) -> list[Look]:
-    """Of sites at once, as a server's thread has to do it between requests: what `look` gave of each,
-    [sites, rows], on the host, and the largest |x| that its static scale holds."""
-    finite = row_amax.isfinite()
-    known = row_amax.where(finite & (row_amax > 0), torch.nan)
-    middle = known.nanmedian(dim=1).values  # the lower of two; octaves rise as maxima do
-    octaves = octaves_of(middle.nan_to_num(1.0))
+def looks_of(row_amax: torch.Tensor, ceilings: Sequence[float | None]) -> Looks:
+    """Of sites at once, as a server's thread has to do it between requests: of what `look` gave of each, [S, rows],
+    on the host, and the largest |x| that its static scale holds."""
+    amax = row_amax.numpy()
+    finite = np.isfinite(amax)
+    known = np.sort(np.where(finite & (amax > 0), amax, np.inf), axis=1)
+    counts = (known < np.inf).sum(axis=1)
+    octaves = np.full(len(amax), np.nan)
+    (seen,) = np.nonzero(counts)
+    middle = known[seen, (counts[seen] - 1) // 2]  # the lower of two; octaves rise as maxima do
+    octaves[seen] = octaves_of(torch.from_numpy(middle)).numpy()
+    saturated = np.zeros(len(amax), dtype=int)
     if any(ceiling is not None for ceiling in ceilings):
-        most = torch.tensor([math.inf if ceiling is None else ceiling for ceiling in ceilings]).unsqueeze(1)
-        saturated = (finite & (row_amax > most)).sum(dim=1).tolist()
-    else:
-        saturated = [0] * len(ceilings)
-    seen, found = (~middle.isnan()).tolist(), (octaves.tolist(), saturated, (~finite).sum(dim=1).tolist())
-    rows = row_amax.shape[1]
-    return [
-        Look(octave if some else None, rows, over, nonfinite)
-        for some, octave, over, nonfinite in zip(seen, *found, strict=True)
-    ]
+        most = np.array([np.inf if ceiling is None else ceiling for ceiling in ceilings])
+        saturated = (finite & (amax > most[:, None])).sum(axis=1)
+    return Looks(octaves, amax.shape[1], saturated, (~finite).sum(axis=1))
 
 
 def octaves_of(row_amax: torch.Tensor) -> torch.Tensor:
@@ -139,20 +139,21 @@ def apart(rows: int) -> int:
     return next(step for step in itertools.count(-(-rows // LOOKED_AT)) if math.gcd(step, rows) == 1)
 
 
-class _Window:
-    def __init__(self) -> None:
-        self.looks = 0
-        self.octaves: deque[float] = deque(maxlen=WINDOW)
-        self.beyond: deque[bool] = deque(maxlen=WINDOW)  # whether an octave is off by more than the limit
-        self.saturated: deque[tuple[int, int]] = deque(maxlen=WINDOW)
-
-
 class Monitor:
     """Keeps the last looks at each site of one version. Threads may share it."""
 
     def __init__(self, ranges: Mapping[str, Range]) -> None:
         self.ranges = ranges
-        self._windows = {name: _Window() for name in ranges}
+        self._names = tuple(ranges)
+        self._places = {name: place for place, name in enumerate(ranges)}
+        self._median = np.array([known.median for known in ranges.values()])
+        self._limit = np.array([known.limit for known in ranges.values()])
+        self._looks = np.zeros(len(ranges), dtype=int)
+        self._seen = np.zeros(len(ranges), dtype=int)  # octaves so far, of which the last lie in turns:
+        self._octaves = np.full((len(ranges), WINDOW), np.nan)
+        self._saturated: dict[str, deque[tuple[int, int]]] = {
+            name: deque(maxlen=WINDOW) for name, known in ranges.items() if known.ceiling is not None
+        }
         self._raised: dict[tuple[str, str], Alarm] = {}
         self._lock = threading.Lock()
 
@@ -162,50 +163,81 @@ class Monitor:
             self.look_at(([name], look(rows).cpu().unsqueeze(0)))
 
     def look_at(self, *several: tuple[Sequence[str], torch.Tensor]) -> None:
-        """Takes what `look` gave of sites of one batch, [sites, rows] on the host; in their own order."""
-        found: dict[str, list[Look]] = {}
-        for names, row_amax in several:
-            ceilings = [self.ranges[name].ceiling for name in names]
-            for name, each in zip(names, looks_of(row_amax, ceilings), strict=True):
-                found.setdefault(name, []).append(each)
-        for name in self.ranges:
-            for each in found.get(name, ()):
-                self.note(name, each)
+        """Takes what `look` gave of sites of one batch, [sites, rows] on the host."""
+        ceilings = [[self.ranges[name].ceiling for name in names] for names, _ in several]
+        self.note(*((names, looks_of(amax, most)) for (names, amax), most in zip(several, ceilings, strict=True)))
 
-    def note(self, name: str, look: Look) -> None:
+    def note(self, *several: tuple[Sequence[str], Looks]) -> None:
+        """Takes looks at sites of one batch; a site that ran several times is there as often."""
         with self._lock:
-            window, known = self._windows[name], self.ranges[name]
-            window.looks += 1
-            if look.octaves is not None:
-                window.octaves.append(look.octaves)
-                window.beyond.append(abs(look.octaves - known.median) > known.limit)
-            if look.nonfinite and not any(kind == "nonfinite" for _, kind in self._raised):
-                # The sites behind it see it too; the first one is what to look for.
-                self._raise(name, "nonfinite", f"{look.nonfinite} of {look.rows} rows hold NaN or infinity")
-            if known.ceiling is not None:
-                window.saturated.append((look.saturated, look.rows))
-                over, rows = (sum(column) for column in zip(*window.saturated, strict=True))
-                if over >= max(SATURATED_ROWS, SATURATED_SHARE * rows):
-                    text = f"{over} of {rows} rows are beyond {known.ceiling:.3g}, which the scale holds"
-                    self._raise(name, "saturation", text)
-            if len(window.octaves) == WINDOW and 2 * sum(window.beyond) >= WINDOW:  # else the median is within
-                moved = statistics.median(window.octaves) - known.median
-                if abs(moved) > known.limit:
-                    # The window still holds batches of before; the last ones tell how far it went.
-                    now = statistics.median([*window.octaves][-WINDOW // 4 :]) - known.median
-                    self._raise(
-                        name,
-                        "shift",
-                        f"rows are {2.0**now:.3g} times those of calibration, beyond "
-                        f"{2.0**known.limit:.3g} times either way, all to half an octave",
-                    )
+            for names, looks in several:
+                places = np.array([self._places[name] for name in names], dtype=int)
+                if len(set(names)) == len(names):
+                    self._take(places, looks)
+                else:
+                    for one in range(len(names)):
+                        self._take(places[one : one + 1], _only(looks, one))
+                for one, name in enumerate(names) if self._saturated else ():
+                    self._judge_saturation(name, int(looks.saturated[one]), looks.rows)
+            # The sites behind it see it too; the first one is what to look for.
+            bad = [
+                (self._places[names[one]], names[one], f"{looks.nonfinite[one]} of {looks.rows}")
+                for names, looks in several
+                for one in np.flatnonzero(looks.nonfinite).tolist()
+            ]
+            if bad and not any(kind == "nonfinite" for _, kind in self._raised):
+                _, name, share = min(bad)
+                self._raise(name, "nonfinite", f"{share} rows hold NaN or infinity")
+
+    def _take(self, places: np.ndarray, looks: Looks) -> None:
+        """Of sites that are each there once."""
+        self._looks[places] += 1
+        told = ~np.isnan(looks.octaves)
+        places = places[told]
+        self._octaves[places, self._seen[places] % WINDOW] = looks.octaves[told]
+        self._seen[places] += 1
+        beyond = np.abs(self._octaves[places] - self._median[places, None]) > self._limit[places, None]
+        # Where fewer than half of them are beyond the limit, the median is within.
+        for place in places[(self._seen[places] >= WINDOW) & (2 * beyond.sum(axis=1) >= WINDOW)].tolist():
+            name, oldest = self._names[place], int(self._seen[place]) % WINDOW
+            if (name, "shift") not in self._raised:
+                self._judge_shift(name, np.roll(self._octaves[place], -oldest).tolist())
+
+    def _judge_shift(self, name: str, octaves: list[float]) -> None:
+        """`octaves`: of the last looks, in the order of time."""
+        known = self.ranges[name]
+        if abs(statistics.median(octaves) - known.median) > known.limit:
+            # The window still holds batches of before; the last ones tell how far it went.
+            now = statistics.median(octaves[-WINDOW // 4 :]) - known.median
+            self._raise(
+                name,
+                "shift",
+                f"rows are {2.0**now:.3g} times those of calibration, beyond "
+                f"{2.0**known.limit:.3g} times either way, all to half an octave",
+            )
+
+    def _judge_saturation(self, name: str, saturated: int, rows: int) -> None:
+        ceiling = self.ranges[name].ceiling
+        if ceiling is None:
+            return
+        window = self._saturated[name]
+        window.append((saturated, rows))
+        over, all_rows = (sum(column) for column in zip(*window, strict=True))
+        if over >= max(SATURATED_ROWS, SATURATED_SHARE * all_rows):
+            text = f"{over} of {all_rows} rows are beyond {ceiling:.3g}, which the scale holds"
+            self._raise(name, "saturation", text)
 
     def _raise(self, name: str, kind: str, text: str) -> None:
         if (name, kind) not in self._raised:
-            alarm = Alarm(site=name, kind=kind, batch=self._windows[name].looks, text=text)
+            alarm = Alarm(site=name, kind=kind, batch=int(self._looks[self._places[name]]), text=text)
             self._raised[name, kind] = alarm
             _LOG.warning("loka.serve alarm: %s", alarm)
 
     def alarms(self) -> tuple[Alarm, ...]:
         with self._lock:
             return tuple(self._raised.values())
+
+
+def _only(looks: Looks, place: int) -> Looks:
+    part = slice(place, place + 1)
+    return Looks(looks.octaves[part], looks.rows, looks.saturated[part], looks.nonfinite[part])
