@@ -22,6 +22,8 @@ _BY_MEMORY = (
     aten.as_strided_scatter.default,
     aten.view.dtype,
     aten.view_as_complex.default,
+    aten.sym_stride.int,
+    aten.sym_storage_offset.default,
 )
 _OWN = ("aten", "prims", "loka")  # namespaces of ops that take any strides
 
