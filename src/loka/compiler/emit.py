@@ -53,8 +53,9 @@ class Emitter:
         """`new` stands in the place of `old` from now on."""
         self.redirect(old, new)
         self._replaced[old] = new
-        if strides_of(new.meta["val"]) != strides_of(old.meta["val"]):
-            self.lying[new] = old.meta["val"]
+        before = self.lying.get(old, old.meta["val"])
+        if strides_of(new.meta["val"]) != strides_of(before):
+            self.lying[new] = before
 
     def redirect(self, old: Node, new: Node, besides: Node | None = None) -> None:
         """Readers of `old` read `new` from now on; not `besides`, and not those that ask for its size."""

@@ -132,8 +132,10 @@ def _run(
     began = time.perf_counter()
 
     def work() -> None:  # each waits for an arrival itself: a thread that handed them out would add its own delays
-        while (turn := next(turns, None)) is not None and not closed.is_set():
+        while (turn := next(turns, None)) is not None:
             time.sleep(max(due[turn] - (time.perf_counter() - began), 0))
+            if closed.is_set():
+                return
             try:
                 answer(turn)
             except Exception as error:  # what a server raises is what is counted

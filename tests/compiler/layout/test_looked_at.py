@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from converted import error
 from joint import JointBackend
-from test_tokens import COLUMNS, OUT, _Base, _input, _planned
+from test_tokens import COLUMNS, OUT, _Base, _input, _planned, _products_of
 
 import loka
 from loka.compiler import lower
@@ -94,27 +94,67 @@ def test_memory_that_is_shared_stays_so():
     assert torch.equal(across.mT, y)
 
 
-def test_an_output_with_a_symbolic_stride_lies_as_written():
-    """Of sequences of any length, without gradients."""
+def test_a_product_that_is_looked_at_is_left_as_it_was():
+    for look, products in (
+        (lambda y: (y,), [[COLUMNS, OUT], [OUT, COLUMNS]]),
+        (lambda y: (y + 1,), [[2 * OUT, COLUMNS]]),
+    ):
+        plain = _Shown(look)
+        backend = JointBackend()
+        torch._dynamo.reset()
+        step = torch.compile(loka.convert(copy.deepcopy(plain), _planned_for(plain)), backend=backend)
+        with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+            step(_input())
+        assert _products_of(backend.graphs[-1]) == products
 
-    class Lengths(_Base):
-        def __init__(self):
-            super().__init__()
-            self.mlp = torch.nn.Sequential(torch.nn.Linear(OUT, 32), torch.nn.ReLU(), torch.nn.Linear(32, 16))
 
-        def forward(self, x):
-            y = F.relu(self.over(x, self.first))
-            logits = self.mlp(y.mean(2))
-            return logits if self.training else (logits, y)
+class _Heads(_Base):
+    """Attention by heads over rows that are kept, and a layer over tokens of them."""
 
-    plain = Lengths()
+    def forward(self, x, keep):
+        rows = x[keep]
+        q = rows.mT.unflatten(2, (4, 6)).transpose(1, 2)  # [B', 4, d, 6]
+        mixed = torch.matmul(q, q.mT).mean((1, 2))[:, None]  # [B', 1, d]
+        return self.mlp((F.silu(self.over(rows, self.first)) + mixed).flatten(1))
+
+
+class _Columns(_Base):
+    """Of columns that are kept; sums of elements that are chosen, whose number nobody knows."""
+
+    def forward(self, x, keep):
+        y = F.relu(self.over(x[:, :, keep], self.first))
+        return self.mlp(y.mean(2, keepdim=True).expand(-1, -1, COLUMNS).flatten(1)) + y[y > 0.5].sum()
+
+
+@pytest.mark.parametrize("grad", [True, False])
+@pytest.mark.parametrize("case", [_Heads, _Columns])
+def test_sides_that_only_the_data_tells(case, grad):
+    plain, x = case(), _input(batch=8)
+    keep = torch.arange(8 if case is _Heads else COLUMNS) % 3 != 0
+    without = _Base()
+    without.load_state_dict(plain.state_dict())
+    model = loka.convert(plain, _planned(without, _input()))
+    expected = _answer(model, x, keep, grad)
     torch._dynamo.reset()
-    model = loka.convert(copy.deepcopy(plain), _planned(copy.deepcopy(plain), _input())).eval()
-    step = torch.compile(model, backend=JointBackend(), dynamic=True)
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
+        found = _answer(torch.compile(model, backend=JointBackend(), fullgraph=True), x, keep, grad)
+    assert error(found, expected) < 0.08
+
+
+def _answer(model, x, keep, grad):
+    with torch.set_grad_enabled(grad), torch.autocast("cpu", torch.bfloat16):
+        return model(x, keep).detach().float()
+
+
+def test_a_graph_inside_of_the_graph_reads_what_follows_a_product():
+    plain = _Shown(lambda y: (torch.cond(y.sum() > 0, lambda z: z + 1, lambda z: z - 1, (F.relu(y),)),))
+    model = loka.convert(copy.deepcopy(plain), _planned_for(plain))
+    torch._dynamo.reset()
+    step = torch.compile(model, backend=JointBackend(), fullgraph=True)
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
-        for length in (COLUMNS, COLUMNS + 2):
-            _, y = step(_input(columns=length))
-    assert y.stride() == ((COLUMNS + 2) * OUT, 1, OUT)
+        _, found = step(_input())
+        _, expected = model(_input())
+    assert error(found, expected) < 0.02
 
 
 @pytest.mark.parametrize("sides", [(24, 1), (1, OUT), (1, 1)])

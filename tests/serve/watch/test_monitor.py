@@ -190,6 +190,26 @@ def test_a_shift_is_raised_when_the_median_is_beyond_the_limit(octaves, limit):
         assert any(beyond) == bool(monitor.alarms())
 
 
+def test_the_last_looks_tell_how_far_a_shift_went():
+    """Wherever in the ring of the window they lie."""
+    for before in range(WINDOW, 2 * WINDOW):
+        monitor = Monitor({"site": Range(median=0.5, limit=2.0, ceiling=None)})
+        for octave in [0.0] * before + [4.0] * WINDOW:
+            monitor.note((["site"], looks([octave])))
+        (alarm,) = monitor.alarms()
+        assert alarm.text.startswith(f"rows are {2**3.5:.3g} times")
+
+
+def test_alarms_of_one_batch_come_in_the_order_of_the_model():
+    monitor = Monitor({name: Range(median=0.5, limit=2.0, ceiling=1.0) for name in ("a", "b", "c")})
+    for _ in range(WINDOW):
+        shown = torch.full((1, 8), 448.0)
+        monitor.look_at((["c", "a"], shown.expand(2, 8) * 16), (["b"], shown * torch.nan))
+    assert [(each.site, each.kind) for each in monitor.alarms()] == [
+        ("a", "saturation"), ("b", "nonfinite"), ("c", "saturation"), ("a", "shift"), ("c", "shift"),
+    ]  # fmt: skip
+
+
 def test_few_saturated_rows_are_no_alarm():
     monitor = Monitor({"site": Range(median=0.0, limit=1.5, ceiling=2.0)})
     for _ in range(WINDOW):

@@ -8,7 +8,7 @@ import operator
 from typing import Any
 
 import torch
-from torch._ops import OpOverload
+from torch._ops import HigherOrderOperator, OpOverload
 from torch.fx import Node
 
 from loka.compiler.emit import COPY, VIEW, Emitter, fake_of, strides_of
@@ -25,7 +25,7 @@ _BY_MEMORY = (
     aten.sym_stride.int,
     aten.sym_storage_offset.default,
 )
-_OWN = ("aten", "prims", "loka")  # namespaces of ops that take any strides
+_OWN = ("aten", "prims", "loka")  # namespaces, of whose ops all but these take any strides
 
 
 def settle(emitter: Emitter) -> None:
@@ -35,13 +35,17 @@ def settle(emitter: Emitter) -> None:
     for node in list(emitter.graph.nodes):
         before = emitter.lying.get(node, node.meta.get("val"))
         if node.op == "call_function" and not changed.isdisjoint(node.all_input_nodes):
-            node.meta["val"] = _anew(emitter, node)
+            if not _is_fixed(node):
+                node.meta["val"] = _anew(emitter, node)
         elif node not in emitter.lying:
             continue
         if strides_of(node.meta["val"]) == strides_of(before):
             continue
         back = _as_before(emitter, node, before) if is_looked_at(node) else None
-        changed.add(node if back is None else back)
+        if back is None:
+            changed.add(node)
+        elif strides_of(back.meta["val"]) != strides_of(before):  # what was there lay with gaps
+            changed.add(back)
 
 
 def is_looked_at(node: Node) -> bool:
@@ -57,9 +61,15 @@ def is_looked_at(node: Node) -> bool:
 
 def _reads_memory(node: Node) -> bool:
     target = node.target
-    if not isinstance(target, OpOverload):  # Python's operators are of sizes and of tuples
-        return isinstance(target, torch._ops.HigherOrderOperator)
+    if not isinstance(target, OpOverload) or _is_fixed(node):  # Python's operators are of sizes and of tuples
+        return _is_fixed(node)
     return target in _BY_MEMORY or target.namespace not in _OWN
+
+
+def _is_fixed(node: Node) -> bool:
+    """Whether its fake value is not to be made twice: of graphs inside of the graph; and of sizes that only data
+    tells, which would get other symbols."""
+    return isinstance(node.target, HigherOrderOperator) or bool(node.meta.get("unbacked_bindings"))
 
 
 def _is_view(node: Node) -> bool:

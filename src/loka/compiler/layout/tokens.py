@@ -10,9 +10,9 @@ and readers still do:
     mm((rows of dY^T)^T, rows of X^T) -> sum over B of bmm(dY, X^T)    [m, B d] [B d, n]
 
 cuBLAS takes either operand of a batched GEMM transposed, and one W for all of the batch, so that nothing is
-copied; layers of one X become one GEMM. Products and sums are those of before, in another order; of a
-weight's gradient each row of the batch is rounded to the model's precision before the rows are added in
-float32. What is an FP8 site by plan stays as it is.
+copied; layers of one X become one GEMM. Products and sums are those of before, in another order; a bias is added
+to what was rounded to the model's precision, and of a weight's gradient each row of the batch is rounded so before
+the rows are added in float32. What is an FP8 site by plan stays as it is.
 """
 
 from dataclasses import dataclass
@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 from torch.fx import Node
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from loka.compiler.emit import Emitter
 from loka.compiler.layout.strides import is_looked_at
@@ -102,7 +103,8 @@ def _operands(node: Node) -> tuple[Node, Node, Node | None] | None:
     if node.target is aten.bmm.default:
         left, every = (_unchanged(each) for each in args_of(node))
         right = args_of(every)[0] if every.target is aten.expand.default else every
-        whole = value_of(right).shape == value_of(every).shape[1:]  # not spread over n or m besides
+        known = all(type(side) is int for each in (left, every) for side in value_of(each).shape[1:])
+        whole = known and value_of(right).shape == value_of(every).shape[1:]  # not spread over n or m besides
         x = left if whole and lies_across(value_of(left)) else None
     else:
         left, right = args_of(node)[-2:]
@@ -125,7 +127,8 @@ def _unchanged(node: Node) -> Node:
     """Before views and expansions into the shape that it had."""
     while node.target in (*_VIEWS, aten.expand.default):
         source = args_of(node)[0]
-        if value_of(source).shape != value_of(node).shape:
+        before, now = value_of(source).shape, value_of(node).shape
+        if len(before) != len(now) or not all(statically_known_true(a == b) for a, b in zip(before, now, strict=True)):
             break
         node = source
     return node
@@ -208,7 +211,7 @@ def _weight_gradient(emitter: Emitter, node: Node, as_they_lie: dict[tuple[Node,
 
 
 def _is_given(w: Node) -> bool:
-    """Whether it is an input of the graph but for casts and views, and so there from the start."""
+    """Whether it is made of one input or one constant of the graph alone, and so there from the start."""
     while len(w.all_input_nodes) == 1:
         (w,) = w.all_input_nodes
     return w.op == "get_attr" or (w.op == "placeholder" and "tangent" not in str(w.target))

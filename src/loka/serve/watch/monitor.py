@@ -45,6 +45,7 @@ SATURATED_SHARE = 0.01
 
 _LEAST = 2.0**-60  # a row's scale is no less, if all of it is zeros
 
+_KINDS = ("nonfinite", "saturation", "shift")
 _LOG = logging.getLogger("loka.serve")
 
 
@@ -107,7 +108,7 @@ def looks_of(row_amax: torch.Tensor, ceilings: Sequence[float | None]) -> Looks:
     octaves[seen] = octaves_of(torch.from_numpy(middle)).numpy()
     saturated = np.zeros(len(amax), dtype=int)
     if any(ceiling is not None for ceiling in ceilings):
-        most = np.array([np.inf if ceiling is None else ceiling for ceiling in ceilings])
+        most = np.array([np.inf if ceiling is None else ceiling for ceiling in ceilings], dtype=amax.dtype)
         saturated = (finite & (amax > most[:, None])).sum(axis=1)
     return Looks(octaves, amax.shape[1], saturated, (~finite).sum(axis=1))
 
@@ -155,6 +156,7 @@ class Monitor:
             name: deque(maxlen=WINDOW) for name, known in ranges.items() if known.ceiling is not None
         }
         self._raised: dict[tuple[str, str], Alarm] = {}
+        self._found: list[Alarm] = []  # in the batch that is looked at
         self._lock = threading.Lock()
 
     def observe(self, name: str, rows: torch.Tensor) -> None:
@@ -181,13 +183,14 @@ class Monitor:
                     self._judge_saturation(name, int(looks.saturated[one]), looks.rows)
             # The sites behind it see it too; the first one is what to look for.
             bad = [
-                (self._places[names[one]], names[one], f"{looks.nonfinite[one]} of {looks.rows}")
+                (self._places[names[one]], int(looks.nonfinite[one]), looks.rows)
                 for names, looks in several
                 for one in np.flatnonzero(looks.nonfinite).tolist()
             ]
             if bad and not any(kind == "nonfinite" for _, kind in self._raised):
-                _, name, share = min(bad)
-                self._raise(name, "nonfinite", f"{share} rows hold NaN or infinity")
+                place, count, rows = min(bad, key=lambda each: each[0])
+                self._raise(self._names[place], "nonfinite", f"{count} of {rows} rows hold NaN or infinity")
+            self._tell()
 
     def _take(self, places: np.ndarray, looks: Looks) -> None:
         """Of sites that are each there once."""
@@ -229,9 +232,15 @@ class Monitor:
 
     def _raise(self, name: str, kind: str, text: str) -> None:
         if (name, kind) not in self._raised:
-            alarm = Alarm(site=name, kind=kind, batch=int(self._looks[self._places[name]]), text=text)
-            self._raised[name, kind] = alarm
-            _LOG.warning("loka.serve alarm: %s", alarm)
+            batch = int(self._looks[self._places[name]])
+            self._found.append(Alarm(site=name, kind=kind, batch=batch, text=text))
+
+    def _tell(self) -> None:
+        """Of one batch, in the order of the model."""
+        for alarm in sorted(self._found, key=lambda each: (self._places[each.site], _KINDS.index(each.kind))):
+            if self._raised.setdefault((alarm.site, alarm.kind), alarm) is alarm:
+                _LOG.warning("loka.serve alarm: %s", alarm)
+        self._found.clear()
 
     def alarms(self) -> tuple[Alarm, ...]:
         with self._lock:
