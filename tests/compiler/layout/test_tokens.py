@@ -133,21 +133,23 @@ def test_nothing_is_copied_and_nothing_changes(case, monkeypatch):
     step, backend = _compiled(before, plan)
     expected, (dx_expected,) = run(step, x)
     assert backend.count(aten.mm.default) >= 5
-    truth = gradients(_in_float64(plain, x))
+    exact, dx_exact = _in_float64(plain, x)
+    truth = gradients(exact)
     # What was rounded otherwise by a bit of bfloat16 may take another step of e4m3 in the MLP.
     assert error(y, expected) < 0.02
-    assert error(dx, dx_expected) < 0.02
+    # And another side of a ReLU, by which one row's gradient is another.
+    assert error(dx, dx_exact) < 1.1 * error(dx_expected, dx_exact) + 2**-8
     ours, theirs = gradients(rewritten), gradients(before)
     for name in ours:
         assert error(ours[name], truth[name]) < 1.1 * error(theirs[name], truth[name]) + 2**-8
 
 
 def _in_float64(model, x):
-    model = copy.deepcopy(model).double()
-    y = model(x.double())
+    model, x = copy.deepcopy(model).double(), x.double().requires_grad_()
+    y = model(x)
     dy = torch.randn(y.shape, generator=torch.Generator().manual_seed(3))
     (y * dy).sum().backward()
-    return model
+    return model, x.grad.float()
 
 
 def _products(model, plan, x, **options):
