@@ -15,6 +15,7 @@ to what was rounded to the model's precision, and of a weight's gradient each ro
 the rows are added in float32. What is an FP8 site by plan stays as it is.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -103,8 +104,8 @@ def _operands(node: Node) -> tuple[Node, Node, Node | None] | None:
     if node.target is aten.bmm.default:
         left, every = (_unchanged(each) for each in args_of(node))
         right = args_of(every)[0] if every.target is aten.expand.default else every
-        known = all(type(side) is int for each in (left, every) for side in value_of(each).shape[1:])
-        whole = known and value_of(right).shape == value_of(every).shape[1:]  # not spread over n or m besides
+        known = all(isinstance(side, int) for each in (left, every) for side in value_of(each).shape[1:])
+        whole = known and _same(value_of(right).shape, value_of(every).shape[1:])  # not spread over n or m besides
         x = left if whole and lies_across(value_of(left)) else None
     else:
         left, right = args_of(node)[-2:]
@@ -127,8 +128,7 @@ def _unchanged(node: Node) -> Node:
     """Before views and expansions into the shape that it had."""
     while node.target in (*_VIEWS, aten.expand.default):
         source = args_of(node)[0]
-        before, now = value_of(source).shape, value_of(node).shape
-        if len(before) != len(now) or not all(statically_known_true(a == b) for a, b in zip(before, now, strict=True)):
+        if not _same(value_of(source).shape, value_of(node).shape):
             break
         node = source
     return node
@@ -227,7 +227,7 @@ def _uncollapsed(rows: Any) -> Node | None:
     if not is_tensor(whole) or value_of(whole).dim() != 3 or value_of(whole).dtype != value_of(rows).dtype:
         return None
     sides = value_of(whole).shape[1:]
-    if not all(isinstance(side, int) for side in sides) or sides[1] != value_of(rows).shape[1]:
+    if not all(isinstance(side, int) for side in sides) or not _same(sides[1:], value_of(rows).shape[1:]):
         return None
     return whole
 
@@ -260,7 +260,14 @@ def _sum_with_bias(node: Node) -> tuple[Any, Any]:
 
 def _is_view(node: Node, sides: tuple[Any, ...]) -> bool:
     """Of rows as [B, *sides]; B follows from the others."""
-    return node.target in _VIEWS and value_of(node).dim() == 3 and tuple(value_of(node).shape[1:]) == sides
+    return node.target in _VIEWS and _same(value_of(node).shape[1:], sides)
+
+
+def _same(sides: Sequence[Any], others: Sequence[Any]) -> bool:
+    """Whether they are known to be, without a question that data would have to answer."""
+    return len(sides) == len(others) and all(
+        statically_known_true(side == other) for side, other in zip(sides, others, strict=True)
+    )
 
 
 def _is_transpose(node: Node) -> bool:
