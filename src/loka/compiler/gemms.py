@@ -160,11 +160,9 @@ class Gemms:
         rows = value_of(product).shape[0]
         with emitter.graph.inserting_after(product):
             scale = emitter.graph.call_function(operator.getitem, (backward, _STAND_IN))
-        scale.meta["val"] = value_of(product).new_empty((rows, 1), dtype=torch.float32)
+        scale.meta |= {"val": value_of(product).new_empty((rows, 1), dtype=torch.float32), BACKWARD: True}
         with emitter.like(backward):
             scaled = self.scaled(product, scale)
         (times,) = scaled.all_input_nodes
-        for node in (scale, times, scaled):
-            node.meta[BACKWARD] = True
         emitter.redirect(product, scaled, besides=times)
         return scale

@@ -54,7 +54,7 @@ def is_looked_at(node: Node) -> bool:
         if user.op == "output":
             if not in_backward(node):
                 return True
-        elif _reads_memory(user) or (_is_view(user) and is_looked_at(user)):
+        elif _reads_memory(user) or (_is_alias(user) and is_looked_at(user)):
             return True
     return False
 
@@ -72,7 +72,7 @@ def _is_fixed(node: Node) -> bool:
     return isinstance(node.target, HigherOrderOperator) or bool(node.meta.get("unbacked_bindings"))
 
 
-def _is_view(node: Node) -> bool:
+def _is_alias(node: Node) -> bool:
     if not isinstance(node.target, OpOverload):
         return node.target is operator.getitem
     if node.target is aten._unsafe_view.default:

@@ -21,8 +21,8 @@ from typing import Any
 
 import torch
 from torch.fx import Node
-from torch.fx.experimental.symbolic_shapes import statically_known_true
 
+from loka.compiler.edges.matrix import same
 from loka.compiler.emit import Emitter
 from loka.compiler.layout.strides import is_looked_at
 from loka.compiler.nodes import args_of, in_backward, is_tensor, value_of
@@ -265,9 +265,7 @@ def _is_view(node: Node, sides: tuple[Any, ...]) -> bool:
 
 def _same(sides: Sequence[Any], others: Sequence[Any]) -> bool:
     """Whether they are known to be, without a question that data would have to answer."""
-    return len(sides) == len(others) and all(
-        statically_known_true(side == other) for side, other in zip(sides, others, strict=True)
-    )
+    return len(sides) == len(others) and all(map(same, sides, others))
 
 
 def _is_transpose(node: Node) -> bool:
