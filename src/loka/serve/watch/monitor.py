@@ -146,7 +146,7 @@ class Monitor:
     def __init__(self, ranges: Mapping[str, Range]) -> None:
         self.ranges = ranges
         self._names = tuple(ranges)
-        self._places = {name: place for place, name in enumerate(ranges)}
+        self._index = {name: index for index, name in enumerate(ranges)}
         self._median = np.array([known.median for known in ranges.values()])
         self._limit = np.array([known.limit for known in ranges.values()])
         self._looks = np.zeros(len(ranges), dtype=int)
@@ -173,38 +173,38 @@ class Monitor:
         """Takes looks at sites of one batch; a site that ran several times is there as often."""
         with self._lock:
             for names, looks in several:
-                places = np.array([self._places[name] for name in names], dtype=int)
+                indices = np.array([self._index[name] for name in names], dtype=int)
                 if len(set(names)) == len(names):
-                    self._take(places, looks)
+                    self._take(indices, looks)
                 else:
                     for one in range(len(names)):
-                        self._take(places[one : one + 1], _only(looks, one))
+                        self._take(indices[one : one + 1], _only(looks, one))
                 for one, name in enumerate(names) if self._saturated else ():
                     self._judge_saturation(name, int(looks.saturated[one]), looks.rows)
             # The sites behind it see it too; the first one is what to look for.
             bad = [
-                (self._places[names[one]], int(looks.nonfinite[one]), looks.rows)
+                (self._index[names[one]], int(looks.nonfinite[one]), looks.rows)
                 for names, looks in several
                 for one in np.flatnonzero(looks.nonfinite).tolist()
             ]
             if bad and not any(kind == "nonfinite" for _, kind in self._raised):
-                place, count, rows = min(bad, key=lambda each: each[0])
-                self._raise(self._names[place], "nonfinite", f"{count} of {rows} rows hold NaN or infinity")
+                index, count, rows = min(bad, key=lambda each: each[0])
+                self._raise(self._names[index], "nonfinite", f"{count} of {rows} rows hold NaN or infinity")
             self._tell()
 
-    def _take(self, places: np.ndarray, looks: Looks) -> None:
+    def _take(self, indices: np.ndarray, looks: Looks) -> None:
         """Of sites that are each there once."""
-        self._looks[places] += 1
+        self._looks[indices] += 1
         told = ~np.isnan(looks.octaves)
-        places = places[told]
-        self._octaves[places, self._seen[places] % WINDOW] = looks.octaves[told]
-        self._seen[places] += 1
-        beyond = np.abs(self._octaves[places] - self._median[places, None]) > self._limit[places, None]
+        indices = indices[told]
+        self._octaves[indices, self._seen[indices] % WINDOW] = looks.octaves[told]
+        self._seen[indices] += 1
+        beyond = np.abs(self._octaves[indices] - self._median[indices, None]) > self._limit[indices, None]
         # Where fewer than half of them are beyond the limit, the median is within.
-        for place in places[(self._seen[places] >= WINDOW) & (2 * beyond.sum(axis=1) >= WINDOW)].tolist():
-            name, oldest = self._names[place], int(self._seen[place]) % WINDOW
+        for index in indices[(self._seen[indices] >= WINDOW) & (2 * beyond.sum(axis=1) >= WINDOW)].tolist():
+            name, oldest = self._names[index], int(self._seen[index]) % WINDOW
             if (name, "shift") not in self._raised:
-                self._judge_shift(name, np.roll(self._octaves[place], -oldest).tolist())
+                self._judge_shift(name, np.roll(self._octaves[index], -oldest).tolist())
 
     def _judge_shift(self, name: str, octaves: list[float]) -> None:
         """`octaves`: of the last looks, in the order of time."""
@@ -232,12 +232,12 @@ class Monitor:
 
     def _raise(self, name: str, kind: str, text: str) -> None:
         if (name, kind) not in self._raised:
-            batch = int(self._looks[self._places[name]])
+            batch = int(self._looks[self._index[name]])
             self._found.append(Alarm(site=name, kind=kind, batch=batch, text=text))
 
     def _tell(self) -> None:
         """Of one batch, in the order of the model."""
-        for alarm in sorted(self._found, key=lambda each: (self._places[each.site], _KINDS.index(each.kind))):
+        for alarm in sorted(self._found, key=lambda each: (self._index[each.site], _KINDS.index(each.kind))):
             if self._raised.setdefault((alarm.site, alarm.kind), alarm) is alarm:
                 _LOG.warning("loka.serve alarm: %s", alarm)
         self._found.clear()
@@ -247,6 +247,6 @@ class Monitor:
             return tuple(self._raised.values())
 
 
-def _only(looks: Looks, place: int) -> Looks:
-    part = slice(place, place + 1)
+def _only(looks: Looks, index: int) -> Looks:
+    part = slice(index, index + 1)
     return Looks(looks.octaves[part], looks.rows, looks.saturated[part], looks.nonfinite[part])
