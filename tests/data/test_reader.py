@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from loka.core.exceptions import DataRefused
-from loka.data import History, Reader, Shuffle, at_epoch
+from loka.data import Batch, History, Reader, Shuffle, at_epoch
 from loka.data.block import Block
 from loka.data.reader import split
 from loka.data.workers import processors
@@ -201,3 +201,23 @@ def test_pinned_batches_reach_the_gpu():
     batches = list(reader.batches(8))
     assert all(tensor.is_pinned() for batch in batches for tensor in batch.tensors().values())
     assert numbers([batch.to("cuda").to("cpu") for batch in batches]) == numbers(batches)
+
+
+@pytest.mark.gpu
+def test_what_comes_back_from_a_gpu_has_arrived():
+    """A copy that is not waited for would be read before the kernels in its way are done."""
+    late = torch.ones(4096, 4096, device="cuda")
+    for _ in range(20):
+        late = late @ torch.eye(4096, device="cuda")
+    batch = Batch(dense=late, sparse=late.long(), label=late[:, 0].clone())
+    there = batch.to("cpu")
+    assert bool((there.dense == 1).all() and (there.sparse == 1).all() and (there.label == 1).all())
+
+
+def test_only_copies_to_a_device_are_not_waited_for(monkeypatch):
+    waited, to = [], torch.Tensor.to
+    monkeypatch.setattr(torch.Tensor, "to", lambda x, d, non_blocking: waited.append(not non_blocking) or to(x, d))
+    batch = next(iter(Reader(Rows()).batches(3)))
+    batch.to("cpu")
+    batch.to("meta")
+    assert waited == [True] * 3 + [False] * 3

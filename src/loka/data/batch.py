@@ -27,8 +27,9 @@ class Batch:
         return self.label.shape[0]
 
     def to(self, device: torch.device | str) -> Batch:
-        """A copy on `device`; from pinned memory it does not wait for the device."""
-        return Batch(**{name: t.to(device, non_blocking=True) for name, t in self.tensors().items()})
+        """A copy on `device`; from pinned memory to a GPU it does not wait for the copy."""
+        ahead = torch.device(device).type != "cpu"  # the CPU reads at once what it is given
+        return Batch(**{name: t.to(device, non_blocking=ahead) for name, t in self.tensors().items()})
 
     def pinned(self) -> Batch:
         """A copy in pinned memory; of what lies on a GPU, there, when it is done."""

@@ -67,7 +67,8 @@ class Form:
                 why=[f"given  {form_of(request)}", f"served {self}"],
                 way_out="cast or reshape it, or freeze again with calibration rows of this form",
             )
-        return [tensor if tensor.device == device else tensor.to(device, non_blocking=True) for tensor in tensors]
+        ahead = device.type != "cpu"  # the CPU reads at once what it is given
+        return [tensor if tensor.device == device else tensor.to(device, non_blocking=ahead) for tensor in tensors]
 
     def _ordered(self, request: Request) -> Sequence[torch.Tensor] | None:
         if _kind(request) != self.kind:

@@ -195,7 +195,8 @@ class GraphedStep:
 
     def _eager(self, batch: tuple[torch.Tensor, ...], why: str) -> Result:
         self.eager_steps[why] += 1
-        moved = [tensor.to(self._device, non_blocking=True) for tensor in batch]
+        ahead = self._device.type != "cpu"  # the CPU reads at once what it is given
+        moved = [tensor.to(self._device, non_blocking=ahead) for tensor in batch]
         if self._refused:
             return _detached(self._function(*moved))
         # Autograd remembers the stream on which it first saw a parameter, and a capture may not
