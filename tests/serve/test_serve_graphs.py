@@ -14,13 +14,10 @@ import torch
 from joint import JointBackend
 from models import stats_of
 from served import POW2, ROW, converted, plan_for, plan_of
-from small_models import Cross as SmallCross
 from sweeps import sweep
 from torch import nn
 from torch._dynamo.utils import counters
 
-import loka
-from loka.compiler.crossed import crossed_gemm
 from loka.compiler.gemms import region_gemm
 from loka.core.exceptions import ServeRefused, WrongResults
 from loka.kernels.quantize.int8_weights import int8_weights
@@ -342,29 +339,3 @@ def test_a_full_collection_is_not_left_to_a_request(backend, monkeypatch):
     monkeypatch.setattr("loka.serve.server.gc", SimpleNamespace(collect=lambda: full.append(True)))
     frozen(wide())
     assert full == [True]
-
-
-def test_cross_layers_are_kernels_of_their_own(backend, tmp_path):
-    """Of a model that is given in bfloat16, as it is written. What a refresh brings has its own bound."""
-    torch.manual_seed(0)
-    model, other = (SmallCross().bfloat16().eval() for _ in range(2))
-    rows = torch.randn(40, 64).bfloat16()
-    with loka.Probe(model, every=1, effect_samples=0) as probe:
-        model(rows).sum().backward()
-    found = probe.stats().model
-    plan = plan_of(found, dict.fromkeys(found.layers, POW2))
-    server = freeze(model, plan, calibration=[rows], buckets=(16, 64))
-    assert backend.count(crossed_gemm) == 2 * 2
-    assert backend.count(region_gemm) == 2 * 3
-    assert not server.apart()
-    answer, exact = server(rows).output.float(), model(rows).float()
-    assert ((answer - exact).norm() / exact.norm()) < 0.06
-    server.save(tmp_path / "server")
-    assert torch.equal(load(tmp_path / "server", SmallCross().bfloat16().eval())(rows).output, server(rows).output)
-    for parameter in other.parameters():
-        parameter.data *= 30  # a bound of the first weights would saturate
-    compiled = len(backend.graphs)
-    server.refresh(other.state_dict())
-    assert len(backend.graphs) == compiled
-    answer, exact = server(rows).output.float(), other(rows).float()
-    assert ((answer - exact).norm() / exact.norm()) < 0.12  # five products, 3.7 % each

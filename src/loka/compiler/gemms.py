@@ -98,14 +98,12 @@ class Weight:
 
     `column` is None, too, where a weight comes in FP8 (nn/fp8_weight.py): backward makes it. In FP8 both
     scales are one, of at least [max(N, K)] equal numbers; an INT8 row has one for each row, [N].
-    `longest`: [1], the length of its longest row, where it comes with one.
     """
 
     row: Node
     row_scale: Node
     column: Node | None
     column_scale: Node
-    longest: Node | None = None
 
 
 def kernel_of(site: JointSite, gemm: Gemm) -> str:

@@ -1,7 +1,6 @@
 """The rewriting of a joint graph: sites become casts, GEMMs and edges.
 
-    forward    x -> x8, t            an edge: the code above x in one kernel (kernels/edge), or the
-                               epilogue of the GEMM before it (normed.py, crossed.py)
+    forward    x -> x8, t            an edge: the code above x in one kernel (kernels/edge)
                W -> W8, W8^T, s      one op for all weights of the graph; one more for those in INT8
                y = gemm(x8, t, W8, s)
     backward   dy -> dy8, dy8^T, r   an edge
@@ -17,7 +16,6 @@ import torch
 from torch.fx import Graph, Node
 
 from loka.compiler.backward import lower_backward
-from loka.compiler.crossed import crossed_input
 from loka.compiler.edges.cones import cone_of
 from loka.compiler.edges.matrix import Low, Matrix
 from loka.compiler.edges.writer import Writer
@@ -54,18 +52,12 @@ def join_sites(graph: Graph) -> dict[str, str]:
     weights = _quantize_weights(emitter, sites)
     first: dict[Node, Low] = {}  # by the input as it was found
     products: dict[Node, Product] = {}  # by the node of a site
-    joined = {site.node for site in sites}
     for site in sites:
         with emitter.like(site.node):
             if site.x not in first:
                 # An edge before may have given it.
                 now = replace(site, x=emitter.now(site.x))
-                crossed = crossed_input(emitter, now, joined, first, products.values())
-                if crossed is not None:
-                    first[site.x], product = crossed
-                    products[product.site.node] = product
-                else:
-                    first[site.x] = _quantize_input(emitter, site.x, now, sites, products)
+                first[site.x] = _quantize_input(emitter, site.x, now, sites, products)
             own, weight = first[site.x], weights[site.node]
             later = own.by_rows and not site.integers and gemms.scaled_by_readers(site.y, site.inputs)
             scale = None if later else own.scale
@@ -201,5 +193,5 @@ def _in_int8(emitter: Emitter, sites: list[JointSite]) -> dict[Node, Weight]:
 
 def _given(weight: Node) -> Weight:
     """Of a node that dequantizes what came in FP8; nothing reads it when all its sites are joined."""
-    row, scale, _, *longest = args_of(weight)
-    return Weight(row=row, row_scale=scale, column=None, column_scale=scale, longest=next(iter(longest), None))
+    row, scale, _ = args_of(weight)
+    return Weight(row=row, row_scale=scale, column=None, column_scale=scale)

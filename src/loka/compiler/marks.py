@@ -2,7 +2,6 @@
 
 from torch.fx import Node
 
-from loka.compiler.crossed import crossed_gemm
 from loka.compiler.edges.matrix import Low
 from loka.compiler.emit import Emitter
 from loka.compiler.gemms import TOKEN, Weight, region_gemm
@@ -62,9 +61,8 @@ def _noted(emitter: Emitter, gemm: Node, entries: list[tuple[Node, Node, int, in
 
 
 def _shown(low: Low) -> int:
-    """Behind a norm in a GEMM's own kernel the one scale is known, and rows have an inverse rms; behind a cross layer
-    in one, scales are those of a bound."""
-    return SCALES if low.finite is low.scale and not low.bounded else FINITE
+    """Behind a norm in a GEMM's own kernel the one scale is known, and rows have an inverse rms."""
+    return SCALES if low.finite is low.scale else FINITE
 
 
 def _place(gemm: Gemm, slot: int) -> int:
@@ -95,6 +93,6 @@ def makers_of(x: Node, outputs: set[Node]) -> list[Node]:
         seen.add(node)
         if node in outputs:
             found.add(node)
-        elif node.target not in (region_gemm, normed_gemm, crossed_gemm):
+        elif node.target not in (region_gemm, normed_gemm):
             waiting += node.all_input_nodes
     return sorted(found, reverse=True)

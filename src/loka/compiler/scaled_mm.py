@@ -14,7 +14,6 @@ import torch
 from torch.fx import Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true, sym_and
 
-from loka.compiler.crossed import crossed_gemm
 from loka.compiler.emit import Emitter
 from loka.compiler.gemms import TOKEN, region_gemm
 from loka.compiler.nodes import args_of, value_of
@@ -29,12 +28,7 @@ from loka.kernels.quantize.fp8_weights import fp8_weights
 aten = torch.ops.aten
 
 _KERNELS = {kernel.name: kernel for kernel in (TORCH, TORCH_FAST)}
-_FIXED = (
-    edge,
-    fp8_weights,
-    normed_gemm,
-    crossed_gemm,
-)  # what they give lies as they say; else Inductor chooses strides
+_FIXED = (edge, fp8_weights, normed_gemm)  # what they give lies as they say; else Inductor chooses strides
 
 
 def call_scaled_mm(emitter: Emitter) -> None:

@@ -141,12 +141,9 @@ def _dequantized(weight: Fp8Weight) -> torch.Tensor:
     return dequantized(weight.row, weight.scale, weight.dtype)
 
 
-def _values(
-    row: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype, longest: torch.Tensor | None = None
-) -> torch.Tensor:
+def _values(row: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """row * scale [N, K] in `dtype`: of FP8, under one scale, exact in float32 and bfloat16; of INT8, under
-    scales [N] of its rows (loka.serve keeps such weights), as near as `dtype` has it. `longest`: the length of its
-    longest row [1], which regions may ask for (compiler/crossed.py)."""
+    scales [N] of its rows (loka.serve keeps such weights), as near as `dtype` has it."""
     return (row.float() * (scale[0] if row.is_floating_point() else scale.view(-1, 1))).to(dtype)
 
 

@@ -21,7 +21,6 @@ from loka.core.problem import Problem, dtype_name, linear_problem, target_of
 from loka.core.recipe import Cast, Gemm, Granularity
 from loka.core.records.report import HP
 from loka.kernels.custom_op import registered
-from loka.kernels.gemm.cross import longest_row
 from loka.kernels.gemm.registry import candidate_named
 from loka.kernels.gemm.run import fit, run_gemm, scaled_gemm
 from loka.kernels.quantize.fp8_weights import fp8_weights
@@ -39,15 +38,13 @@ _ROWS = 16  # of the problem by which a weight's padding is asked; it does not d
 class FrozenWeight:
     """`low` holds W [N, K] padded as the kernel wants; `dtype` is what W had.
 
-    `even`: float32 [max(N, K)], one value all over, where W has one scale for all rows; else None. `longest`: float32
-    [1], the length of its longest row, there too.
+    `even`: float32 [max(N, K)], one value all over, where W has one scale for all rows; else None.
     """
 
     low: Quantized
     sides: tuple[int, ...]
     dtype: torch.dtype
     even: torch.Tensor | None = None
-    longest: torch.Tensor | None = None
 
     @property
     def joined(self) -> tuple[torch.Tensor, torch.dtype] | None:
@@ -61,8 +58,8 @@ class FrozenWeight:
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """By name, what it holds."""
-        held = {"data": self.low.data, "scale": self.low.scale, "even": self.even, "longest": self.longest}
-        return {name: each for name, each in held.items() if each is not None}
+        held = {"data": self.low.data, "scale": self.low.scale}
+        return held if self.even is None else held | {"even": self.even}
 
     @property
     def bytes(self) -> int:
@@ -120,7 +117,7 @@ def joinable(candidate: str, sides: Sequence[int]) -> bool:
 def even_weight(row: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> FrozenWeight:
     """Of row float8 [N, K] under one scale: float32 [max(N, K)], one value all over."""
     low = Quantized(row, scale[: row.shape[0]].view(-1, 1), CAST)
-    return FrozenWeight(low=low, sides=tuple(row.shape), dtype=dtype, even=scale, longest=longest_row(row, scale))
+    return FrozenWeight(low=low, sides=tuple(row.shape), dtype=dtype, even=scale)
 
 
 def freeze_weight(candidate: str, weight: torch.Tensor, dtype: torch.dtype, *, joined: bool) -> FrozenWeight:
@@ -179,7 +176,7 @@ class FrozenSite:
         if joined is None:
             n, k = self.weight.sides
             return frozen_gemm(rows, low.data, low.scale, self.input_scale, self.candidate, n, k, self.name)
-        weight = dequantized(low.data, *joined, self.weight.longest)
+        weight = dequantized(low.data, *joined)
         return site_forward(rows, weight, self.health, self.name, self.candidate, HP, HP, False, False, True)[0]
 
 

@@ -18,14 +18,12 @@ _READ = (torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torc
 class Low:
     """A tensor in FP8: data float8 [T, K], scale float32 [T, 1] of its rows, or [1]. `finite`: a float32
     tensor that is not finite where the tensor is not. `integers`: data int8 and scale of it in INT8, where a
-    GEMM reads that; `data` is None where none reads FP8. `bounded`: the scales are above a bound of the rows, and tell
-    nothing else of them."""
+    GEMM reads that; `data` is None where none reads FP8."""
 
     data: Node | None
     scale: Node
     finite: Node
     integers: tuple[Node, Node] | None = None
-    bounded: bool = False
 
     @property
     def by_rows(self) -> bool:

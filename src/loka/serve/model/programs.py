@@ -142,7 +142,7 @@ def put(tree: nn.Module, tensors: Mapping[str, torch.Tensor]) -> None:
     for name, site in frozen_sites(tree).items():
         weight, parts = site.weight, {part: tensors[f"{part} of {name}"] for part in site.weight.tensors()}
         low = replace(weight.low, data=parts["data"], scale=parts["scale"])
-        site.weight = replace(weight, low=low, even=parts.get("even"), longest=parts.get("longest"))
+        site.weight = replace(weight, low=low, even=parts.get("even"))
         site.health = tensors.get(f"health of {name}", site.health)
         site.input_scale = tensors.get(f"input scale of {name}")
 

@@ -81,7 +81,7 @@ def tile_place(tile, tiles_m, tiles_n, GROUP: tl.constexpr):
 
 
 @triton.jit
-def load_tile(source, row, column, rows, columns, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr, TMA: tl.constexpr):
+def _load(source, row, column, rows, columns, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr, TMA: tl.constexpr):
     """A tile of a row-major operand, zeros beyond its sides."""
     if TMA:
         tile = source.load([row, column])
@@ -94,9 +94,7 @@ def load_tile(source, row, column, rows, columns, BLOCK_R: tl.constexpr, BLOCK_C
 
 
 @triton.jit
-def store_tile(
-    place, tile, row, column, rows, columns, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr, TMA: tl.constexpr
-):
+def _store(place, tile, row, column, rows, columns, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr, TMA: tl.constexpr):
     if TMA:
         place.store([row, column], tile)
     else:
@@ -226,11 +224,11 @@ def _finish(
 ):
     """Writes a tile, or half of one: the bytes of Z where kept, and the result."""
     if KEEP:
-        store_tile(z, to_byte(acc, parts), row, column, rows, columns, BLOCK_M, WIDTH, TMA)
+        _store(z, to_byte(acc, parts), row, column, rows, columns, BLOCK_M, WIDTH, TMA)
     value = _activated(acc, factor, INVERSE, ACTIVATION, HARDWARE)
     if HARDWARE:  # sm_90's only cast to e4m3 saturates and keeps NaN (cvt.rn.satfinite)
         value = value.to(tl.float8e4nv)
-    store_tile(out, value, row, column, rows, columns, BLOCK_M, WIDTH, TMA)
+    _store(out, value, row, column, rows, columns, BLOCK_M, WIDTH, TMA)
 
 
 @triton.jit
@@ -277,8 +275,8 @@ def _gemm(
         acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
         for step in range(tl.cdiv(inner, BLOCK_K)):
             k = step * BLOCK_K
-            left = load_tile(a, tile_m * BLOCK_M, k, rows, inner, BLOCK_M, BLOCK_K, TMA)
-            right = load_tile(w, tile_n * BLOCK_N, k, columns, inner, BLOCK_N, BLOCK_K, TMA)
+            left = _load(a, tile_m * BLOCK_M, k, rows, inner, BLOCK_M, BLOCK_K, TMA)
+            right = _load(w, tile_n * BLOCK_N, k, columns, inner, BLOCK_N, BLOCK_K, TMA)
             if FAST:
                 acc = tl.dot(left, right.T, acc)
             else:
