@@ -285,6 +285,7 @@ class Probe:
             filter=self._filter,
             observe=self._observe,
             account=self._coverage is None,
+            hooks=self._sensitivity.hooks,
         )
         self._trace.start()
 

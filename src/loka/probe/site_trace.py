@@ -24,6 +24,7 @@ from loka.graph.views import name_of
 from loka.nn.linears import Filter
 from loka.nn.site import DTYPES
 from loka.nn.unwrap import named_modules, named_parameters, unwrap
+from loka.probe.tensor_hooks import TensorHooks
 from loka.probe.trace import unseen
 
 
@@ -86,6 +87,7 @@ class SiteTrace(ParameterMode):
         filter: (module, name) -> whether to look at a site; the module is the one that calls.
         observe: is given each site's call and what the call returned.
         account: whether the FLOPs of this pass are counted.
+        hooks: learns of hooks that the pass puts on tensors.
     """
 
     watches = True
@@ -99,11 +101,13 @@ class SiteTrace(ParameterMode):
         filter: Filter | None,
         observe: Observer,
         account: bool,
+        hooks: TensorHooks | None = None,
     ) -> None:
         super().__init__([])
         self.again = watching
         self._linears = linears
         self._root, self._names, self._filter, self._observe = root, names, filter, observe
+        self._hooks = hooks or TensorHooks()
         self._paths = {module: path for path, module in named_modules(root)}
         self._by_id: dict[int, tuple[torch.Tensor, str]] = {}
         self._stack: list[nn.Module] = [root]
@@ -177,7 +181,9 @@ class SiteTrace(ParameterMode):
         caller = self._stack[-1]
         if func is F.linear and self._paths.get(caller) in self._linears and self.key_of(args[1]) is None:
             self.note(args[1], _weight(self._paths[caller]))  # computed, by a parametrization say
-        return super().__torch_function__(func, types, args, kwargs)
+        out = super().__torch_function__(func, types, args, kwargs)
+        self._hooks.see(func, args, lambda: self._place()[0])
+        return out
 
     def _sites(self, key: str, call: GemmCall) -> list[SiteCall]:
         caller = self._stack[-1]

@@ -49,7 +49,7 @@ class ClickLoss:
 
         with unseen(), torch.no_grad():
             probabilities = not torch.equal(output.detach().flatten().double(), z)
-        with contextlib.suppress(RuntimeError):  # such as a tensor that lets no hook be: then nobody knows
+        with unseen(), contextlib.suppress(RuntimeError):  # such as a tensor that lets no hook be: then nobody knows
             output.register_hook(see)
 
     def restore(self, reason: str) -> None:

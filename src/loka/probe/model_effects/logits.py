@@ -16,8 +16,10 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.modules.module import _global_backward_hooks, _global_backward_pre_hooks
 
 from loka.nn.fsdp_units import comes_and_goes
+from loka.probe.trace import unseen
 
 Logits = Callable[[Any], torch.Tensor]
 """What the model returns -> logits [B] or [B, T]."""
@@ -90,7 +92,8 @@ def _behind(loss: torch.Tensor, detached: torch.Tensor) -> torch.Tensor:
     """The logits that the loss of DLRMTrain was computed from: those that it returns have no graph."""
     if detached.requires_grad:
         return detached
-    given = getattr(loss.grad_fn, "_saved_self", None)  # of binary_cross_entropy_with_logits
+    with unseen():
+        given = getattr(loss.grad_fn, "_saved_self", None)  # of binary_cross_entropy_with_logits
     if isinstance(given, torch.Tensor) and given.shape == detached.shape and torch.equal(given, detached):
         return given
     raise NoEffect(
@@ -123,7 +126,8 @@ def _are_probabilities(output: torch.Tensor) -> bool:
 def _origins(output: torch.Tensor, through: frozenset[str]) -> set[str]:
     """Names of the nodes of autograd that lie behind those `through` which values go; "" of a constant."""
     origins: set[str] = set()
-    nodes, seen = [output.grad_fn], set()
+    with unseen():  # another probe takes those who read a node for those who put hooks on one
+        nodes, seen = [output.grad_fn], set()
     while nodes:
         node = nodes.pop()
         name = node.name().split("Backward")[0] if node is not None else ""
@@ -145,6 +149,8 @@ def finite(picks: torch.Tensor, z: torch.Tensor) -> torch.Tensor:
 
 def refuse(model: nn.Module) -> None:
     """Raises NoEffect where an extra backward through `model` would do more than that."""
+    if _global_backward_hooks or _global_backward_pre_hooks:
+        raise NoEffect("all modules have backward hooks, which an extra backward would call")
     for path, module in model.named_modules():
         if module._backward_hooks or module._backward_pre_hooks:
             raise NoEffect(f"{path or 'the model'} has backward hooks, which an extra backward would call")

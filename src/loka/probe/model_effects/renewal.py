@@ -225,7 +225,9 @@ def _read(
                 sensitivity.see(site.path, site.weight, site.x, output, site.rows)
 
         names = SiteNames(linears, traced)
-        trace = SiteTrace(model, names, linears=linears, filter=None, observe=observe, account=False)
+        trace = SiteTrace(
+            model, names, linears=linears, filter=None, observe=observe, account=False, hooks=sensitivity.hooks
+        )
         eager.acquire()
         try:
             with as_evaluated(model), thawed(model):

@@ -13,8 +13,10 @@ rows are always probed before they are trained on; on rows seen before the loss 
 sensitive, and predictions come out too small.
 
 The pass goes from the logits to the outputs of linear layers only: no `.grad` is touched, weights'
-gradients are not computed, nothing of DistributedDataParallel is woken. Hooks that a program put on
-tensors inside the model do run; a model with backward hooks on modules is left alone.
+gradients are not computed, nothing of DistributedDataParallel is woken. A model with backward hooks on
+modules, or whose forward puts hooks on tensors (probe/tensor_hooks.py), is left alone. What else of a
+program runs in a backward runs in this one too, and nothing shows whether it keeps state: `backward` of an
+autograd.Function and hooks on its ctx, a checkpointed function, what unpacks saved tensors.
 """
 
 from __future__ import annotations
@@ -37,6 +39,7 @@ from loka.probe.model_effects.logits import Logits, NoEffect, called_logits, fin
 from loka.probe.model_effects.promise import refuse_saturated
 from loka.probe.model_effects.sample_rows import RowsMix, batch_of
 from loka.probe.model_effects.untouched import batch_norms, buffers_kept
+from loka.probe.tensor_hooks import TensorHooks
 from loka.probe.trace import unseen
 from loka.statistics.effect_casts import CASTS
 from loka.statistics.effect_depths import NOTHING, Learnt, Tables, faded_tables, merge_tables, tables_of
@@ -96,13 +99,14 @@ class Sensitivity:
         self._known: dict[str, _Known] = {}
         self._reasons: dict[str, str] = {}
         self._missed: dict[str, str] = {}  # why the latest step says nothing, by path
-        self.loss = ClickLoss()
+        self.loss, self.hooks = ClickLoss(), TensorHooks()
         self.size = 0  # rows of logits
 
     def begin(self, arguments: Any, *, step: int) -> None:
         self._flush()
         self._generator.manual_seed(step_seed(self._seed, step))
         self._calls, self.size = [], 0
+        self.hooks.forget()
         self._step = Step(batch_of(arguments))
 
     def see(
@@ -154,6 +158,8 @@ class Sensitivity:
             if self._base_rate is not None:
                 task_rates(self._base_rate, z.shape[1])
             refuse(model)
+            if hook := self.hooks.would_call(z):
+                raise NoEffect(hook)
             refuse_freed(calls)
             picks = finite(self._pick(z.shape[0]), z)
             if self._chosen is None:
