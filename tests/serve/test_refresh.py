@@ -51,6 +51,29 @@ def test_raw_parameters_are_refreshed():
     assert all(torch.equal(server(x).output[name], expected[name]) for name in expected)
 
 
+class Renamed(nn.Linear):
+    """State dicts of its first version named the bias otherwise, as modules of torch.ao have it."""
+
+    _version = 2
+
+    def _load_from_state_dict(self, state_dict, prefix, local_metadata, *others):
+        if local_metadata.get("version", 1) < 2:
+            state_dict[f"{prefix}bias"] = state_dict.pop(f"{prefix}offset")
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, *others)
+
+
+def test_state_dicts_keep_the_version_of_their_form(tmp_path):
+    model, other = (nn.Sequential(nn.Linear(24, 32), Renamed(32, 16)).eval() for _ in range(2))
+    plan = plan_for(model, {"0": ROW})
+    x = torch.randn(64, 24)
+    server = freeze(model, plan, calibration=[x])
+    server.refresh(dict(other.state_dict()))  # which says nothing of versions
+    with torch.no_grad():
+        assert torch.equal(server(x).output, converted(other, plan)(x))
+    server.save(tmp_path / "server")
+    assert torch.equal(load(tmp_path / "server", model)(x).output, server(x).output)
+
+
 @pytest.mark.parametrize("candidate", [ROW, TENSOR])
 def test_no_answer_mixes_versions_and_none_is_lost(candidate):
     """Requests of 150 rows are split over three runs of the model; refreshes go on between those."""

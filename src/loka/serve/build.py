@@ -8,7 +8,7 @@ A new checkpoint makes a new tree. Requests that run hold the old one until they
 """
 
 import copy
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
@@ -69,7 +69,8 @@ def load_precise(
     wrong += [
         f"{key} is {has}, the model has {form}" for key, has in given.items() if has != (form := _form(tensors[key]))
     ]
-    copies: dict[str, Any] = {key: state.get(key, value) for key, value in wanted.items()}
+    copies = OrderedDict[str, Any]((key, state.get(key, value)) for key, value in wanted.items())
+    copies._metadata = getattr(state, "_metadata", wanted._metadata)  # type: ignore[attr-defined]  # versions of formats
     shared: dict[int, str] = {}
     for key, value in {} if wrong else tensors.items():
         if key in dropped:
