@@ -12,8 +12,10 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch._ops import HigherOrderOperator
 from torch.overrides import _get_current_function_mode_stack, _pop_mode, _push_mode
 
+from loka.core.exceptions import LokaError
 from loka.core.records.coverage import Coverage
 from loka.core.signature import LinearShape, WeightUse
 from loka.graph.checkpoints import keep_sites, watching
@@ -181,6 +183,12 @@ class SiteTrace(ParameterMode):
         caller = self._stack[-1]
         if func is F.linear and self._paths.get(caller) in self._linears and self.key_of(args[1]) is None:
             self.note(args[1], _weight(self._paths[caller]))  # computed, by a parametrization say
+        if isinstance(func, HigherOrderOperator):  # torch compiles it where nothing looks on, and else drops gradients
+            raise LokaError(
+                f"a Probe cannot look into `{func.name()}`, which {self._place()[0] or 'the model'} calls",
+                way_out="write it in Python for the probed steps (an `if` for torch.cond, scaled_dot_product_attention "
+                "for flex_attention), or probe the parts of the model that call none",
+            )
         out = super().__torch_function__(func, types, args, kwargs)
         self._hooks.see(func, args, lambda: self._place()[0])
         return out
