@@ -70,7 +70,9 @@ def load_precise(
         f"{key} is {has}, the model has {form}" for key, has in given.items() if has != (form := _form(tensors[key]))
     ]
     copies = OrderedDict[str, Any]((key, state.get(key, value)) for key, value in wanted.items())
-    copies._metadata = getattr(state, "_metadata", wanted._metadata)  # type: ignore[attr-defined]  # versions of formats
+    versions = getattr(state, "_metadata", getattr(wanted, "_metadata", None))  # of how modules write their state
+    if versions is not None:
+        copies._metadata = versions  # type: ignore[attr-defined]
     shared: dict[int, str] = {}
     for key, value in {} if wrong else tensors.items():
         if key in dropped:
