@@ -31,8 +31,8 @@ from shared import Arms, Made, Tower, options, planned, ran, replicated, tell, t
 
 import loka
 from loka import mods
-from loka.cli.commands.demo import MODS
 from loka.cli.inputs import model_builder
+from loka.cli.models import MODS
 from loka.cli.torchrun import over_ranks, process_group
 from loka.core.exchange import ranks_of
 from loka.data import SyntheticClicks

@@ -95,6 +95,8 @@ def test_demo_writes_its_records_and_goes_on_when_started_again(tmp_path, monkey
         name, arguments_of = typer.main.get_command(app.app).commands[command.split()[1]], command.split()[2:]
         assert name.make_context(command, arguments_of).params, command
     details = (tmp_path / "out" / "details.txt").read_text()
+    assert text.count("mods: 20 modules changed, 1 kept, by NoBias, BlockNorm, HardSwish\n") == 1
+    assert "logit          kept: a prediction layer with 1 outputs" in details
     for part in ("Plan for DLRM", "FP8 GEMMs that ran", "paired difference", "mean of 2 pairs", "calibration"):
         assert part in details
         assert part not in text or part == "calibration"

@@ -9,12 +9,13 @@ from small_run import RandomRows, SmallModel
 
 from loka.core.budget import Budget
 from loka.core.device import fingerprint
-from loka.core.exceptions import LokaError, UnknownName
+from loka.core.exceptions import LokaError, PlanMismatch, UnknownName
 from loka.core.records.plan import Plan
 from loka.core.storage.codec import encode
 from loka.core.storage.files import write_record
 from loka.nn import sites_of
 from loka.nn.linears import signature
+from loka.nn.unwrap import device_of
 from loka.report.pages.quality import quality_section
 from loka.report.validation_table import validation_table, verdict_line
 from loka.train import TrainConfig, train
@@ -236,6 +237,19 @@ def test_pairs_that_are_copies_are_refused(tmp_path):
 
     with pytest.raises(LokaError, match="seeds 3 and 4 give one model"):
         validate(build, TRAIN, TEST, (SAME,), config=CONFIG, out=tmp_path, pairs=2)
+
+
+def test_arms_are_checked_before_the_control_trains(tmp_path):
+    def refuse(model):
+        assert device_of(model) == torch.device("cpu")
+        raise PlanMismatch("of another model")
+
+    begun = []
+    late = replace(SAME, name="late", check=refuse)
+    with pytest.raises(PlanMismatch):
+        run(tmp_path, (SAME, late), on_start=begun.append, on_log=lambda *told: begun.append(told))
+    assert not begun
+    assert not list(tmp_path.iterdir())
 
 
 def test_two_arms_of_one_name_are_refused(tmp_path):

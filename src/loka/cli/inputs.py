@@ -17,7 +17,7 @@ from loka.core.exceptions import CheckpointRefused, LokaError, UnknownName
 from loka.core.numerics.label_rate import Shares
 from loka.data import Dealt, Reader, Schema, SyntheticClicks, history_of, open_rows, tasks_of
 from loka.data.batch import Source
-from loka.train.checkpointing.checkpoint import Checkpoint, identity_in, load_one
+from loka.train.checkpointing.checkpoint import Checkpoint, identity_in, load_one, require_model
 from loka.train.checkpointing.state import restore_model
 from loka.train.config import NAMED, TrainConfig
 from loka.train.labels import by_name, count_labels, shares
@@ -282,13 +282,15 @@ def trained_on_others(found: Checkpoint, opened: Data, opening: Callable[..., Da
 
 
 def restore(path: Path, model: nn.Module) -> Checkpoint:
-    """The checkpoint at `path`, in `model`. Raises CheckpointRefused where there is none."""
+    """The checkpoint at `path`, in `model`. Raises CheckpointRefused where there is none, or one of another model."""
     found = load_one(path)
     if found is None:
         raise CheckpointRefused(
             f"{path} holds no checkpoint", way_out="name the folder that `loka train --checkpoints` wrote to"
         )
     restore_model(found.state, model, path=found.path)
+    if not require_model(found, model):
+        say("TorchRec sharded its tables: whether its run's model is this one goes by class, names and shapes alone")
     if found.state.get("average") or found.state.get("averaged") is not None:  # of one rank, of several
         say("the weights are those of the last step, not their mean (--average)")
     return found

@@ -62,7 +62,13 @@ Seed = Annotated[int, typer.Option(min=0, help="Of the initial weights, the synt
 TimeLimit = Annotated[float | None, typer.Option(min=0, help="Seconds; the same command again goes on from there.")]
 CacheFolder = Annotated[Path | None, typer.Option(help="Folder of times measured before; the user's cache by default.")]
 NoCache = Annotated[bool, typer.Option("--no-cache", help="Time everything anew.")]
-WithMods = Annotated[bool, typer.Option("--mods/--no-mods", help="Apply NoBias, BlockNorm and HardSwish.")]
+WithMods = Annotated[
+    bool | None,
+    typer.Option(
+        "--mods/--no-mods",
+        help="Apply NoBias, BlockNorm and HardSwish; by default to models of LoKA's zoo, not to your own.",
+    ),
+]
 Floor = Annotated[float | None, typer.Option(help="Floor on every site's error, in dB.")]
 LeastSpeedup = Annotated[float, typer.Option(min=0, help="Least speed-up over bf16 worth having.")]
 

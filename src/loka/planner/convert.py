@@ -124,7 +124,7 @@ def _check_model(model: nn.Module, plan: Plan) -> None:
         raise PlanMismatch(
             f"this plan was made for {plan.model.name} with other linear layers than this {class_name(model)} has",
             why=differences,
-            way_out="apply the same mods as when probing, or probe, measure and plan this model",
+            way_out="apply the same mods as when probing (--mods or --no-mods), or probe, measure and plan this model",
         )
 
 

@@ -22,8 +22,9 @@ from loka.core.storage.files import canonical
 from loka.graph.attach import attach
 from loka.kernels.gemm.registry import all_candidates
 from loka.nn.linears import find_linears, signature
+from loka.nn.site_ops import Candidates
 from loka.nn.unwrap import device_of
-from loka.planner import convert
+from loka.planner.convert import check, convert
 
 NAIVE = "naive"
 NUDGED = "nudged"
@@ -37,20 +38,28 @@ class ArmSpec:
 
     `apply` changes a fresh model on its device, in place; `identity` are JSON values that differ where
     `apply` does, so that finished runs of another arm are never taken for this one's. `limited`: segments with a
-    limit in its plan.
+    limit in its plan. `check` raises what `apply` would raise of a model, and leaves it as it is; None: nothing can
+    be told before.
     """
 
     name: str
     apply: Callable[[nn.Module], object]
     identity: Mapping[str, Any]
     limited: tuple[str, ...] = ()
+    check: Callable[[nn.Module], object] | None = None
 
 
 def by_plan(plan: Plan, *, name: str = "plan") -> ArmSpec:
     """The model as `loka.convert(model, plan)` makes it."""
     digest = hashlib.sha256(canonical(plan.to_json())).hexdigest()
     limited = tuple(plan.budget.segments)
-    return ArmSpec(name=name, apply=lambda model: convert(model, plan), identity={"plan": digest}, limited=limited)
+    return ArmSpec(
+        name=name,
+        apply=lambda model: convert(model, plan),
+        identity={"plan": digest},
+        limited=limited,
+        check=lambda model: check(model, plan),
+    )
 
 
 def by_recipe(name: str, *, rows: int) -> ArmSpec:
@@ -64,18 +73,20 @@ def by_recipe(name: str, *, rows: int) -> ArmSpec:
     """
     recipes = _recipes(name)
 
-    def apply(model: nn.Module) -> None:
+    def chosen(model: nn.Module) -> dict[str, Candidates]:
         device = device_of(model)
         linears, _ = find_linears(model)
         found = {
             path: tuple(_candidate(gemm, recipes[gemm], linear, rows, device) for gemm in Gemm)
             for path, linear in linears.items()
         }
-        chosen = {path: (names[0], names[1], names[2]) for path, names in found.items()}
-        attach(model, signature(model).layers, chosen)
+        return {path: (names[0], names[1], names[2]) for path, names in found.items()}
+
+    def apply(model: nn.Module) -> None:
+        attach(model, signature(model).layers, chosen(model))
 
     identity = {"recipes": {gemm.value: recipe for gemm, recipe in recipes.items()}}
-    return ArmSpec(name=name, apply=apply, identity=identity)
+    return ArmSpec(name=name, apply=apply, identity=identity, check=chosen)
 
 
 def nudged() -> ArmSpec:

@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import torch
 from torch import nn
 
 from loka.core.exceptions import FileRefused, LokaError
@@ -88,6 +89,7 @@ def validate(
 
     Raises:
         ValueError: no pairs, no arms, or a limit that is not positive.
+        PlanMismatch, NoKernelFits, WrongResults: an arm cannot run on this model, or on this machine.
         LokaError: two arms have one name, `out` holds another validation or one that was looked at by other
             rules, the control ends in NaN, or runs of two seeds are one.
         DataRefused: all held-out labels of a task are equal.
@@ -107,7 +109,6 @@ def validate(
         raise ValueError(f"{pairs} pairs: looks begin after {MIN_PAIRS}, which sequential needs at least")
     planned = pairs if sequential else None
     before = _same_looks(Path(out), planned)
-    require_both(held_out_rows, batch_size=config.batch_size, what="the held-out rows")
     bench = Bench(
         build=build,
         train=rows,
@@ -118,6 +119,8 @@ def validate(
         track=track,
         on_log=on_log,
     )
+    _check_arms(bench, arms)
+    require_both(held_out_rows, batch_size=config.batch_size, what="the held-out rows")
     base = ArmSpec(name=control, apply=lambda model: None, identity={})
     segments = divide(held_out_rows, divisions, batch_size=config.batch_size)
     clusters = None
@@ -188,6 +191,17 @@ class _Rules:
 
     def tail(self, tail: float, pairs: int) -> float:
         return tail if self.planned is None else look_tail(pairs, self.planned, tail)
+
+
+def _check_arms(bench: Bench, arms: Sequence[ArmSpec]) -> None:
+    """Before the control trains: an arm that cannot run on this model would say so only then."""
+    checks = [arm.check for arm in arms if arm.check is not None]
+    if not checks:
+        return
+    torch.manual_seed(bench.config.seed)
+    model = bench.build().to(bench.config.device)
+    for check in checks:
+        check(model)
 
 
 def _require_two(bench: Bench, control: str, seeds: Sequence[int]) -> None:

@@ -18,7 +18,7 @@ from loka.core.error import Estimate
 from loka.core.exceptions import LokaError, MissingLibrary, PlanMismatch, UnknownName
 from loka.core.records.plan import Plan
 from loka.core.records.report import HP, Measurement, Report
-from loka.core.storage.files import read_record
+from loka.core.storage.files import read_record, write_record
 from loka.nn import sites_of
 from loka.nn.linears import find_linears, is_prediction
 from loka.planner import plan
@@ -310,6 +310,22 @@ def test_the_same_weights_for_every_arm(data, tmp_path):
     assert biased == ["logit"]
     other = step._fresh(dataclasses.replace(config, seed=4), data.train)
     assert not torch.equal(other.logit.weight, first.logit.weight)
+
+
+def test_statistics_of_before_are_of_models_with_mods(data, tmp_path):
+    """Until then a user's model had them too, and has none now."""
+    (tmp_path / "stats").mkdir()
+    (tmp_path / "stats" / "stats.json").touch()
+
+    def probed_before(name):
+        config = config_in(tmp_path, model=name)
+        content = {what: value for what, value in step._identity(config, data).items() if what != "mods"}
+        write_record(tmp_path / step._PROBED, kind=step._PROBED_KIND, version=1, content=content)
+        return step._probed_before(config, data)
+
+    assert probed_before("dlrm")
+    with pytest.raises(PlanMismatch, match="mods: True there, False now"):
+        probed_before("mine:Net")
 
 
 def test_effects_are_by_the_labels_or_by_the_given_rate(data, tmp_path, monkeypatch):

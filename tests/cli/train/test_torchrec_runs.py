@@ -123,4 +123,6 @@ def test_how_features_lie_in_shards_is_no_state(tmp_path):
     """It is of one placement: put into another, ids went to the wrong tables, and a bare model has no place for it."""
     assert on_ranks(placed, 2, tmp_path) == [{"left out": True}] * 2
     common = ("--model", "dcnv2", "--rows", ROWS, "--batch-size", 32, "--device", "cpu")
-    assert "after" in command_line.loka("probe", *common, "--checkpoint", "placed", cwd=tmp_path)
+    text = command_line.loka("probe", *common, "--checkpoint", "placed", cwd=tmp_path)
+    assert "after" in text
+    assert "TorchRec sharded its tables" in text, "modules of its own stand there for the zoo's"

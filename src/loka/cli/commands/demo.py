@@ -19,10 +19,10 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from loka import mods
 from loka.cli.commands.ne import named_budget
 from loka.cli.demo_screen import DETAILS, PAGE, Shown, screen_of, write_pages
-from loka.cli.inputs import Data, choose_device, model_builder, one_task, open_data, size_of_world, train_config
+from loka.cli.inputs import Data, choose_device, one_task, open_data, size_of_world, train_config
+from loka.cli.models import line_of, modded_builder
 from loka.cli.terminal import printable, say
 from loka.core.budget import Budget
 from loka.core.exceptions import FileRefused, LokaError
@@ -32,8 +32,8 @@ from loka.core.records.stats import Stats
 from loka.core.storage.alone import alone_in
 from loka.core.storage.files import write_atomic
 from loka.core.storage.untrusted import Limits, parse_json, read_bounded
-from loka.data.batch import Source
 from loka.measurement import measure
+from loka.mods import Changes
 from loka.planner import plan
 from loka.probe import Probe
 from loka.report.progress import ProgressBars
@@ -47,17 +47,8 @@ from loka.validation.runs import Bench, HeldOut, Watch, held_out, run
 
 Say = Callable[[str], None]
 
-MODS = (mods.NoBias(), mods.BlockNorm(256), mods.HardSwish())
 _CHECKPOINT_EVERY = 200
 _BF16 = ArmSpec(name="bf16", apply=lambda model: None, identity={})
-
-
-def build_model(name: str, source: Source, *, seed: int, with_mods: bool = True) -> nn.Module:
-    torch.manual_seed(seed)
-    built = model_builder(name)(source)
-    if with_mods:
-        mods.apply(built, MODS)
-    return built
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -190,19 +181,18 @@ def _claim(out: Path, config: DemoConfig) -> None:
 def _run_model(
     name: str, config: DemoConfig, data: Data, out: Path, say: Say, details: Details
 ) -> tuple[Plan, Comparison]:
-    builder = model_builder(name)
-
-    def build() -> nn.Module:
-        model = builder(data.train)
-        mods.apply(model, MODS)
-        return model
-
     details(f"== {name}")
-    details(f"mods: {mods.apply(builder(data.train), MODS).summary()}")
+
+    @functools.cache  # each run builds a model anew, and they change all alike
+    def show(changes: Changes) -> None:
+        say(line_of(changes))
+        details(str(changes))
+
+    builder = modded_builder(name, show=show)
     bars = ProgressBars(name)
     (labels,) = count_labels(data.train, batch_size=config.batch_size).values()
     bench = Bench(
-        build=build,
+        build=functools.partial(builder, data.train),
         train=data.train,
         test=data.test,
         config=train_config(

@@ -10,14 +10,11 @@ import torch
 import typer
 from torch import nn
 
-from loka import mods
-from loka.cli.commands.demo import MODS
 from loka.cli.inputs import (
     OTHER_ROWS,
     Data,
     choose_device,
     effects_by,
-    model_builder,
     open_data,
     restore,
     share_of_labels,
@@ -26,6 +23,7 @@ from loka.cli.inputs import (
     train_config,
     trained_on_others,
 )
+from loka.cli.models import build_model
 from loka.cli.options import (
     BaseRate,
     BatchSize,
@@ -71,7 +69,7 @@ def probe(
     schedule: ScheduleName = "cosine",
     seed: Seed = 0,
     device: Device = None,
-    with_mods: WithMods = True,
+    with_mods: WithMods = None,
     base_rate: BaseRate = None,
     segment: Annotated[
         list[str] | None,
@@ -101,11 +99,7 @@ def probe(
     opening = partial(open_data, data, rows=size_of_world(rows, data), seed=seed, schema=schema)
     opened = opening()
     rate = share_of_labels(base_rate, opened.train)
-    torch.manual_seed(seed)
-    built = model_builder(model)(opened.train)
-    if with_mods:
-        say(mods.apply(built, MODS))
-    built.to(device)
+    built = build_model(model, opened.train, seed=seed, with_mods=with_mods, show=say).to(device)
     config = train_config(batch_size=batch_size, schedule=schedule, seed=seed, device=device)
     segments = _divided(segment[0], opened.test, batch_size) if segment else None
     with alone_in(out, "probing"):

@@ -11,7 +11,8 @@ import typer
 from torch import nn
 
 from loka.cli.inputs import choose_device, find_function, is_of_zoo, model_builder, open_data
-from loka.cli.options import DataFile, Device, SchemaFile, refuse_idle
+from loka.cli.models import apply_mods, line_of
+from loka.cli.options import DataFile, Device, SchemaFile, WithMods, refuse_idle
 from loka.cli.terminal import say
 from loka.cli.torchrun import process_group, rank_and_ranks
 from loka.core.exceptions import LokaError
@@ -57,6 +58,7 @@ def scale(
     kernels: Annotated[str, typer.Option(help="all: the fastest library at each shape; torch: its own alone.")] = "all",
     data: DataFile = None,
     schema: SchemaFile = None,
+    with_mods: WithMods = None,
     out: Annotated[Path | None, typer.Option(help="JSON file for all of it.")] = None,
     page: Annotated[Path | None, typer.Option(help="With --network: HTML page with plots.")] = None,
     network: Annotated[
@@ -134,6 +136,7 @@ def scale(
     else:
         refuse_idle(context, f"with {model}, which brings its batch", "data", "schema")
         build = _own(function, model, inputs, batch_size)
+    build = _modded(build, model, with_mods)
     found = (_without_numbers if network is None else _never_with_numbers)(build, ask)
     say(found)
     if out is not None:
@@ -182,11 +185,12 @@ def deal_lengths(
 
 @dataclass(frozen=True, kw_only=True)
 class _Built:
-    """`sized`: the batch was made with as many rows as were asked for."""
+    """`sized`: the batch was made with as many rows as were asked for. `changed`: what mods did to the model."""
 
     model: nn.Module
     batch: Any
     sized: bool
+    changed: tuple[str, ...] = ()
 
     def other_rows(self, asked: int) -> tuple[str, ...]:
         """What to say of a batch that was made with `asked` rows, and shows another number."""
@@ -222,7 +226,9 @@ def _on_one(*, gpu: str, batch_size: int, kernels: Any) -> _Ask:
     def ask(built: _Built) -> Scale:
         rows = None if built.sized else batch_size
         found = scale_model(built.model, built.batch, gpu=gpu, batch_size=rows, kernels=kernels)
-        return replace(found, batch_size=batch_size, notes=(*built.other_rows(batch_size), *found.notes))
+        return replace(
+            found, batch_size=batch_size, notes=(*built.changed, *built.other_rows(batch_size), *found.notes)
+        )
 
     return ask
 
@@ -251,7 +257,7 @@ def _on_many(
             kernels=kernels,
             **options,
         )
-        return replace(found, batch_size=batch_size, notes=(*other, *found.notes))
+        return replace(found, batch_size=batch_size, notes=(*built.changed, *other, *found.notes))
 
     for ranks in gpus:  # before anything is built
         check_ranks(ranks, network)
@@ -263,6 +269,17 @@ def _numbers(text: str) -> tuple[int, ...]:
     if not parts or not all(part.isdecimal() and int(part) for part in parts):
         raise LokaError(f"--gpus {text!r} are no numbers", way_out="such as 8,64,256,1024")
     return tuple(map(int, parts))
+
+
+def _modded(build: Callable[[], _Built], name: str, asked: bool | None) -> Callable[[], _Built]:
+    """With mods where `loka train` would apply them, so that what is told is of the model that it trains."""
+
+    def modded() -> _Built:
+        built, changed = build(), list[str]()
+        apply_mods(built.model, name, asked, show=lambda changes: changed.append(line_of(changes)))
+        return replace(built, changed=tuple(changed))
+
+    return modded
 
 
 def _of_rows(model: str, data: Path | None, schema: Path | None) -> Callable[[], _Built]:

@@ -9,8 +9,8 @@ import torch
 import typer
 from torch import nn
 
-from loka.cli.commands.demo import build_model
 from loka.cli.inputs import OTHER_ROWS, Data, choose_device, open_data, restore, size_of_world, trained_on_others
+from loka.cli.models import build_model
 from loka.cli.options import BatchSize, DataFile, Device, ModelName, Rows, SchemaFile, Seed, WithMods, refuse_idle
 from loka.cli.terminal import say
 from loka.core.exceptions import LokaError
@@ -47,7 +47,7 @@ def freeze(
     ] = 4096,
     seed: Seed = 0,
     device: Device = None,
-    with_mods: WithMods = True,
+    with_mods: WithMods = None,
     autocast: Annotated[
         bool, typer.Option("--autocast/--no-autocast", help="Answer under bf16 autocast, as trained.")
     ] = True,
@@ -92,7 +92,7 @@ def check(
     batch_size: BatchSize = 256,
     seed: Seed = 0,
     device: Device = None,
-    with_mods: WithMods = True,
+    with_mods: WithMods = None,
 ) -> None:
     """Load a folder, answer the held-out rows, and say what the alarm saw.
 
@@ -134,7 +134,7 @@ def bench(
     threads: Annotated[int, typer.Option(min=1, max=256, help="That answer.")] = 1,
     seed: Seed = 0,
     device: Device = None,
-    with_mods: WithMods = True,
+    with_mods: WithMods = None,
     graphs: Graphs = None,
 ) -> None:
     """Latency under an open load: requests arrive by a Poisson process, answered or not."""
@@ -174,7 +174,7 @@ def package(
     most: Annotated[int, typer.Option(min=1, help="Rows in a request.")] = 4096,
     seed: Seed = 0,
     device: Device = None,
-    with_mods: WithMods = True,
+    with_mods: WithMods = None,
 ) -> None:
     """Compile a folder into one file, and run that in a process without loka."""
     refuse_idle(context, *(("without --triton", "name", "delay_us") if triton is None else ("with --triton", "out")))
@@ -213,7 +213,7 @@ def _opening(data: Path | None, schema: Path | None, rows: int | None, seed: int
 
 
 def _model(
-    name: str, opening: Callable[..., Data], seed: int, device: str | None, with_mods: bool
+    name: str, opening: Callable[..., Data], seed: int, device: str | None, with_mods: bool | None
 ) -> tuple[Data, nn.Module]:
     opened = opening()
     if not opened.test.rows:
@@ -230,7 +230,7 @@ def _server(
     rows: int | None,
     seed: int,
     device: str | None,
-    with_mods: bool,
+    with_mods: bool | None,
     graphs: bool | None = False,
 ) -> tuple[Data, Server]:
     """Without graphs where nothing is timed: they take a minute to compile."""

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from loka.cli.commands.demo import build_model
 from loka.cli.inputs import Data, effects_by
+from loka.cli.models import Show, build_model, show_line, takes_mods
 from loka.cli.terminal import say
 from loka.core.budget import Budget
 from loka.core.device import fingerprint
@@ -73,7 +73,8 @@ def run_step_bench(config: StepConfig, data: Data) -> dict[str, StepTime]:
             way_out="run this on a machine with a GPU",
         )
     batch = next(iter(data.train.batches(config.batch_size)))
-    fresh = functools.partial(_fresh, config, data.train)
+    # Each arm builds a model anew, and mods change all alike: said once.
+    fresh = functools.partial(_fresh, config, data.train, show=functools.cache(show_line))
     torchao = _torchao_arms(fresh, batch)
     known = [DISPATCH, *map(_everywhere_name, EVERYWHERE), *torchao]
     unknown = [name for name in config.arms if name not in known]
@@ -132,8 +133,8 @@ def _line(result: StepTime) -> str:
     return f"{result.name}: {result.microseconds} us, {result.speedup}x"
 
 
-def _fresh(config: StepConfig, source: Source) -> nn.Module:
-    return build_model(config.model, source, seed=config.seed).to(config.device).train()
+def _fresh(config: StepConfig, source: Source, *, show: Show = lambda changes: None) -> nn.Module:
+    return build_model(config.model, source, seed=config.seed, show=show).to(config.device).train()
 
 
 def _report(config: StepConfig, data: Data) -> Report:
@@ -162,6 +163,7 @@ def _identity(config: StepConfig, data: Data) -> dict[str, Any]:
     """What its statistics are of."""
     return {
         "model": config.model,
+        "mods": takes_mods(config.model, None),
         "batch size": config.batch_size,
         "seed": config.seed,
         "steps": config.probe_steps,
@@ -176,6 +178,7 @@ def _probed_before(config: StepConfig, data: Data) -> bool:
     if not (path.exists() and (config.out / "stats" / "stats.json").exists()):
         return False
     there = read_record(path, kind=_PROBED_KIND, version=1, way_out="choose another --out", parse=dict)
+    there.setdefault("mods", True)  # until 2026-11-28 every model had them
     differs = [f"{what}: {there.get(what)} there, {now[what]} now" for what in now if there.get(what) != now[what]]
     if differs:
         raise PlanMismatch(

@@ -7,9 +7,9 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from loka.cli.commands.demo import build_model
 from loka.cli.commands.ne import named_budget
 from loka.cli.inputs import choose_device, open_data, share_of_labels, size_of_world, steps_between, train_config
+from loka.cli.models import build_model
 from loka.cli.options import (
     AverageName,
     AverageShare,
@@ -160,7 +160,7 @@ def train(
     ] = "hp",
     seed: Seed = 0,
     device: Device = None,
-    with_mods: WithMods = True,
+    with_mods: WithMods = None,
 ) -> None:
     """Train in bf16, by a plan, or from bf16 to FP8 (--auto), and evaluate on held-out rows.
 

@@ -1,16 +1,15 @@
 """`loka validate`: paired runs with a verdict. Exit status 0: pass; 1: fail; 4: undecided."""
 
+from functools import cache, partial
 from math import inf
 from pathlib import Path
 from typing import Annotated
 
 import typer
-from torch import nn
 
-from loka import mods
-from loka.cli.commands.demo import MODS
 from loka.cli.commands.power import Power
-from loka.cli.inputs import choose_device, model_builder, open_data, size_of_world, train_config
+from loka.cli.inputs import choose_device, open_data, size_of_world, train_config
+from loka.cli.models import modded_builder, show_line, takes_mods
 from loka.cli.options import (
     AverageName,
     AverageShare,
@@ -103,7 +102,7 @@ def validate(
     average_share: AverageShare = 0.1,
     seed: Seed = 0,
     device: Device = None,
-    with_mods: WithMods = True,
+    with_mods: WithMods = None,
 ) -> None:
     """Is FP8 within 0.02 % of NE? Paired runs against bf16, overall and by segment.
 
@@ -116,13 +115,9 @@ def validate(
     device = choose_device(device)
     opened = open_data(data, rows=size_of_world(rows, data), seed=seed, schema=schema, test=test_data)
     arms = [arm_named(name, rows=batch_size) for name in arm]
-    builder = model_builder(model)
-
-    def build() -> nn.Module:
-        built = builder(opened.train)
-        if with_mods:
-            mods.apply(built, MODS)
-        return built
+    # Each run builds a model anew, and they change all alike: said once.
+    builder = modded_builder(model, with_mods=with_mods, show=cache(show_line))
+    modded = takes_mods(model, with_mods)
 
     def show(found: Validation) -> None:
         say(f"pair {len(found.seeds)} of {pairs}: {'; '.join(map(verdict_line, found.arms))}")
@@ -155,7 +150,7 @@ def validate(
     power = Power(file=bank, prior_sd=prior_sd, pairs=pairs, limit=limit, sequential=sequential, tasks=tasks)
     with alone_in(out, "validating"):
         found = validate_arms(
-            build,
+            partial(builder, opened.train),
             opened.train,
             opened.test,
             arms,
@@ -169,11 +164,11 @@ def validate(
             segment_limit=segment_limit,
             sequential=sequential,
             bank=power.bank,
-            identity={"mods": with_mods},
+            identity={"mods": modded},
             context={
                 "data": opened.description,
                 "batch_size": batch_size,
-                "mods": with_mods,
+                "mods": modded,
                 **({"cluster": cluster} if cluster else {}),
             },
             track=ProgressBars("validate"),

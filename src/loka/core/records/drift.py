@@ -179,7 +179,7 @@ def drift(plan: Plan, after: Stats, *, before: Stats | None = None, limits: Limi
             raise PlanMismatch(
                 f"the statistics `{which}` are not of the model of this plan",
                 why=differences,
-                way_out="compare windows of one model, with the same mods",
+                way_out="compare windows of one model, with the same mods (--mods or --no-mods)",
             )
         if stats is not None and stats.sampled_steps == 0:
             raise DataRefused(

@@ -124,7 +124,7 @@ def joint_effect(
         raise PlanMismatch(
             f"this plan was made for {plan.model.name} with other linear layers",
             why=differences,
-            way_out="apply the same mods as when probing",
+            way_out="apply the same mods as when probing (--mods or --no-mods)",
         )
     if site_forwards(model):
         raise NotConverted("this model already runs a plan", way_out="loka.revert(model) first")

@@ -16,18 +16,23 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from torch import nn
+
 from loka.core.exceptions import CheckpointRefused, FileRefused
 from loka.core.exchange import ranks_of
 from loka.core.storage.files import sha256_of_file
 from loka.core.storage.record_file import RecordFile
 from loka.train.checkpointing.resharding import taken_over, whole_state
 from loka.train.checkpointing.sharded import damage, is_sharded, read_manifest, read_own, require_same_run
+from loka.train.checkpointing.state import layout
 from loka.train.checkpointing.step_folders import (
+    MODEL_OPTIONS,
     UNFINISHED,
     CheckpointNotSaved,
     altered,
     checkpoints_in,
     clean,
+    differences_between,
     named_step,
     not_saved,
     put_in_place,
@@ -139,6 +144,29 @@ def load_one(path: Path) -> Checkpoint | None:
         ) from error
 
 
+def require_model(found: Checkpoint, model: nn.Module) -> bool:
+    """That the run of `found` trained a model such as this one, whose weights may fit by name and by shape alone.
+
+    Returns whether that could be told by kinds of modules: where TorchRec sharded tables, it put some of its own in.
+
+    Raises CheckpointRefused with what differs.
+    """
+    mine, saved = layout(model), identity_at(found.path).get("model")
+    told = not (is_sharded(found.path) and any(_OF_TORCHREC in name for name in found.state["model"]))
+    if not told and isinstance(saved, dict):
+        saved = {**saved, "layout": mine["layout"]}
+    if differences := differences_between(saved, mine, "model"):
+        raise CheckpointRefused(
+            f"the run of {found.path} trained another model than this {mine['class']}",
+            why=[*differences, "a layout is the kinds of all modules, and names, shapes and dtypes of weights"],
+            way_out=f"build the model as that run did: {MODEL_OPTIONS}",
+        )
+    return told
+
+
+_OF_TORCHREC = ".embedding_bags."  # weights of an EmbeddingBagCollection
+
+
 def holds_checkpoints(folder: Path) -> bool:
     return bool(checkpoints_in(folder))
 
@@ -152,10 +180,15 @@ def identity_in(folder: Path) -> dict[str, Any] | None:
     """What the newest checkpoint in `folder` that says so is of; nothing else is read, or checked."""
     for path in checkpoints_in(folder):
         try:
-            return read_manifest(path).identities[0] if is_sharded(path) else _manifest(path).identity
+            return identity_at(path)
         except FileRefused:
             continue
     return None
+
+
+def identity_at(path: Path) -> dict[str, Any]:
+    """What the checkpoint at `path` is of. Raises FileRefused where it does not say so."""
+    return read_manifest(path).identities[0] if is_sharded(path) else _manifest(path).identity
 
 
 def given_plan_in(folder: Path) -> tuple[dict[str, Any], Path] | None:

@@ -23,6 +23,7 @@ from loka.data.batch import Source
 from loka.distributed.tables.sharded_tables import sharded_modules, sharded_weights
 from loka.nn.fp8_state_dict import fp8_state_dict, load_fp8_state_dict
 from loka.nn.unwrap import device_of, kind_of
+from loka.train.checkpointing.step_folders import MODEL_OPTIONS
 from loka.train.running import RunningTasks
 
 
@@ -120,7 +121,7 @@ def _refused(path: Path, error: Exception) -> CheckpointRefused:
     return CheckpointRefused(
         f"the state in {path} does not fit this model",
         why=str(error).splitlines(),
-        way_out="build and convert the model as the run did that wrote it",
+        way_out=f"build and convert the model as the run did that wrote it; {MODEL_OPTIONS}",
     )
 
 

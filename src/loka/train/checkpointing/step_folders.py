@@ -156,14 +156,19 @@ def _why_unloadable(file: Path, error: Exception) -> str:
     return f"{file.name} does not load: it is damaged ({type(error).__name__})"
 
 
+MODEL_OPTIONS = "on the command line its --model, and --mods or --no-mods"
+
+
 def require_run(path: Path, saved: dict[str, Any], identity: Mapping[str, Any], *, of_ranks: str = "") -> None:
     """Raises CheckpointRefused where the checkpoint in `path` is of another run than that of `identity`."""
     differences = _from_run(saved, identity)
     if differences:
+        of_model = any(line.startswith("model.") for line in differences)
         raise CheckpointRefused(
             f"{path} belongs to another run",
             why=[*differences, *([of_ranks] if of_ranks else [])],
-            way_out="use the values of that run to resume it, or choose another folder for this one",
+            way_out=f"use the values of that run to resume it{f' ({MODEL_OPTIONS})' if of_model else ''}, or choose "
+            "another folder for this one",
         )
 
 
@@ -172,7 +177,7 @@ def _from_run(saved: dict[str, Any], identity: Mapping[str, Any]) -> list[str]:
     saved = _as_today(saved, wanted)
     if "config" in saved and "config" in wanted:
         saved = {**saved, "config": as_recorded(saved["config"], wanted["config"])}
-    return _differences(saved, wanted)
+    return differences_between(saved, wanted)
 
 
 # Of earlier versions, which could run several layers as one: what ran so, and what watched or allowed it.
@@ -197,11 +202,11 @@ def _dropped(saved: Any, wanted: Any) -> Any:
     return {name: _dropped(value, there.get(name)) for name, value in kept.items()}
 
 
-def _differences(saved: Any, current: Any, name: str = "") -> list[str]:
+def differences_between(saved: Any, current: Any, name: str = "") -> list[str]:
     if not (isinstance(saved, dict) and isinstance(current, dict)):
         return [] if saved == current else [f"{name}: {saved!r} in the checkpoint, {current!r} now"]
     lines = []
     for key in sorted(saved.keys() | current.keys()):
         inner = f"{name}.{key}" if name else key
-        lines += _differences(saved.get(key), current.get(key), inner)
+        lines += differences_between(saved.get(key), current.get(key), inner)
     return lines
