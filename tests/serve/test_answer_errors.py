@@ -246,3 +246,21 @@ def test_weights_and_files_that_are_none(tmp_path):
             server.package(tmp_path / "x.pt2", batch=batch)
     with pytest.raises(ServeRefused, match="is a folder"):
         server.package(tmp_path)
+
+
+def test_other_modules_are_refused_where_answers_are_near(tmp_path):
+    """HardSwish for SiLU agrees to 20 dB and more; a module of another name that computes the same is no other."""
+
+    class Renamed(nn.SiLU):
+        pass
+
+    def made(activation):
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(16, 64), activation(), nn.Linear(64, 8)).eval()
+
+    model = made(nn.SiLU)
+    freeze(model, plan_for(model, {"0": ROW}), calibration=[torch.randn(64, 16) / 4]).save(tmp_path)
+    load(tmp_path, made(nn.SiLU))
+    load(tmp_path, made(Renamed))
+    with pytest.raises(ServeRefused, match=r"(?s)built of other modules\n  1: Hardswish, frozen SiLU\n"):
+        load(tmp_path, made(nn.Hardswish))

@@ -38,7 +38,8 @@ class SiteCard:
 
 @dataclass(frozen=True, kw_only=True)
 class Card:
-    """Written beside the weights. `autocast`: the dtype of autocast in every request, or None.
+    """Written beside the weights. `modules`: classes by path. `autocast`: the dtype of autocast in every request, or
+    None.
 
     `in_hp`: of each bucket, the FP8 sites that run in high precision there. `dropped`: keys of weights that
     are kept in FP8 only. `kept`: why other weights of FP8 sites are kept in high precision too. `scratch`:
@@ -47,6 +48,7 @@ class Card:
     """
 
     model: str
+    modules: Mapping[str, str]
     machine: Fingerprint
     loka: str
     calibration: Calibration
@@ -102,7 +104,7 @@ class Card:
 class Folder(
     RecordFile,
     kind="loka-serve-card",
-    version=5,
+    version=6,
     way_out="name a folder that `save` of a frozen model wrote, or freeze and save again",
 ):
     """What a folder's `card.json` holds: the card, and the sha256 of each other file by name."""

@@ -29,7 +29,7 @@ from loka.serve.card import Calibration, Card, SiteCard
 from loka.serve.graphs import wants_graphs
 from loka.serve.model.derived import check_derived
 from loka.serve.model.independence import alike, check_independent, check_sizes
-from loka.serve.model.private import check_apart, own_copy, tried, written_attributes
+from loka.serve.model.private import check_apart, kinds_of, own_copy, tried, written_attributes
 from loka.serve.race import fastest
 from loka.serve.rows import Request, digest, form_of, leaves, mapped
 from loka.serve.run import Runner
@@ -154,6 +154,7 @@ def freeze(
     read = {path: found.card(path, fp8[path], sources[path], weights[path], scales) for path in fp8 if path in weights}
     card = Card(
         model=class_name(model),
+        modules=kinds_of(precise),
         machine=fingerprint(device),
         loka=_version(),
         calibration=Calibration(

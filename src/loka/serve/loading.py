@@ -30,7 +30,7 @@ from loka.serve.by_rows import buckets_by_site
 from loka.serve.card import Card, Folder
 from loka.serve.graphs import wants_graphs
 from loka.serve.model.absent import absent
-from loka.serve.model.private import check_apart, own_copy
+from loka.serve.model.private import check_apart, kinds_of, own_copy
 from loka.serve.saving import CARD, COMPARED, PLAN, PRECISE, WEIGHTS, check_outputs
 from loka.serve.server import Server
 from loka.serve.sites import FrozenWeight, even_weight
@@ -90,7 +90,7 @@ def load(folder: Path | str, model: nn.Module, *, shadow: float = 0.0, graphs: b
     saved = _below("check/", tensors)
     rows = len(saved["0"]) if "0" in saved and saved["0"].dim() else COMPARED
     check_apart(model, lambda: check_outputs(card, tree, rows))
-    _check_same(card, check_outputs(card, tree, rows), saved, folder)
+    _check_same(card, check_outputs(card, tree, rows), saved, folder, _other_modules(card, kinds_of(bare)))
     precise = _precise(folder, record, skeleton, device) if shadow else None
     return Server(
         card=card,
@@ -172,7 +172,20 @@ def _check_dtypes(card: Card, skeleton: nn.Module, state: Mapping[str, torch.Ten
         )
 
 
-def _check_same(card: Card, found: list[torch.Tensor], saved: Mapping[str, torch.Tensor], folder: Path) -> None:
+def _other_modules(card: Card, kinds: Mapping[str, str]) -> list[str]:
+    """How the modules of a model differ from those that were frozen."""
+    paths = [path for path in {**card.modules, **kinds} if card.modules.get(path) != kinds.get(path)]
+    told = [
+        f"{path or 'the model'}: {kinds.get(path, 'nothing')}, frozen {card.modules.get(path, 'nothing')}"
+        for path in paths
+    ]
+    return told[:10] + ([f"and {len(told) - 10} more"] if len(told) > 10 else [])
+
+
+def _check_same(
+    card: Card, found: list[torch.Tensor], saved: Mapping[str, torch.Tensor], folder: Path, others: list[str]
+) -> None:
+    """`others`: modules that differ, which is no matter where answers are the same to the bit."""
     for place, leaf in enumerate(found):
         want = saved.get(str(place))
         if want is None or len(saved) != len(found) or (want.shape, want.dtype) != (leaf.shape, leaf.dtype):
@@ -198,6 +211,12 @@ def _check_same(card: Card, found: list[torch.Tensor], saved: Mapping[str, torch
             card.model,
         )
     other = [place for place, pair in enumerate(zip(found, wanted, strict=True)) if not same_bits(*pair)]
+    if other and others:
+        raise ServeRefused(
+            f"this model computes something else than the one in {folder}: it is built of other modules",
+            why=others,
+            way_out=f"give a {card.model} as it was when it was frozen (on the command line --mods or --no-mods)",
+        )
     if other:
         _LOG.warning(
             "%s: this %s answers by other bits than the one that was saved (outputs %s; they agree to %s dB): another "

@@ -11,7 +11,7 @@ from loka.core.timing import first_line
 from loka.graph.attach import detach
 from loka.nn.copying import private_copy, read_of
 from loka.nn.site import site_forwards
-from loka.nn.unwrap import named_modules, named_parameters, unwrap
+from loka.nn.unwrap import kind_of, named_modules, named_parameters, unwrap
 
 
 def own_copy(model: nn.Module) -> nn.Module:
@@ -40,6 +40,11 @@ def own_copy(model: nn.Module) -> nn.Module:
     if site_forwards(made):
         detach(made)
     return made.eval().requires_grad_(False)
+
+
+def kinds_of(model: nn.Module) -> dict[str, str]:
+    """Classes of its modules, by path; "" is its own."""
+    return {path: kind_of(module).__qualname__ for path, module in named_modules(model)}
 
 
 def check_apart(original: nn.Module, call: Callable[[], Any]) -> None:
