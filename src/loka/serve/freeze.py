@@ -121,7 +121,7 @@ def freeze(
     content = digest(rows)
     skeleton = skeleton_of(precise)
     run = Runner(form=form, autocast=autocast)
-    check_derived(precise, lambda tree: run(tree, rows[0]))
+    check_derived(precise, lambda tree: run(tree, [column[:LEAST_ROWS] for column in rows[0]]))
     found = _calibrate(precise, plan, rows, run)
     if digest(rows) != content:
         raise ServeRefused("this model's forward writes to its inputs", way_out="let it write to a copy, `x.clone()`")

@@ -69,3 +69,23 @@ def test_what_is_empty_or_emptied_by_loading_is_right_after_a_refresh():
         with torch.no_grad():
             expected = converted(other, plan_for(other, {"first": ROW}))(x)
         assert torch.equal(server(x).output, expected)
+
+
+class OwnState(Turned):
+    """Takes state dicts of its second version alone."""
+
+    _version = 2
+
+    def _load_from_state_dict(self, state, prefix, metadata, *args):
+        if metadata["version"] < 2:
+            raise TypeError("an old form")
+        super()._load_from_state_dict(state, prefix, metadata, *args)
+
+
+def test_it_is_found_in_models_that_ask_for_a_version():
+    model = OwnState()
+    frozen(model)
+    with torch.no_grad():
+        model(torch.randn(4, 16))
+    with pytest.raises(ServeRefused, match="derived of weights"):
+        frozen(model)

@@ -1,5 +1,6 @@
 """What forward derived of weights before they were frozen, and keeps: new weights would meet what old ones left."""
 
+import copy
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -32,7 +33,8 @@ def check_derived(tree: nn.Module, call: Callable[[nn.Module], Any]) -> None:
     if not kept:
         return
     now = tree.state_dict(keep_vars=True)
-    other = {key: value.detach() * _OTHER if _is_number(value) else value for key, value in now.items()}
+    other = copy.copy(now)  # with the versions of its form
+    other.update({key: value.detach() * _OTHER for key, value in now.items() if _is_number(value)})
     found = [f"{path}.{name}".lstrip(".") for path, name in kept if _is_derived(tree, (now, other), path, name, call)]
     if found:
         raise ServeRefused(
@@ -51,10 +53,24 @@ def _is_derived(
     tree: nn.Module, states: tuple[State, State], path: str, name: str, call: Callable[[nn.Module], Any]
 ) -> bool:
     for stays in (True, False):  # empty, or gone
-        alike = [_alike(call, _with(tree, state), _without(_with(tree, state), path, name, stays)) for state in states]
-        if alike == [True, False]:
+        if [_changes_nothing(tree, state, path, name, stays, call) for state in states] == [True, False]:
             return True
     return False
+
+
+def _changes_nothing(
+    tree: nn.Module, state: State, path: str, name: str, stays: bool, call: Callable[[nn.Module], Any]
+) -> bool | None:
+    """Whether answers are the same to the bit without the attribute; None where there are none."""
+    try:
+        ours, theirs = (
+            leaves(call(each)) for each in (_with(tree, state), _without(_with(tree, state), path, name, stays))
+        )
+    except LokaError:
+        raise
+    except Exception:  # of a model that lacks what it needs
+        return None
+    return len(ours) == len(theirs) and all(same_bits(a, b) for a, b in zip(ours, theirs, strict=True))
 
 
 def _with(tree: nn.Module, state: State) -> nn.Module:
@@ -70,14 +86,3 @@ def _without(tree: nn.Module, path: str, name: str, stays: bool) -> nn.Module:
     if stays:
         held[name] = type(value)() if isinstance(value, (list, dict)) else None
     return tree
-
-
-def _alike(call: Callable[[nn.Module], Any], one: nn.Module, other: nn.Module) -> bool | None:
-    """Whether both answer by the same bits; None where one does not answer."""
-    try:
-        ours, theirs = (leaves(call(each)) for each in (one, other))
-    except LokaError:
-        raise
-    except Exception:  # of a model that lacks what it needs
-        return None
-    return len(ours) == len(theirs) and all(same_bits(a, b) for a, b in zip(ours, theirs, strict=True))
