@@ -36,6 +36,7 @@ class JointBackend:
             inference_compiler=self._joined,
             partition_fn=self._partition,
             decompositions=select_decomp_table(),
+            keep_inference_input_mutations=True,  # as Inductor has it: buffers are updated in the graph
         )(module, inputs)
 
     def _partition(self, joint, inputs, **options):

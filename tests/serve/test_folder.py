@@ -241,3 +241,21 @@ def test_the_card_holds_what_it_says(tmp_path):
     assert 0 < answers["mean_abs"] < answers["max_abs"] < answers["rms"]
     other = frozen(tower(), BOTH, calibration=[*calibration()[:3], rows(40, seed=9)])
     assert other.card.calibration.sha256 != content["calibration"]["sha256"]
+
+
+def test_models_of_weights_in_fp8_alone_are_served(tmp_path):
+    """No other tensor is left to tell where they are."""
+
+    def made(seed):
+        torch.manual_seed(seed)
+        return nn.Sequential(nn.Linear(64, 64, bias=False), nn.ReLU(), nn.Linear(64, 32, bias=False)).eval()
+
+    model, x = made(0), torch.randn(40, 64)
+    server = freeze(model, plan_for(model, dict.fromkeys(("0", "2"), ROW)), calibration=[x])
+    assert set(server.card.dropped) == {"0.weight", "2.weight"}
+    server.save(tmp_path)
+    loaded = load(tmp_path, made(1))
+    assert torch.equal(loaded(x).output, server(x).output)
+    for each in (server, loaded):
+        each.refresh(made(2).state_dict())
+    assert torch.equal(loaded(x).output, server(x).output)

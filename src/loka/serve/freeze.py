@@ -184,6 +184,7 @@ def freeze(
         precise=precise if shadow else None,
         shadow=shadow,
         graphs=graphs,
+        device=device,
     )
 
 

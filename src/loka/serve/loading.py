@@ -89,8 +89,8 @@ def load(folder: Path | str, model: nn.Module, *, shadow: float = 0.0, graphs: b
     tree = frozen_tree(_filled(skeleton, state, card, device), plan, weights, scales, (), in_hp)
     saved = _below("check/", tensors)
     rows = len(saved["0"]) if "0" in saved and saved["0"].dim() else COMPARED
-    check_apart(model, lambda: check_outputs(card, tree, rows))
-    _check_same(card, check_outputs(card, tree, rows), saved, folder, _other_modules(card, kinds_of(bare)))
+    check_apart(model, lambda: check_outputs(card, tree, device, rows))
+    _check_same(card, check_outputs(card, tree, device, rows), saved, folder, _other_modules(card, kinds_of(bare)))
     precise = _precise(folder, record, skeleton, device) if shadow else None
     return Server(
         card=card,
@@ -101,6 +101,7 @@ def load(folder: Path | str, model: nn.Module, *, shadow: float = 0.0, graphs: b
         precise=precise,
         shadow=shadow,
         graphs=graphs,
+        device=device,
     )
 
 

@@ -26,11 +26,11 @@ CARD, PLAN, WEIGHTS, PRECISE = "card.json", "plan.json", "weights.safetensors", 
 
 
 @torch.no_grad()
-def save_version(folder: Path, card: Card, plan: Plan, version: Version) -> None:
+def save_version(folder: Path, card: Card, plan: Plan, version: Version, device: torch.device) -> None:
     """Raises NotWritten where the disk refuses; the folder then has no card."""
     (folder / CARD).unlink(missing_ok=True)
     plan.save(folder / PLAN)
-    write_tensors(folder / WEIGHTS, _content(card, version))
+    write_tensors(folder / WEIGHTS, _content(card, version, device))
     written = [PLAN, WEIGHTS]
     (folder / PRECISE).unlink(missing_ok=True)
     if version.precise is not None:
@@ -40,14 +40,14 @@ def save_version(folder: Path, card: Card, plan: Plan, version: Version) -> None
     Folder(card=card, files=files).save(folder / CARD)
 
 
-def _content(card: Card, version: Version) -> dict[str, torch.Tensor]:
+def _content(card: Card, version: Version, device: torch.device) -> dict[str, torch.Tensor]:
     found = {}
     for name, site in frozen_sites(version.module).items():
         found[f"site/{name}/weight"] = site.weight.low.data
         found[f"site/{name}/scale"] = site.weight.low.scale
         if site.input_scale is not None:
             found[f"site/{name}/input_scale"] = site.input_scale
-    outputs = check_outputs(card, version.module)
+    outputs = check_outputs(card, version.module, device)
     return found | _state(version.module) | {f"check/{place}": leaf for place, leaf in enumerate(outputs)}
 
 
@@ -57,8 +57,7 @@ def _state(tree: nn.Module) -> dict[str, torch.Tensor]:
     return {f"state/{key}": t.clone() for key, t in state if isinstance(t, torch.Tensor) and not t.is_meta}
 
 
-def check_outputs(card: Card, tree: nn.Module, rows: int = COMPARED) -> list[torch.Tensor]:
-    """What the model returns for so many of the form's own rows."""
-    device = next(t.device for t in [*tree.parameters(), *tree.buffers()] if not t.is_meta)
+def check_outputs(card: Card, tree: nn.Module, device: torch.device, rows: int = COMPARED) -> list[torch.Tensor]:
+    """What the model, which is on `device`, returns for so many of the form's own rows."""
     run = Runner(form=card.form, autocast=None if card.autocast is None else getattr(torch, card.autocast))
     return [leaf.clone() for leaf in leaves(run(tree, card.form.check_rows(device, rows)))]

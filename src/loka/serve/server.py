@@ -78,19 +78,19 @@ class Server:
         precise: nn.Module | None,
         shadow: float,
         graphs: bool,
+        device: torch.device,
     ) -> None:
         """`module`, `precise`: of version 1. `graphs`: whether versions answer by CUDA graphs."""
-        self.card, self.plan = card, plan
+        self.card, self.plan, self.device = card, plan, device
         self._skeleton, self._scales = skeleton, scales
         self._changing, self._saving = threading.Lock(), threading.Lock()
         self._one = nullcontext() if graphs else threading.Lock()  # forward may keep what a call needs in attributes
         self._requests = itertools.count()
         self._shadow = shadow
         self._run = Runner(form=card.form, autocast=None if card.autocast is None else getattr(torch, card.autocast))
-        self.device = next(tensor.device for tensor in [*module.parameters(), *module.buffers()] if not tensor.is_meta)
         self._capturer = (
             Capturer(
-                module, run=self._run, buckets=card.buckets, ranges=card.ranges, device=self.device, errors=card.answers
+                module, run=self._run, buckets=card.buckets, ranges=card.ranges, device=device, errors=card.answers
             )
             if graphs
             else None
@@ -126,7 +126,7 @@ class Server:
         Raises NotWritten where the disk refuses; the folder then has no card, and is no server's.
         """
         with self._saving:  # two into one folder would take each other's files for their own
-            save_version(Path(folder), self.card, self.plan, self._apart_from_requests())
+            save_version(Path(folder), self.card, self.plan, self._apart_from_requests(), self.device)
 
     def package(self, path: Path | str, *, batch: tuple[int, int] = (1, 4096)) -> Packaged:
         """Compiles the version that answers now into a file that runs without loka (serve/packaging/aot.py).
