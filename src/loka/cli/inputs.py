@@ -72,7 +72,7 @@ def open_data(
     several = ranks > 1 or parts > 1
     if path is not None:
         columns = Schema.from_json(schema) if schema else None
-        if several and not path.is_dir():
+        if several and path.is_file():  # what is not there at all `open_rows` tells
             raise LokaError(
                 f"{path}: a table is read in its own order, by one rank",
                 way_out="prepare it once: loka data convert, then pass the folder",

@@ -18,5 +18,6 @@ def printable(text: str) -> str:
 
 
 def say(value: object = "", *, error: bool = False) -> None:
-    """`print` of text that is safe on a terminal, to standard error on request."""
-    print(printable(str(value)), file=sys.stderr if error else sys.stdout, flush=True)
+    """Prints text that is safe on a terminal, to standard error on request."""
+    # The end of the line with it: `print` writes it by itself, behind what another rank wrote meanwhile.
+    print(printable(f"{value}\n"), end="", file=sys.stderr if error else sys.stdout, flush=True)

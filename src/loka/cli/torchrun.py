@@ -138,3 +138,21 @@ def over_ranks(model: nn.Module, config: TrainConfig, *, engine: str, dense: str
     with synced(stream):
         # Gradients lie in what is sent: nothing is copied back.
         return DistributedDataParallel(model.to(config.device), gradient_as_bucket_view=True)
+
+
+@contextmanager
+def unused_told(model: nn.Module) -> Iterator[None]:
+    """Says of DistributedDataParallel's error about parameters without a gradient which they are."""
+    try:
+        yield
+    except RuntimeError as error:
+        if "Expected to have finished reduction" not in str(error):
+            raise
+        trained = [name for name, weight in model.named_parameters() if weight.requires_grad]
+        told = str(error).rpartition("did not receive grad for rank")[2].partition(":")[2]
+        numbers = [int(word) for word in told.split() if word.isdigit()]
+        raise LokaError(
+            "some parameters got no gradient in a step, for which DistributedDataParallel waits",
+            why=[trained[number] for number in numbers if number < len(trained)],
+            way_out="freeze them (requires_grad_(False)), leave them out of the model, or --dense fsdp2",
+        ) from error

@@ -35,7 +35,8 @@ def shard_dense(
         gather_in: what weights travel and compute in, bf16 say; None leaves them in their own dtype.
 
     Raises:
-        LokaError: the ranks hold other weights, there is no process group, or a unit has a table in it.
+        LokaError: the ranks hold other weights, there is no process group, a unit has a table in it, modules of
+            several units share a weight, or one is a number.
     """
     if not dist.is_initialized():
         raise LokaError("FSDP2 needs a process group", way_out="start it by torchrun")
@@ -50,6 +51,13 @@ def shard_dense(
             why=with_tables,
             way_out="make units of the modules beside the tables",
         )
+    if unfit := _unfit(model, [names[id(unit)] for unit in units if id(unit) in names]):
+        raise LokaError(
+            "FSDP2 does not shard these weights so",
+            why=unfit,
+            way_out="DistributedDataParallel (--dense ddp) takes them; or make a number a weight of one element, "
+            "and one unit of all modules that share a weight",
+        )
     require_alike(model)
     device = torch.device(device)
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
@@ -62,6 +70,24 @@ def shard_dense(
         fully_shard(unit, mesh=mesh, mp_policy=policy)
     fully_shard(model, mesh=mesh, mp_policy=policy, ignored_params=set(sparse_tables(model)))
     return model.to(device)
+
+
+def _unfit(model: nn.Module, units: list[str]) -> list[str]:
+    """Weights that are numbers, and those that modules of several units share, the model's own unit among them."""
+    names: dict[nn.Parameter, list[str]] = {}
+    for name, weight in model.named_parameters(remove_duplicate=False):
+        names.setdefault(weight, []).append(name)
+    tables = set(sparse_tables(model))
+    found = [f"{each[0]} is a number, without a side" for weight, each in names.items() if not weight.dim()]
+    for weight, each in names.items():
+        if weight not in tables and len({_unit_of(name, units) for name in each}) > 1:
+            found.append(f"{' and '.join(each)} are one weight")
+    return found
+
+
+def _unit_of(name: str, units: list[str]) -> str:
+    """The innermost one."""
+    return max((unit for unit in units if name.startswith(f"{unit}.")), key=len, default="")
 
 
 def sparse_tables(model: nn.Module) -> list[nn.Parameter]:

@@ -5,6 +5,7 @@ effects, and says which hook it is. Hooks on leaves, parameters among them, stay
 outputs of sites and reaches no leaf.
 """
 
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any, cast
 
@@ -26,7 +27,7 @@ class TensorHooks:
 
     def see(self, func: Any, args: tuple[Any, ...], path: Callable[[], str]) -> None:
         """`func` was called, in the forward of the module at `path`."""
-        if func is torch.Tensor.register_hook and not _is_leaf(args[0]):
+        if func is torch.Tensor.register_hook and not (_is_engines(args[1]) or _is_leaf(args[0])):
             hook = f"puts a hook on a tensor ({_name(args[1])})"
             self._reason = f"{path() or 'the model'} {hook}, which an extra backward would call"
         elif func is torch.Tensor.retain_grad and not _is_leaf(args[0]):
@@ -45,6 +46,13 @@ class TensorHooks:
                 where = f"a node of autograd ({_name(hook)} on {node.name()})"
                 return f"the model puts a hook on {where}, which an extra backward would call"
         return ""
+
+
+def _is_engines(hook: Any) -> bool:
+    """Whether it is of torch's distributed engines, or of LoKA, which expect further backwards."""
+    while isinstance(hook, functools.partial):
+        hook = hook.func
+    return str(getattr(hook, "__module__", "")).startswith(("torch.distributed.", "loka."))
 
 
 def _is_leaf(tensor: torch.Tensor) -> bool:
@@ -74,7 +82,7 @@ def _hooks_on(node: Any) -> list[Any]:
     found: list[Any] = []
     for register in (node.register_prehook, node.register_hook):
         handle = register(_further)
-        found += [hook for hook in handle.hooks_dict_ref().values() if hook is not _further]
+        found += [hook for hook in handle.hooks_dict_ref().values() if not _is_engines(hook)]
         handle.remove()
     return found
 

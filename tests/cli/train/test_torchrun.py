@@ -6,12 +6,14 @@ import sys
 import command_line
 import numpy as np
 import pytest
+import torch
 import torch.distributed as dist
 from ranks import on_ranks
+from torch import nn
 
 from loka.cli.commands.train import without_graphs
 from loka.cli.inputs import open_data
-from loka.core.exceptions import LokaError
+from loka.core.exceptions import DataRefused, LokaError
 from loka.train import TrainConfig
 
 SMALL = ("train", "--model", "dlrm", "--rows", "4000", "--batch-size", "64", "--device", "cpu")
@@ -30,7 +32,44 @@ def trained(rank, folder):
     # Its lines come at other steps than another's, so they would wait for each other.
     said["apart"] = loka(folder, *(("--log-every", "3") if rank else ()), fails=True)
     said["average"] = loka(folder, "--average", "tail", fails=True)
+    said["unused"] = loka(folder, "--model", "test_torchrun:Unused", fails=True)
+    for own in ("Scaled", "Tied"):
+        said[own] = loka(folder, "--model", f"test_torchrun:{own}", "--dense", "fsdp2", fails=True)
     return said
+
+
+class Own(nn.Module):
+    def __init__(self, dense_features, vocab_sizes):
+        super().__init__()
+        self.first, self.second, self.logit = nn.Linear(dense_features, 16), nn.Linear(16, 16), nn.Linear(16, 1)
+
+    def forward(self, dense, sparse):
+        return self.logit(torch.relu(self.second(torch.relu(self.first(dense))))).squeeze(1)
+
+
+class Unused(Own):
+    def __init__(self, **sizes):
+        super().__init__(**sizes)
+        self.extra = nn.Linear(16, 8)
+
+
+class Scaled(Own):
+    def __init__(self, **sizes):
+        super().__init__(**sizes)
+        self.temperature = nn.Parameter(torch.tensor(1.0))
+
+    def forward(self, dense, sparse):
+        return super().forward(dense, sparse) * self.temperature
+
+
+class Tied(Own):
+    def __init__(self, **sizes):
+        super().__init__(**sizes)
+        self.towers = nn.ModuleList(nn.Sequential(nn.Linear(16, 16), nn.ReLU()) for _ in range(2))
+        self.towers[1][0].weight = self.towers[0][0].weight
+
+    def forward(self, dense, sparse):
+        return self.logit(self.towers[1](self.towers[0](torch.relu(self.first(dense))))).squeeze(1)
 
 
 def planned(rank, folder):
@@ -48,6 +87,14 @@ def two(tmp_path_factory):
 def held_out(text):
     (line,) = HELD_OUT.findall(text)
     return line
+
+
+def test_what_engines_do_not_take_is_told_by_name(two):
+    for said in two:
+        assert re.search(r"(?s)no gradient in a step.*\n  extra.weight\n  extra.bias\n.*--dense fsdp2", said["unused"])
+        assert "temperature is a number, without a side" in said["Scaled"]
+        assert re.search(r"\d\.0\.weight and towers\.1\.0\.weight are one weight", said["Tied"])
+        assert all("--dense ddp" in said[own] for own in ("Scaled", "Tied"))
 
 
 def test_rank_0_speaks_and_judges_all_held_out_rows(two):
@@ -173,3 +220,8 @@ def test_a_rank_that_dies_ends_all_with_its_message(tmp_path):
     assert done.returncode != 0
     assert "the eighth batch is one too many" in done.stderr
     assert not HELD_OUT.search(done.stdout)
+
+
+def test_a_path_of_nothing_is_no_table_that_one_rank_reads(tmp_path):
+    with pytest.raises(DataRefused, match="nowhere: cannot be opened"):
+        open_data(tmp_path / "nowhere", rows=0, seed=0, part=(1, 2))

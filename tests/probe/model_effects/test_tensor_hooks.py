@@ -9,12 +9,15 @@ import torch
 from effect_models import sample
 from torch import nn
 from torch.autograd.graph import register_multi_grad_hook
+from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 from torch.nn import functional
 from torch.nn.modules.module import register_module_full_backward_hook
 from torch.utils.checkpoint import checkpoint
 
 import loka
+from loka.distributed.fp8_all_gather import Exchange
 from loka.probe import renew_effects
+from loka.probe.tensor_hooks import _READS_NODE, TensorHooks
 
 STEPS = 6
 
@@ -205,3 +208,15 @@ def test_fresh_rows_call_no_hook():
     renewed = renew_effects(model, probe.stats(), [sample(1, 32, 13)])
     assert hook.mean == 1.0
     refused(renewed.layers, r"body puts a hook on a tensor \(Scaled.scale")
+
+
+def test_hooks_of_engines_are_none_of_the_programs():
+    """FSDP2 puts some on what a unit returns, and expects them to run again; so do LoKA's gathers in FP8."""
+    hooks = TensorHooks()
+    z = torch.relu(torch.randn(4, requires_grad=True))
+    hooks.see(torch.Tensor.register_hook, (z, functools.partial(FSDPState._pre_backward, None)), lambda: "unit")
+    hooks.see(_READS_NODE, (z,), lambda: "unit")
+    z.grad_fn.register_prehook(Exchange._asked)
+    assert hooks.would_call(z) == ""
+    hooks.see(torch.Tensor.register_hook, (z, print), lambda: "unit")
+    assert hooks.would_call(z).startswith("unit puts a hook on a tensor (print)")

@@ -254,6 +254,17 @@ def test_the_default_budget_is_one_of_ne_where_effects_are_known(tmp_path):
     assert auto.plan.budget == Budget(ne=NE_ALLOWED, regions=False)  # steps are eager
 
 
+def test_a_budget_without_a_limit_on_ne_is_told_with_the_reason():
+    said = []
+    auto = Auto(AUTO, say=said.append)
+    auto._stats = stats = with_effects(terms=None)
+    layers = {path: replace(layer, no_effect="no logits") for path, layer in stats.layers.items()}
+    for found, why in ((stats, "no step told"), (replace(stats, layers=layers), "no logits")):
+        auto._stats = found
+        assert auto._default_budget() == Budget()
+        assert said.pop() == f"nothing limits KL/H, of which no effect is known: {why}"
+
+
 @pytest.mark.usefixtures("without_fresh_rows")
 def test_where_nothing_may_be_fp8_it_stays_in_bf16(tmp_path):
     plain = tower()

@@ -365,8 +365,11 @@ class Auto(Callback):
     def _default_budget(self) -> Budget:
         assert self._stats is not None
         known = any(effects_of(self._stats).values())
-        refused = any(layer.no_effect.startswith(NO_PROMISE) for layer in self._stats.layers.values())
-        return Budget(ne=NE_ALLOWED) if known or refused else Budget()  # refused: it stays in high precision
+        reasons = dict.fromkeys(layer.no_effect for layer in self._stats.layers.values() if layer.no_effect)
+        if known or any(reason.startswith(NO_PROMISE) for reason in reasons):
+            return Budget(ne=NE_ALLOWED)  # what is refused stays in high precision
+        self._tell(f"nothing limits KL/H, of which no effect is known: {'; '.join([*reasons][:2]) or 'no step told'}")
+        return Budget()
 
     def _tracked(self, run: Run, alive: Callable[[], object]) -> Track:
         """Progress that Ctrl-C gets through: it is deferred to between two steps, and so is measuring."""
