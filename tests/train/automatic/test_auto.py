@@ -167,6 +167,7 @@ def test_the_probe_ends_when_it_knows_enough(monkeypatch):
     assert auto.timeline.events[1].step == 8
 
 
+@pytest.mark.slow
 def test_few_samples_do_not_tell_how_far_a_model_moves(monkeypatch):
     """Two of 40 steps are sampled, one of them of a model that has learnt nothing; two looks are of models that
     have."""

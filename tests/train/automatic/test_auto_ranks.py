@@ -114,13 +114,17 @@ def failures(rank, folder):
 
 
 def one_rank(rank, folder):
-    found = {"straight": told(rank, folder / "straight"), "resumed": resumed(rank, folder / "killed")}
-    return {**found, "failures": failures(rank, folder / "failing")}
+    return {"straight": told(rank, folder / "straight"), "resumed": resumed(rank, folder / "killed")}
 
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory):
     return on_ranks(one_rank, WORLD, tmp_path_factory.mktemp("ranks"))
+
+
+@pytest.fixture(scope="module")
+def failing(tmp_path_factory):
+    return on_ranks(failures, WORLD, tmp_path_factory.mktemp("failing"))
 
 
 def test_two_ranks_turn_to_fp8_as_one(ranks):
@@ -130,8 +134,8 @@ def test_two_ranks_turn_to_fp8_as_one(ranks):
     assert first["alike"]["phases"] == [("probe", 0), ("measure", PROBED), ("fp8", PROBED), ("end", STEPS)]
 
 
-def test_all_say_why_a_step_of_one_is_not_as_asked(ranks):
-    assert [rank["failures"]["why"] for rank in ranks] == ["rank 1: it errs", "it errs"]
+def test_all_say_why_a_step_of_one_is_not_as_asked(failing):
+    assert [rank["why"] for rank in failing] == ["rank 1: it errs", "it errs"]
 
 
 def test_they_go_on_from_the_newest_step(ranks):
@@ -139,8 +143,8 @@ def test_they_go_on_from_the_newest_step(ranks):
         assert rank["resumed"] == rank["straight"]
 
 
-def test_a_rank_that_fails_stops_the_other(ranks):
-    first, second = (rank["failures"] for rank in ranks)
+def test_a_rank_that_fails_stops_the_other(failing):
+    first, second = failing
     assert first["measuring"] == "Killed: the disk of rank 0 is full"
     assert second["measuring"].startswith("RankFailed: ")
     assert "rank 0: Killed: the disk of rank 0 is full" in second["measuring"]
@@ -148,18 +152,18 @@ def test_a_rank_that_fails_stops_the_other(ranks):
     assert "rank 1: RuntimeError: out of luck" in first["converting"]
 
 
-def test_where_one_cannot_run_the_plan_both_stay_in_bf16(ranks):
+def test_where_one_cannot_run_the_plan_both_stay_in_bf16(failing):
     note = "stays in bf16: rank 1: a kernel is wrong here"
-    for rank in ranks:
-        assert rank["failures"]["bf16"] == ("bf16", None, {}, note)
+    for rank in failing:
+        assert rank["bf16"] == ("bf16", None, {}, note)
 
 
-def test_what_does_not_train_as_one_is_said(ranks):
-    for rank in ranks:
-        assert "different numbers of steps" in rank["failures"]["length"]
-        assert "rank 1: 5 steps" in rank["failures"]["length"]
-        assert "rank 0: 4 steps, the last batches in [4, 4] parts" in rank["failures"]["parts"]
-        assert "rank 1: 4 steps, the last batches in [3, 3] parts" in rank["failures"]["parts"]
-        (warned,) = rank["failures"]["apart"]
+def test_what_does_not_train_as_one_is_said(failing):
+    for rank in failing:
+        assert "different numbers of steps" in rank["length"]
+        assert "rank 1: 5 steps" in rank["length"]
+        assert "rank 0: 4 steps, the last batches in [4, 4] parts" in rank["parts"]
+        assert "rank 1: 4 steps, the last batches in [3, 3] parts" in rank["parts"]
+        (warned,) = rank["apart"]
         assert "DistributedDataParallel" in warned
-        assert not rank["failures"]["as one"]
+        assert not rank["as one"]
