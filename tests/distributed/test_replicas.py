@@ -3,6 +3,7 @@ from ranks import on_ranks
 from torch import nn
 
 from loka.core.exceptions import LokaError
+from loka.distributed.dense_sharding import _unfit
 from loka.distributed.replicas import require_alike
 
 
@@ -29,3 +30,15 @@ def test_ranks_that_hold_others_are_named(tmp_path):
         assert found["weights"] == ("rank 1: 0.bias", "rank 1: 0.weight")
         assert found["buffer"] == ("rank 1: mask",)
         assert found["complex"] == ("rank 1: turns",)
+
+
+def test_which_weights_units_share():
+    block, other, model = nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4)), nn.Module()
+    model.blocks = nn.ModuleList([block, other, block])  # one module, one unit
+    assert not _unfit(model, [block, other])
+    assert not _unfit(model, [block, other, other[0]])
+    other[0].weight = block.weight
+    assert _unfit(model, [block, other]) == ["blocks.0.weight and blocks.1.0.weight are one weight"]
+    assert not _unfit(model, [])
+    model.temperature = nn.Parameter(torch.tensor(1.0))
+    assert _unfit(model, []) == ["temperature is a scalar"]

@@ -57,7 +57,10 @@ class Renamed(nn.Linear):
     _version = 2
 
     def _load_from_state_dict(self, state_dict, prefix, local_metadata, *others):
-        if local_metadata.get("version", 1) < 2:
+        version = local_metadata.get("version", 1)
+        if version == 0:
+            state_dict[f"{prefix}bias"] = state_dict[f"{prefix}bias"] * 2
+        elif version == 1:
             state_dict[f"{prefix}bias"] = state_dict.pop(f"{prefix}offset")
         super()._load_from_state_dict(state_dict, prefix, local_metadata, *others)
 
@@ -67,9 +70,21 @@ def test_state_dicts_keep_the_version_of_their_form(tmp_path):
     plan = plan_for(model, {"0": ROW})
     x = torch.randn(64, 24)
     server = freeze(model, plan, calibration=[x])
-    server.refresh(dict(other.state_dict()))  # which says nothing of versions
     with torch.no_grad():
-        assert torch.equal(server(x).output, converted(other, plan)(x))
+        expected = converted(other, plan)(x)
+    old = other.state_dict()
+    old["1.offset"] = old.pop("1.bias")
+    old._metadata["1"]["version"] = 1
+    for state in (dict(other.state_dict()), other.state_dict()):  # the first says nothing of versions
+        server.refresh(state)
+        assert torch.equal(server(x).output, expected)
+    with pytest.raises(ServeRefused, match=r"1\.offset is not in the model"):
+        server.refresh(old)
+    scaled = other.state_dict()
+    scaled["1.bias"] = scaled["1.bias"] / 2
+    scaled._metadata["1"]["version"] = 0
+    server.refresh(scaled)
+    assert torch.equal(server(x).output, expected)
     server.save(tmp_path / "server")
     assert torch.equal(load(tmp_path / "server", model)(x).output, server(x).output)
 

@@ -252,6 +252,17 @@ def test_arms_are_checked_before_the_control_trains(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
+def test_finished_runs_are_read_where_their_arm_cannot_run(tmp_path):
+    """On another machine than the plan's, say."""
+
+    def refuse(model):
+        raise PlanMismatch("of another machine")
+
+    first = run(tmp_path, (SAME,))
+    again = run(tmp_path, (replace(SAME, check=refuse),))
+    assert str(again) == str(first)
+
+
 def test_two_arms_of_one_name_are_refused(tmp_path):
     for arms in ((SAME, SAME), (replace(SAME, name="bf16"),)):
         with pytest.raises(LokaError, match="arms of one name"):

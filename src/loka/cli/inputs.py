@@ -288,9 +288,9 @@ def restore(path: Path, model: nn.Module) -> Checkpoint:
         raise CheckpointRefused(
             f"{path} holds no checkpoint", way_out="name the folder that `loka train --checkpoints` wrote to"
         )
-    restore_model(found.state, model, path=found.path)
     if not require_model(found, model):
-        say("TorchRec sharded its tables: whether its run's model is this one goes by class, names and shapes alone")
+        say("whether its run's model is this one goes by names and shapes: kinds of modules are not known")
+    restore_model(found.state, model, path=found.path)
     if found.state.get("average") or found.state.get("averaged") is not None:  # of one rank, of several
         say("the weights are those of the last step, not their mean (--average)")
     return found

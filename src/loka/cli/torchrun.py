@@ -141,7 +141,7 @@ def over_ranks(model: nn.Module, config: TrainConfig, *, engine: str, dense: str
 
 
 @contextmanager
-def unused_told(model: nn.Module) -> Iterator[None]:
+def naming_unused(model: nn.Module) -> Iterator[None]:
     """Says of DistributedDataParallel's error about parameters without a gradient which they are."""
     try:
         yield

@@ -36,7 +36,7 @@ def shard_dense(
 
     Raises:
         LokaError: the ranks hold other weights, there is no process group, a unit has a table in it, modules of
-            several units share a weight, or one is a number.
+            several units share a weight, or one is a scalar.
     """
     if not dist.is_initialized():
         raise LokaError("FSDP2 needs a process group", way_out="start it by torchrun")
@@ -51,11 +51,11 @@ def shard_dense(
             why=with_tables,
             way_out="make units of the modules beside the tables",
         )
-    if unfit := _unfit(model, [names[id(unit)] for unit in units if id(unit) in names]):
+    if unfit := _unfit(model, units):
         raise LokaError(
             "FSDP2 does not shard these weights so",
             why=unfit,
-            way_out="DistributedDataParallel (--dense ddp) takes them; or make a number a weight of one element, "
+            way_out="DistributedDataParallel (--dense ddp) takes them; or make a scalar a parameter of one element, "
             "and one unit of all modules that share a weight",
         )
     require_alike(model)
@@ -72,22 +72,19 @@ def shard_dense(
     return model.to(device)
 
 
-def _unfit(model: nn.Module, units: list[str]) -> list[str]:
-    """Weights that are numbers, and those that modules of several units share, the model's own unit among them."""
-    names: dict[nn.Parameter, list[str]] = {}
-    for name, weight in model.named_parameters(remove_duplicate=False):
-        names.setdefault(weight, []).append(name)
+def _unfit(model: nn.Module, units: list[nn.Module]) -> list[str]:
+    """Scalar parameters, and those that modules of several units share, the model's own unit among them."""
+    unit_of = dict.fromkeys(model.modules(), model)
+    for unit in sorted(units, key=lambda unit: -len(list(unit.modules()))):  # an inner one last
+        unit_of |= dict.fromkeys(unit.modules(), unit)
+    held: dict[nn.Parameter, dict[nn.Module, str]] = {}
+    for path, module in named_modules(model):
+        for name, weight in module.named_parameters(recurse=False):
+            held.setdefault(weight, {}).setdefault(unit_of[module], f"{path}.{name}".lstrip("."))
     tables = set(sparse_tables(model))
-    found = [f"{each[0]} is a number, without a side" for weight, each in names.items() if not weight.dim()]
-    for weight, each in names.items():
-        if weight not in tables and len({_unit_of(name, units) for name in each}) > 1:
-            found.append(f"{' and '.join(each)} are one weight")
-    return found
-
-
-def _unit_of(name: str, units: list[str]) -> str:
-    """The innermost one."""
-    return max((unit for unit in units if name.startswith(f"{unit}.")), key=len, default="")
+    found = [f"{next(iter(by.values()))} is a scalar" for weight, by in held.items() if not weight.dim()]
+    shared = [by.values() for weight, by in held.items() if len(by) > 1 and weight not in tables]
+    return found + [f"{' and '.join(names)} are one weight" for names in shared]
 
 
 def sparse_tables(model: nn.Module) -> list[nn.Parameter]:

@@ -23,26 +23,35 @@ class TensorHooks:
         self.forget()
 
     def forget(self) -> None:
-        self._reason, self._reads_nodes = "", False
+        self._reasons: dict[Any, str] = {}  # by the node of the tensor
+        self._reads_nodes = False
 
     def see(self, func: Any, args: tuple[Any, ...], path: Callable[[], str]) -> None:
         """`func` was called, in the forward of the module at `path`."""
         if func is torch.Tensor.register_hook and not (_is_engines(args[1]) or _is_leaf(args[0])):
             hook = f"puts a hook on a tensor ({_name(args[1])})"
-            self._reason = f"{path() or 'the model'} {hook}, which an extra backward would call"
+            self._note(args[0], f"{path() or 'the model'} {hook}, which an extra backward would call")
         elif func is torch.Tensor.retain_grad and not _is_leaf(args[0]):
-            self._reason = (
-                f"{path() or 'the model'} calls retain_grad, and an extra backward would add to that gradient"
-            )
+            called = "calls retain_grad, and an extra backward would add to that gradient"
+            self._note(args[0], f"{path() or 'the model'} {called}")
         elif func == _READS_NODE:
             self._reads_nodes = True
 
+    def _note(self, tensor: torch.Tensor, reason: str) -> None:
+        with unseen():
+            self._reasons[tensor.grad_fn] = reason
+
     def would_call(self, z: torch.Tensor) -> str:
-        """Which hook of the program an extra backward from the logits `z` would call, or ""."""
-        if self._reason or not self._reads_nodes:  # who has no node puts no hook on one
-            return self._reason
+        """Which hook of the program an extra backward from the logits `z` would call, or "". Forgets them: nodes keep
+        what their backward needs."""
+        reasons, reads_nodes = self._reasons, self._reads_nodes
+        self.forget()
+        if not (reasons or reads_nodes):  # who has no node puts no hook on one
+            return ""
         for node in _nodes_behind(z):
-            for hook in _hooks_on(node):
+            if node in reasons:
+                return reasons[node]
+            for hook in _hooks_on(node) if reads_nodes else ():
                 where = f"a node of autograd ({_name(hook)} on {node.name()})"
                 return f"the model puts a hook on {where}, which an extra backward would call"
         return ""

@@ -27,7 +27,6 @@ from loka.serve.build import droppable, frozen_tree, record_weights, relinked, s
 from loka.serve.by_rows import buckets_by_site, by_rows, check_plans, in_fp8
 from loka.serve.card import Calibration, Card, SiteCard
 from loka.serve.graphs import wants_graphs
-from loka.serve.model.derived import check_derived
 from loka.serve.model.independence import alike, check_independent, check_sizes
 from loka.serve.model.private import check_apart, kinds_of, own_copy, tried, written_attributes
 from loka.serve.race import fastest
@@ -87,9 +86,8 @@ def freeze(
         PlanMismatch, NoKernelFits, WrongResults: as `loka.convert` does; WrongResults, too, where compiled
             code computes something else.
         ServeRefused: rows that are too few, all alike, not finite or zero at a site; a model that mixes rows,
-            writes to its inputs, is sharded, cannot be copied, holds views of weights or what forward derived
-            of them, reads the original's in its copy, or fails for rows drawn between the bounds of these;
-            buckets or graphs that cannot be.
+            writes to its inputs, is sharded, cannot be copied, holds views of weights, reads the original's in its
+            copy, or fails for rows drawn between the bounds of these; buckets or graphs that cannot be.
     """
     _check_buckets(buckets)
     check_share(shadow)
@@ -121,7 +119,6 @@ def freeze(
     content = digest(rows)
     skeleton = skeleton_of(precise)
     run = Runner(form=form, autocast=autocast)
-    check_derived(precise, lambda tree: run(tree, [column[:LEAST_ROWS] for column in rows[0]]))
     found = _calibrate(precise, plan, rows, run)
     if digest(rows) != content:
         raise ServeRefused("this model's forward writes to its inputs", way_out="let it write to a copy, `x.clone()`")

@@ -12,6 +12,7 @@ import math
 import tempfile
 import threading
 from bisect import bisect_left
+from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
@@ -280,7 +281,9 @@ class Server:
     def _with_kept(self, state: Mapping[str, torch.Tensor], keep: str | Sequence[str]) -> dict[str, torch.Tensor]:
         if not isinstance(state, Mapping):
             raise ServeRefused(f"a {type(state).__name__} is no state dict", way_out="give model.state_dict()")
-        whole, held = dict(state), self._current.module.state_dict()
+        whole, held = OrderedDict(state), self._current.module.state_dict()
+        if hasattr(state, "_metadata"):  # versions of how its modules write their state
+            whole._metadata = state._metadata  # type: ignore[attr-defined]
         for pattern in [keep] if isinstance(keep, str) else keep:
             matching = [key for key in held if fnmatchcase(key, pattern)]
             gone = [key for key in matching if getattr(held[key], "is_meta", False) and key not in whole]

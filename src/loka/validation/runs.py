@@ -197,6 +197,11 @@ def held_out(out: Path, arm: str, seed: int) -> HeldOut:
     return HeldOut(**{name: tensor.numpy() for name, tensor in tensors.items()})
 
 
+def has_run(out: Path, arm: str, seed: int) -> bool:
+    """Whether a finished run lies there, of whatever."""
+    return (folder_of(out, arm, seed) / "run.json").exists()
+
+
 def folder_of(out: Path, arm: str, seed: int) -> Path:
     return out / "runs" / f"{re.sub(r'[^A-Za-z0-9_.+-]', '_', arm)}-{seed}"
 

@@ -31,7 +31,7 @@ from loka.validation.arms import NUDGED, ArmSpec
 from loka.validation.pair_bank import Bank, expected_of
 from loka.validation.paired import NE_LIMIT_PERCENT, PairedDifference, paired_difference
 from loka.validation.record import ArmVerdict, SeedPair, Validation
-from loka.validation.runs import Bench, Progress, Run, digest_of, held_out, run, setting_of, world_of
+from loka.validation.runs import Bench, Progress, Run, digest_of, has_run, held_out, run, setting_of, world_of
 from loka.validation.segments import Division, Segmented, clusters_of, divide
 from loka.validation.sequential import look_tail
 from loka.validation.variance import MIN_PAIRS, Expected, by_kl, pair_variances
@@ -119,7 +119,7 @@ def validate(
         track=track,
         on_log=on_log,
     )
-    _check_arms(bench, arms)
+    _check_arms(bench, arms, range(config.seed, config.seed + pairs))
     require_both(held_out_rows, batch_size=config.batch_size, what="the held-out rows")
     base = ArmSpec(name=control, apply=lambda model: None, identity={})
     segments = divide(held_out_rows, divisions, batch_size=config.batch_size)
@@ -193,9 +193,14 @@ class _Rules:
         return tail if self.planned is None else look_tail(pairs, self.planned, tail)
 
 
-def _check_arms(bench: Bench, arms: Sequence[ArmSpec]) -> None:
-    """Before the control trains: an arm that cannot run on this model would say so only then."""
-    checks = [arm.check for arm in arms if arm.check is not None]
+def _check_arms(bench: Bench, arms: Sequence[ArmSpec], seeds: Sequence[int]) -> None:
+    """Before the control trains: an arm that cannot run on this model would say so only then. Not of arms whose runs
+    are all there, which another machine may read."""
+    checks = [
+        arm.check
+        for arm in arms
+        if arm.check is not None and not all(has_run(bench.out, arm.name, seed) for seed in seeds)
+    ]
     if not checks:
         return
     torch.manual_seed(bench.config.seed)

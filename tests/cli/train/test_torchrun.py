@@ -92,7 +92,7 @@ def held_out(text):
 def test_what_engines_do_not_take_is_told_by_name(two):
     for said in two:
         assert re.search(r"(?s)no gradient in a step.*\n  extra.weight\n  extra.bias\n.*--dense fsdp2", said["unused"])
-        assert "temperature is a number, without a side" in said["Scaled"]
+        assert "temperature is a scalar" in said["Scaled"]
         assert re.search(r"\d\.0\.weight and towers\.1\.0\.weight are one weight", said["Tied"])
         assert all("--dense ddp" in said[own] for own in ("Scaled", "Tied"))
 

@@ -220,3 +220,25 @@ def test_hooks_of_engines_are_none_of_the_programs():
     assert hooks.would_call(z) == ""
     hooks.see(torch.Tensor.register_hook, (z, print), lambda: "unit")
     assert hooks.would_call(z).startswith("unit puts a hook on a tensor (print)")
+
+
+def test_a_hook_beside_the_way_of_the_logits_costs_nothing():
+    class Aside(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.side, self.head = nn.Linear(13, 8), nn.Linear(13, 4), nn.Linear(8, 1)
+
+        def forward(self, x):
+            aside = torch.relu(self.side(x))
+            aside.register_hook(lambda grad: grad)
+            aside.retain_grad()
+            return self.head(torch.relu(self.first(x)))[:, 0]
+
+    model = Aside()
+    with loka.Probe(model, every=1, effect_step=16) as probe:
+        for step in range(2):
+            x = sample(step, 32, 13)
+            functional.binary_cross_entropy_with_logits(model(x), (x[:, 0] > 0).float()).backward()
+    layers = probe.stats().layers
+    assert all(layers[name].effects for name in ("first", "head"))
+    assert "hook" not in layers["side"].no_effect

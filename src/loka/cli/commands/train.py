@@ -35,7 +35,7 @@ from loka.cli.options import (
     refuse_idle_rates,
 )
 from loka.cli.terminal import say
-from loka.cli.torchrun import check_engine, over_ranks, process_group, rank_and_ranks, unused_told
+from loka.cli.torchrun import check_engine, naming_unused, over_ranks, process_group, rank_and_ranks
 from loka.cli.train_lines import show_log, show_quality, show_result
 from loka.core.exceptions import LokaError
 from loka.core.numerics.label_rate import Shares
@@ -252,7 +252,7 @@ def train(
         with (
             alone_together(out if shared else None),
             TensorBoard(tensorboard) if tensorboard and first else contextlib.nullcontext() as board,
-            unused_told(built),
+            naming_unused(built),
         ):
 
             def on_log(line: TrainLog) -> None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -53,7 +53,7 @@ __all__ = ["Checkpoint", "CheckpointNotSaved", "load_newest", "load_one", "newes
 class Checkpoint:
     """The state of a run after `step` steps. `skipped` says what was passed over, and why.
 
-    `sharded`: it is of several ranks, and `state` is what is this one's alone.
+    `sharded`: it is of several ranks, and `state` is what is this one's alone. `identity`: what its run is.
     """
 
     step: int
@@ -61,6 +61,7 @@ class Checkpoint:
     path: Path
     skipped: tuple[str, ...] = ()
     sharded: bool = False
+    identity: Mapping[str, Any] = field(default_factory=dict)
 
 
 def save(folder: Path, *, step: int, state: Mapping[str, Any], identity: Mapping[str, Any], keep: int = 2) -> Path:
@@ -144,27 +145,28 @@ def load_one(path: Path) -> Checkpoint | None:
         ) from error
 
 
+_OF_TORCHREC = ".embedding_bags."  # weights of an EmbeddingBagCollection
+
+
 def require_model(found: Checkpoint, model: nn.Module) -> bool:
     """That the run of `found` trained a model such as this one, whose weights may fit by name and by shape alone.
 
-    Returns whether that could be told by kinds of modules: where TorchRec sharded tables, it put some of its own in.
+    Returns whether kinds of modules say so too: not where TorchRec sharded tables and put some of its own in, nor
+    where the checkpoint does not say of what it is.
 
     Raises CheckpointRefused with what differs.
     """
-    mine, saved = layout(model), identity_at(found.path).get("model")
-    told = not (is_sharded(found.path) and any(_OF_TORCHREC in name for name in found.state["model"]))
-    if not told and isinstance(saved, dict):
-        saved = {**saved, "layout": mine["layout"]}
-    if differences := differences_between(saved, mine, "model"):
+    mine, saved = layout(model), found.identity.get("model")
+    sharded = is_sharded(found.path) and any(_OF_TORCHREC in f".{name}" for name in found.state["model"])
+    if not isinstance(saved, dict):
+        return False
+    if differences := differences_between(saved | ({"layout": mine["layout"]} if sharded else {}), mine, "model"):
         raise CheckpointRefused(
             f"the run of {found.path} trained another model than this {mine['class']}",
             why=[*differences, "a layout is the kinds of all modules, and names, shapes and dtypes of weights"],
             way_out=f"build the model as that run did: {MODEL_OPTIONS}",
         )
-    return told
-
-
-_OF_TORCHREC = ".embedding_bags."  # weights of an EmbeddingBagCollection
+    return not sharded
 
 
 def holds_checkpoints(folder: Path) -> bool:
@@ -207,7 +209,7 @@ def _found(
     sharded = is_sharded(path)
     if sharded and identity is None:
         state = whole_state(path, read_manifest(path))
-    return Checkpoint(step_of(path), state, path, skipped, sharded and identity is not None)
+    return Checkpoint(step_of(path), state, path, skipped, sharded and identity is not None, identity_at(path))
 
 
 def _attempt(path: Path, identity: Mapping[str, Any] | None, steps: int) -> tuple[dict[str, Any], str]:
