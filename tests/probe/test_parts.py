@@ -334,6 +334,7 @@ def test_soft_labels_are_taken_and_others_not_asked(model):
     renew(lambda batch: batch[1] - 2, weights=lambda batch: torch.ones(128))
 
 
+@pytest.mark.slow
 def test_h_is_of_rows_with_labels(model):
     rows = [(x, None if at % 2 else torch.full((128, 2), 0.9)) for at, (x, _) in enumerate(batches(12_800))]
     some, every = (
