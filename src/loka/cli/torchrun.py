@@ -149,8 +149,8 @@ def naming_unused(model: nn.Module) -> Iterator[None]:
         if "Expected to have finished reduction" not in str(error):
             raise
         trained = [name for name, weight in model.named_parameters() if weight.requires_grad]
-        told = str(error).rpartition("did not receive grad for rank")[2].partition(":")[2]
-        numbers = [int(word) for word in told.split() if word.isdigit()]
+        listed = str(error).rpartition("did not receive grad for rank")[2].partition(":")[2]
+        numbers = [int(word) for word in listed.split() if word.isdigit()]
         raise LokaError(
             "some parameters got no gradient in a step, for which DistributedDataParallel waits",
             why=[trained[number] for number in numbers if number < len(trained)],

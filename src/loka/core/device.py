@@ -1,4 +1,4 @@
-"""What machine this is: the fingerprint that measurements and plans carry."""
+"""What machine this is: the fingerprint that measurements and plans carry; and how tensors get to its devices."""
 
 from __future__ import annotations
 
@@ -101,3 +101,8 @@ def _driver_version() -> str:
     except (OSError, subprocess.SubprocessError):
         return "unknown"
     return result.stdout.strip() or "unknown"
+
+
+def moved(tensor: torch.Tensor, device: torch.device | str) -> torch.Tensor:
+    """On `device`. Of pinned memory, a copy to a GPU alone is not waited for: the CPU reads at once what it is given."""
+    return tensor.to(device, non_blocking=torch.device(device).type != "cpu")

@@ -8,6 +8,8 @@ from typing import Protocol
 
 import torch
 
+from loka.core.device import moved
+
 
 @dataclass(frozen=True, kw_only=True)
 class Batch:
@@ -28,8 +30,7 @@ class Batch:
 
     def to(self, device: torch.device | str) -> Batch:
         """A copy on `device`; from pinned memory to a GPU it does not wait for the copy."""
-        ahead = torch.device(device).type != "cpu"  # the CPU reads at once what it is given
-        return Batch(**{name: t.to(device, non_blocking=ahead) for name, t in self.tensors().items()})
+        return Batch(**{name: moved(tensor, device) for name, tensor in self.tensors().items()})
 
     def pinned(self) -> Batch:
         """A copy in pinned memory; of what lies on a GPU, there, when it is done."""

@@ -42,16 +42,13 @@ class TensorHooks:
             self._reasons[tensor.grad_fn] = reason
 
     def would_call(self, z: torch.Tensor) -> str:
-        """Which hook of the program an extra backward from the logits `z` would call, or "". Forgets them: nodes keep
-        what their backward needs."""
-        reasons, reads_nodes = self._reasons, self._reads_nodes
-        self.forget()
-        if not (reasons or reads_nodes):  # who has no node puts no hook on one
+        """Which hook of the program an extra backward from the logits `z` would call, or ""."""
+        if not (self._reasons or self._reads_nodes):  # who has no node puts no hook on one
             return ""
         for node in _nodes_behind(z):
-            if node in reasons:
-                return reasons[node]
-            for hook in _hooks_on(node) if reads_nodes else ():
+            if node in self._reasons:
+                return self._reasons[node]
+            for hook in _hooks_on(node) if self._reads_nodes else ():
                 where = f"a node of autograd ({_name(hook)} on {node.name()})"
                 return f"the model puts a hook on {where}, which an extra backward would call"
         return ""

@@ -212,21 +212,25 @@ def _check_same(
             ", ".join(map(str, blind)),
             card.model,
         )
-    other = [place for place, pair in enumerate(zip(found, wanted, strict=True)) if not same_bits(*pair)]
-    if others and any(sqnr_db(*finite_in_both(found[place], wanted[place])) < _ROUNDED_DB for place in other):
+    apart = {
+        place: sqnr_db(*finite_in_both(*pair))
+        for place, pair in enumerate(zip(found, wanted, strict=True))
+        if not same_bits(*pair)
+    }
+    if others and any(agreement < _ROUNDED_DB for agreement in apart.values()):
         raise ServeRefused(
             f"this model computes something else than the one in {folder}: it is built of other modules",
             why=others,
             way_out=f"give a {card.model} as it was when it was frozen (on the command line --mods or --no-mods)",
         )
-    if other:
+    if apart:
         _LOG.warning(
             "%s: this %s answers by other bits than the one that was saved (outputs %s; they agree to %s dB): another "
             "number of threads, or other code or options that the check cannot tell from rounding",
             folder,
             card.model,
-            ", ".join(map(str, other)),
-            ", ".join(f"{sqnr_db(*finite_in_both(found[place], wanted[place])):.1f}" for place in other),
+            ", ".join(map(str, apart)),
+            ", ".join(f"{agreement:.1f}" for agreement in apart.values()),
         )
 
 

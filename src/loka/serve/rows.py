@@ -16,6 +16,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
+from loka.core.device import moved
 from loka.core.exceptions import ServeRefused
 from loka.core.problem import dtype_name
 from loka.core.storage.codec import sparse
@@ -67,8 +68,7 @@ class Form:
                 why=[f"given  {form_of(request)}", f"served {self}"],
                 way_out="cast or reshape it, or freeze again with calibration rows of this form",
             )
-        ahead = device.type != "cpu"  # the CPU reads at once what it is given
-        return [tensor if tensor.device == device else tensor.to(device, non_blocking=ahead) for tensor in tensors]
+        return [moved(tensor, device) for tensor in tensors]
 
     def _ordered(self, request: Request) -> Sequence[torch.Tensor] | None:
         if _kind(request) != self.kind:

@@ -242,3 +242,12 @@ def test_a_hook_beside_the_way_of_the_logits_costs_nothing():
     layers = probe.stats().layers
     assert all(layers[name].effects for name in ("first", "head"))
     assert "hook" not in layers["side"].no_effect
+
+
+@pytest.mark.parametrize("samples", [0, 512])
+def test_nodes_are_let_go_of_behind_each_pass(samples):
+    """They keep the graph beside the way of the logits, which no backward frees, and the next look is far."""
+    model = Model(lambda z: z.register_hook(lambda grad: grad))
+    with loka.Probe(model, every=1, effect_samples=samples) as probe:
+        model(sample(0, 32, 13))
+        assert not probe._sensitivity.hooks._reasons

@@ -105,8 +105,8 @@ class Sensitivity:
     def begin(self, arguments: Any, *, step: int) -> None:
         self._flush()
         self._generator.manual_seed(step_seed(self._seed, step))
-        self._calls, self.size = [], 0
-        self.hooks.forget()
+        self.forget()
+        self.size = 0
         self._step = Step(batch_of(arguments))
 
     def see(
@@ -138,6 +138,7 @@ class Sensitivity:
     def forget(self) -> None:
         """The forward pass failed, or nobody watches it any more: lets go of inputs and graph."""
         self._calls = []
+        self.hooks.forget()
 
     def finish(self, model: nn.Module, output: Any) -> None:
         """The forward pass is over: the extra backward, and the effects. Never raises an Exception.
@@ -146,6 +147,7 @@ class Sensitivity:
         """
         seen, self._calls = self._calls, []
         if not seen:
+            self.forget()
             return
         calls, edges = [call for call, _ in seen], [edge for _, edge in seen]
         try:
@@ -171,6 +173,8 @@ class Sensitivity:
         except Exception as error:  # user code runs in the pass, and training goes on without it
             self._drop(calls, reason_of(error))
             return
+        finally:
+            self.hooks.forget()  # whose nodes keep what their backward needs
         reached = {call.path for call, grad in zip(calls, grads, strict=True) if grad is not None}
         self._drop([call for call in calls if call.path not in reached], _UNREACHED)
         found: dict[str, tuple[torch.Tensor, Tables]] = {}

@@ -53,7 +53,8 @@ __all__ = ["Checkpoint", "CheckpointNotSaved", "load_newest", "load_one", "newes
 class Checkpoint:
     """The state of a run after `step` steps. `skipped` says what was passed over, and why.
 
-    `sharded`: it is of several ranks, and `state` is what is this one's alone. `identity`: what its run is.
+    `of_ranks`: it was written in shards; `sharded`: and `state` is what is this rank's alone. `identity`: what its run
+    is.
     """
 
     step: int
@@ -61,6 +62,7 @@ class Checkpoint:
     path: Path
     skipped: tuple[str, ...] = ()
     sharded: bool = False
+    of_ranks: bool = False
     identity: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -157,7 +159,7 @@ def require_model(found: Checkpoint, model: nn.Module) -> bool:
     Raises CheckpointRefused with what differs.
     """
     mine, saved = layout(model), found.identity.get("model")
-    sharded = is_sharded(found.path) and any(_OF_TORCHREC in f".{name}" for name in found.state["model"])
+    sharded = found.of_ranks and any(_OF_TORCHREC in f".{name}" for name in found.state["model"])
     if not isinstance(saved, dict):
         return False
     if differences := differences_between(saved | ({"layout": mine["layout"]} if sharded else {}), mine, "model"):
@@ -209,7 +211,8 @@ def _found(
     sharded = is_sharded(path)
     if sharded and identity is None:
         state = whole_state(path, read_manifest(path))
-    return Checkpoint(step_of(path), state, path, skipped, sharded and identity is not None, identity_at(path))
+    own = sharded and identity is not None
+    return Checkpoint(step_of(path), state, path, skipped, own, of_ranks=sharded, identity=identity_at(path))
 
 
 def _attempt(path: Path, identity: Mapping[str, Any] | None, steps: int) -> tuple[dict[str, Any], str]:

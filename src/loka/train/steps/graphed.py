@@ -22,6 +22,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from loka.core.device import moved
 from loka.core.exchange import gather, ranks_of
 from loka.core.recording import Recording, capture_stream, record, synced
 from loka.core.timing import first_line, still_usable
@@ -195,14 +196,13 @@ class GraphedStep:
 
     def _eager(self, batch: tuple[torch.Tensor, ...], why: str) -> Result:
         self.eager_steps[why] += 1
-        ahead = self._device.type != "cpu"  # the CPU reads at once what it is given
-        moved = [tensor.to(self._device, non_blocking=ahead) for tensor in batch]
+        there = [moved(tensor, self._device) for tensor in batch]
         if self._refused:
-            return _detached(self._function(*moved))
+            return _detached(self._function(*there))
         # Autograd remembers the stream on which it first saw a parameter, and a capture may not
         # wait for another one: whatever runs while a graph is possible runs on the graph's stream.
         with synced(self._side()):
-            return _detached(self._function(*moved))
+            return _detached(self._function(*there))
 
     def _share_out(self) -> None:
         """Behind a forward without backward, as of an evaluation, FSDP2 keeps its root gathered until the next
