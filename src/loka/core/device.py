@@ -104,5 +104,5 @@ def _driver_version() -> str:
 
 
 def moved(tensor: torch.Tensor, device: torch.device | str) -> torch.Tensor:
-    """On `device`. Of pinned memory, a copy to a GPU alone is not waited for: the CPU reads at once what it is given."""
+    """On `device`. Of pinned memory a copy to a GPU is not waited for; the CPU reads at once what it is given."""
     return tensor.to(device, non_blocking=torch.device(device).type != "cpu")
