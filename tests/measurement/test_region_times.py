@@ -77,6 +77,15 @@ def spy(monkeypatch):
     return timer
 
 
+@pytest.fixture
+def backend(monkeypatch):
+    """Compiles cells in the place of Inductor, which takes ten times as long."""
+    torch._dynamo.reset()
+    backend, compiled = JointBackend(), torch.compile
+    monkeypatch.setattr(torch, "compile", lambda call, **options: compiled(call, backend=backend, **options))
+    return backend
+
+
 def test_both_arms_run_compiled_forward_and_backward(spy):
     """In bfloat16 under autocast, the weight in float32; the FP8 arm in one region."""
     layer, before = layer_of((32, 48)), torch.get_rng_state()
@@ -98,7 +107,7 @@ def test_both_arms_run_compiled_forward_and_backward(spy):
     assert torch.equal(torch.get_rng_state(), before), "a training that measures in between goes on alike"
 
 
-def test_a_chain_goes_there_and_back(spy):
+def test_a_chain_goes_there_and_back(spy, backend):
     """32 to 48 features, to 32, twice: one region of four layers, of whose time each has a fourth."""
     found = timed_cell(layer_of((32, 48)), (32, 48), chained=True)
     assert found[REGION].microseconds.value == pytest.approx(50 / CHAINED, rel=0.01)
@@ -128,11 +137,8 @@ def test_a_frozen_layer_has_no_grad_weight(spy):
     assert runs == of_all(output=3, grad_input=3, grad_weight=0)
 
 
-def test_a_served_layer_keeps_its_weight_in_fp8(spy, monkeypatch):
+def test_a_served_layer_keeps_its_weight_in_fp8(spy, backend):
     """Its time holds no quantization of the weight, and plans of kept weights have times of their own."""
-    torch._dynamo.reset()
-    backend, compiled = JointBackend(), torch.compile
-    monkeypatch.setattr(torch, "compile", lambda call, **options: compiled(call, backend=backend, **options))
     served = dataclasses.replace(
         layer_of((32, 16), first=True, frozen=True), weight_dtype="bfloat16", dtype="bfloat16", kept_weight=True
     )
@@ -166,7 +172,7 @@ def test_sides_that_do_not_fit_are_told_and_nothing_is_compiled(sides, spy, monk
     assert not spy.races
 
 
-def test_a_layer_over_few_tokens_is_told_and_nothing_is_compiled(spy, monkeypatch):
+def test_a_layer_over_few_tokens_is_told_and_nothing_is_compiled(spy, backend, monkeypatch):
     """A cell of rows that lie one after another was half as slow as what served Wukong did with it."""
     layer = dataclasses.replace(layer_of((64, 32)), over_tokens=True)
     with monkeypatch.context() as context:
