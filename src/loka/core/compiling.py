@@ -35,6 +35,14 @@ modules, which are copied."""
 _collector = threading.RLock()
 
 
+def traced_here() -> bool:
+    """Whether a compiler traces this call. What `torch.compiler.is_compiling` tells is of the whole process: it is
+    true in all threads while one of them compiles or exports."""
+    if torch.compiler.is_dynamo_compiling():  # a constant where Dynamo traces, and false elsewhere
+        return True
+    return torch.compiler.is_compiling() and torch._C._len_torch_dispatch_stack() > 0
+
+
 def compile_in_place(module: Module, frame: CodeType | None = None, *, replayed: bool = False) -> Module:
     """The same module, whose calls run compiled for the shapes they see; `forward` and hooks stay its own.
 

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 from torch.nn.utils import parametrize
 
+from loka.core.compiling import traced_here
 from loka.core.exceptions import PlanMismatch
 from loka.core.signature import WeightUse
 from loka.graph.checkpoints import keep_sites
@@ -38,7 +39,7 @@ class OwnerForward(SiteForward):
             self.uses.setdefault(f"{use.key}|{use.form}", []).append((use.expert, site))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if not torch.compiler.is_compiling():
+        if not traced_here():
             keep_sites()
         with self.mode():
             return self.plain(*args, **kwargs)

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch.autograd import forward_ad
 
+from loka.core.compiling import traced_here
 from loka.core.exceptions import NotConverted
 from loka.core.records.report import HP
 from loka.nn.fp8_weight import Fp8Weight
@@ -20,7 +21,7 @@ _PLAIN = (torch.Tensor, torch.nn.Parameter, Fp8Weight)
 def _direct(*tensors: torch.Tensor) -> bool:
     """Whether nothing watches or traces ops: plain tensors, no dispatch mode, no compiler."""
     return (
-        not torch.compiler.is_compiling()
+        not traced_here()
         and all(type(tensor) in _PLAIN for tensor in tensors)
         and not torch._C._len_torch_dispatch_stack()
     )
@@ -48,11 +49,11 @@ class SiteGemms(torch.autograd.Function):
         """`keep`: whether gradients of the weight and of x are wanted, so that x and the weight matter."""
         output, grad_input, grad_weight = candidates
         ctx.weight_dtype = weight.dtype
-        if output == grad_input == HP and torch.compiler.is_compiling():
+        if output == grad_input == HP and traced_here():
             weight = weight.to(x.dtype)  # in the graph: once for both GEMMs, and fused
         share_x = keep[0] and output != HP and grad_weight != HP
         # FSDP2 frees a gathered weight and gathers it anew for backward, which a copy of it would defeat.
-        gathered = isinstance(weight, Fp8Weight) and not torch.compiler.is_compiling()
+        gathered = isinstance(weight, Fp8Weight) and not traced_here()
         share_weight = keep[1] and output != HP and grad_input != HP and not gathered
         if _direct(x, weight):
             with torch._C.DisableTorchFunction():  # a mode around may know the weight, and take this for its own
@@ -80,13 +81,13 @@ class SiteGemms(torch.autograd.Function):
         want_x, want_weight = ctx.needs_input_grad[:2]
         _refuse_transforms(ctx.site, grad_output)
         exact = (not want_x or grad_input == HP) and (not want_weight or grad_weight == HP)
-        if torch.is_grad_enabled() and not exact and not torch.compiler.is_compiling():  # create_graph=True
+        if torch.is_grad_enabled() and not exact and not traced_here():  # create_graph=True
             raise NotConverted(
                 f"{ctx.site}: no second derivative, as of a gradient penalty, goes through gradients in FP8",
                 why=["casts, and what forward keeps of the operands, have no graph: its terms would be lost"],
                 way_out="force grad_input and grad_weight to hp, or loka.revert(model)",
             )
-        if _direct(grad_output) or (exact and torch.is_grad_enabled() and not torch.compiler.is_compiling()):
+        if _direct(grad_output) or (exact and torch.is_grad_enabled() and not traced_here()):
             names, want = (grad_input, grad_weight), (want_x, want_weight)
             x, x_scale, weight, scale = saved
             dx, dw = backward_parts(
@@ -110,7 +111,7 @@ class SiteGemms(torch.autograd.Function):
 
 def _refuse_transforms(site: str, rows: torch.Tensor) -> None:
     """Of compiled code the op refuses them (nn/site_ops.py): Dynamo takes the answer for a constant."""
-    if torch.compiler.is_compiling():
+    if traced_here():
         return
     batched = torch._C._functorch.is_legacy_batchedtensor(rows)  # by `is_grads_batched`
     if batched or torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0:

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 import torch
 from torch import nn
 
+from loka.core.compiling import traced_here
 from loka.core.exceptions import LokaError, NotConverted
 from loka.core.numerics.label_rate import Shares, require_shares
 from loka.nn.site import site_forwards
@@ -44,7 +45,7 @@ def refuse_without_sites(model: nn.Module, linears: Mapping[str, nn.Linear], ski
 
 def refuse_compiling() -> None:
     """Of a hook that is traced, as the probed module is called by compiled code: no single step is seen there."""
-    if torch.compiler.is_compiling():
+    if traced_here():
         raise LokaError(
             "this Probe watches a module inside of what torch.compile compiles, whose steps it cannot watch",
             way_out="probe what you call: compiled = torch.compile(model), and Probe(compiled)",

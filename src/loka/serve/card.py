@@ -65,10 +65,6 @@ class Card:
     dense_bytes: tuple[int, ...]
 
     @property
-    def ranges(self) -> dict[str, Range]:
-        return {name: site.range for name, site in self.sites.items()}
-
-    @property
     def blind(self) -> tuple[str, ...]:
         """Sites whose rows differ so much that the alarm would not see a shift of 20 times."""
         return tuple(name for name, site in self.sites.items() if site.range.blind)

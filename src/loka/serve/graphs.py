@@ -40,7 +40,8 @@ from loka.serve.rows import Form, leaves, mapped
 from loka.serve.run import Runner
 from loka.serve.sites import FrozenSite, HighPrecisionSite, answering, frozen_sites, observed_by
 from loka.serve.watch.agreement import AnswerError, disagreements
-from loka.serve.watch.monitor import Range, apart, look, look_of_scales, some_of
+from loka.serve.watch.monitor import apart, look, look_of_scales, some_of
+from loka.serve.watch.own_rows import RowOrder, own_rows
 
 _RECOMPILES = 4096
 _LEAST_ROWS = 8  # of a site over tokens, where a request fills little of its graph: else always the same few
@@ -48,16 +49,17 @@ _LEAST_ROWS = 8  # of a site over tokens, where a request fills little of its gr
 
 class Seen(NamedTuple):
     """`looked_at` of a site's `rows` are, by `width` numbers each: `SCALES`, numbers that are `FINITE` or not, or
-    maxima, 0."""
+    maxima, 0. `order`: how the rows of a batch lie among them."""
 
     name: str
     looked_at: int
     width: int
     rows: int
     what: int
+    order: RowOrder | None
 
 
-def _likeness(seen: Seen) -> tuple[int, ...]:
+def _likeness(seen: Seen) -> tuple[Any, ...]:
     return seen[1:]
 
 
@@ -156,23 +158,22 @@ class _Waiting:
         return self.event is None or self.event.query()
 
     def by_rows(self) -> Iterator[tuple[list[str], torch.Tensor]]:
-        """Sites of which as many rows were looked at, and maxima, without rows that only pad: the last of a
-        site's, where these lie by rows of the batch; else some copies of the last row are among them."""
+        """Sites of which as many rows were looked at, and maxima, without rows that only pad."""
         count, whole = self.filled
         begin = 0
-        for (looked_at, width, rows, what), alike in itertools.groupby(self.sites, key=_likeness):
+        for (looked_at, width, rows, what, order), alike in itertools.groupby(self.sites, key=_likeness):
             names = [seen.name for seen in alike]
             end = begin + len(names) * looked_at * width
             numbers = self.values[begin:end].view(len(names), looked_at, width).sum(dim=2)
             begin = end
-            kept = -(-(count * rows // whole) // apart(rows))
-            if kept >= _LEAST_ROWS or kept == looked_at or rows <= whole:
-                yield names, _maxima(numbers[:, :kept], what)
+            own = numbers[:, own_rows(order, rows, count=count, padded=whole, apart=apart(rows))]
+            if own.shape[1] >= _LEAST_ROWS or own.shape[1] == looked_at or rows <= whole:
+                yield names, _maxima(own, what)
 
 
 def _maxima(numbers: torch.Tensor, what: int) -> torch.Tensor:
-    """As `look` gives them; of numbers that tell no more than whether rows are finite, 0 or NaN."""
-    return look_of_scales(numbers) if what == SCALES else numbers * 0.0 if what == FINITE else numbers
+    """As `look` gives them; of numbers that tell no more than whether rows are finite, -1 or NaN."""
+    return look_of_scales(numbers) if what == SCALES else numbers * 0.0 - 1.0 if what == FINITE else numbers
 
 
 class Capturer:
@@ -184,12 +185,13 @@ class Capturer:
         *,
         run: Runner,
         buckets: Sequence[int],
-        ranges: Mapping[str, Range],
+        orders: Mapping[str, RowOrder | None],
         device: torch.device,
         errors: Sequence[AnswerError] | None,
     ) -> None:
-        """`errors`: of the outputs, by which compiled and eager answers are compared."""
-        self._run, self._ranges, self._device, self._errors = run, ranges, device, errors
+        """`orders`: of the sites that the alarm watches. `errors`: of the outputs, by which compiled and eager answers
+        are compared."""
+        self._run, self._orders, self._device, self._errors = run, orders, device, errors
         install()  # what joins sites into regions
         scripted = [path for path, module in named_modules(tree) if isinstance(module, torch.jit.ScriptModule)]
         if scripted:
@@ -282,7 +284,7 @@ class Capturer:
                 made = call()
             with uncounted():
                 recording, output = record(call, self._device, stream, pool)
-                looking = self._looking(call, stream, pool) if self._ranges else None
+                looking = self._looking(call, stream, pool) if self._orders else None
             return made, recording, output, looking
 
         made, recording, output, looking = tried(
@@ -310,8 +312,12 @@ class Capturer:
 
         def take(shown: list[tuple[str, torch.Tensor, int, int]]) -> None:
             """Copies it at once, by a kernel for all that are as wide: the memory of what a graph shows is its own."""
-            known = [(Seen(name, len(some), some.shape[1], rows, what), some) for name, some, rows, what in shown]
-            known = sorted((each for each in known if each[0].name in self._ranges), key=lambda each: each[0][2:])
+            known = [
+                (Seen(name, len(some), some.shape[1], rows, what, self._orders[name]), some)
+                for name, some, rows, what in shown
+                if name in self._orders
+            ]
+            known.sort(key=lambda each: (*each[0][2:5], str(each[0].order)))
             for _, alike in itertools.groupby(known, key=lambda each: each[0].width):
                 seen, values = zip(*alike, strict=True)
                 found.append(torch.cat(values).reshape(-1))

@@ -40,7 +40,8 @@ from loka.serve.run import Runner
 from loka.serve.saving import save_version
 from loka.serve.sites import Observer, answering, observed_by
 from loka.serve.version import Version
-from loka.serve.watch.monitor import EVERY, Alarm, Monitor
+from loka.serve.watch.monitor import Alarm, Monitor, is_looked_at
+from loka.serve.watch.own_rows import RowOrder, own_rows, row_orders
 from loka.serve.watch.shadow import Shadow
 
 
@@ -89,15 +90,16 @@ class Server:
         self._requests = itertools.count()
         self._shadow = shadow
         self._run = Runner(form=card.form, autocast=None if card.autocast is None else getattr(torch, card.autocast))
+        self._orders = self._orders_in(module)
         self._capturer = (
             Capturer(
-                module, run=self._run, buckets=card.buckets, ranges=card.ranges, device=device, errors=card.answers
+                module, run=self._run, buckets=card.buckets, orders=self._orders, device=device, errors=card.answers
             )
             if graphs
             else None
         )
         self._newest = 0
-        self._current = self._version(module, precise)
+        self._current = self._version(module, precise, self._monitor())
         self._previous: Version | None = None
         if graphs:  # Python's full collection is due after compiling: it stopped requests for 0.2 to 0.3 s
             gc.collect()
@@ -168,15 +170,15 @@ class Server:
         """The outputs for the rows of a request [B, ...], any B.
 
         Rows are padded to the next bucket and cut out again; more than the largest bucket are split, and the
-        parts answered by one version. Rows with NaN get NaN and leave the others as they are. Every 8th
-        request is shown to the alarm.
+        parts answered by one version. Rows with NaN get NaN and leave the others as they are. One of 8
+        requests is shown to the alarm, of parts the first.
 
         Raises ServeRefused for a request of another form than was frozen, or one that reads a weight by a way
         that no calibration row took.
         """
         version, number = self._current, next(self._requests)
         tensors = self.card.form.read(request, self.device)
-        by, looking = version.replays or version.module, number % EVERY == 0 and tensors[0].shape[0] > 0
+        by, looking = version.replays or version.module, is_looked_at(number) and tensors[0].shape[0] > 0
         with self._one:
             output, sizes = self._answer(by, tensors, looking=version.monitor if looking else None)
             if version.replays is not None:
@@ -199,11 +201,32 @@ class Server:
             if isinstance(by, Replays):
                 parts.append(by(part, sizes[-1], looking=looking is not None and not first))
                 continue
-            observed = nullcontext() if looking is None else observed_by(_of_request(looking, rows, sizes[-1]))
+            monitor = None if first else looking
+            observed = nullcontext() if monitor is None else observed_by(self._shown(monitor, rows, sizes[-1]))
             with answering(sizes[-1]), observed, self._refusing():
                 output = self._run(by, pad(part, sizes[-1], self.card.form))
                 parts.append(mapped(output, partial(_own_rows, rows)))
         return joined(parts), tuple(sizes)
+
+    def _orders_in(self, module: nn.Module) -> dict[str, RowOrder | None]:
+        """How rows of a batch lie among those of each site, in the order in which sites run."""
+        tree, rows = like(module), self.card.form.check_rows(self.device)
+        found = row_orders(lambda each: self._run(tree, each), rows, self.card.buckets[-1])
+        known = {name: order for name, order in found.items() if name in self.card.sites}
+        return known | {name: None for name in self.card.sites if name not in known}
+
+    def _monitor(self, behind: Monitor | None = None) -> Monitor:
+        return Monitor({name: self.card.sites[name].range for name in self._orders}, behind=behind)
+
+    def _shown(self, monitor: Monitor, rows: int, padded: int) -> Observer:
+        """Shows the alarm what a site sees of the request's own rows."""
+
+        def show(name: str, seen: torch.Tensor) -> None:
+            if name in self._orders:
+                own = own_rows(self._orders[name], len(seen), count=rows, padded=padded)
+                monitor.observe(name, seen[own])
+
+        return show
 
     @contextmanager
     def _refusing(self) -> Iterator[None]:
@@ -258,7 +281,8 @@ class Server:
                 self.card.dropped,
                 buckets_by_site(self.card.buckets, self.card.in_hp),
             )
-            version = self._version(tree, precise if self._shadow else None)
+            monitor = self._monitor(self._current.monitor)
+            version = self._version(tree, precise if self._shadow else None, monitor)
             self._previous, self._current = self._current, version
             return version.number
 
@@ -267,16 +291,14 @@ class Server:
         with self._one:
             return replace(self._current, module=like(self._current.module))
 
-    def _version(self, module: nn.Module, precise: nn.Module | None) -> Version:
+    def _version(self, module: nn.Module, precise: nn.Module | None, monitor: Monitor) -> Version:
         """The next one; a number is used up only where its graphs are sound."""
         replays = None
         if self._capturer is not None:
             for_compilers(module)
             replays = self._capturer.capture(module)
         self._newest += 1
-        return Version(
-            number=self._newest, module=module, precise=precise, monitor=Monitor(self.card.ranges), replays=replays
-        )
+        return Version(number=self._newest, module=module, precise=precise, monitor=monitor, replays=replays)
 
     def _with_kept(self, state: Mapping[str, torch.Tensor], keep: str | Sequence[str]) -> dict[str, torch.Tensor]:
         if not isinstance(state, Mapping):
@@ -336,11 +358,6 @@ class Server:
             unscaled = self._current.replays.unscaled if self._current.replays else ()
             lines += [f"  {name}: the alarm sees what is not finite alone, behind a norm" for name in unscaled]
         return "\n".join(lines)
-
-
-def _of_request(monitor: Monitor, rows: int, padded: int) -> Observer:
-    """Shows the alarm what belongs to the request's own rows, which lie before those that pad."""
-    return lambda site, seen: monitor.observe(site, seen[: -(-len(seen) * rows // padded)])
 
 
 def _own_rows(rows: int, leaf: torch.Tensor) -> torch.Tensor:

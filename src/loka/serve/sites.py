@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from loka.compiler.joint_sites import misfit, unjoined
+from loka.core.compiling import traced_here
 from loka.core.exceptions import ServeRefused
 from loka.core.numerics.reference import Quantized
 from loka.core.problem import Problem, dtype_name, linear_problem, target_of
@@ -296,7 +297,7 @@ def observing() -> Observer | None:
 
 
 def _compiling() -> bool:
-    return torch.compiler.is_compiling() or getattr(_HERE, "traced", False)
+    return traced_here() or getattr(_HERE, "traced", False)
 
 
 def _bucket() -> int | None:

@@ -18,6 +18,7 @@ from loka.serve.watch.monitor import (
     Monitor,
     Range,
     apart,
+    is_looked_at,
     look,
     look_of_scales,
     looks_of,
@@ -48,14 +49,14 @@ def first_alarm(candidate, scale, count):
 @pytest.mark.parametrize("scale", [20.0, 1 / 20])
 def test_a_shift_of_twenty_times_is_named_within_a_hundred_batches(scale, count):
     batch, (alarm,) = first_alarm(ROW, scale, count)
-    assert batch <= EVERY * (WINDOW // 2 + 1)
+    assert batch < EVERY * (WINDOW // 2 + 2)
     assert (alarm.site, alarm.kind) == ("0", "shift")  # behind the norm nothing has moved
     assert scale / 2 < float(alarm.text.split()[2]) < scale * 2
 
 
 def test_saturation_of_a_static_scale_is_named():
     batch, (alarm,) = first_alarm(TENSOR, 20.0, 16)
-    assert batch <= EVERY
+    assert batch < 2 * EVERY
     assert (alarm.site, alarm.kind) == ("0", "saturation")
 
 
@@ -88,7 +89,8 @@ def test_a_row_is_beyond_the_limit_once_in_a_hundred():
     octaves = octaves_of(torch.exp2(draws))
     assert float(((octaves - known.median).abs() > known.limit).double().mean()) < 0.01
     assert abs(known.limit - 2.576 * 1.7) <= 0.75, "octaves are whole"
-    assert range_of(torch.tensor([0.0, 1.75, 1.75]), None) == Range(median=-7.5, limit=2.0, ceiling=None)
+    assert range_of(torch.tensor([0.0, 1.75, 1.75]), None) == Range(median=-7.5, limit=2.0, ceiling=None, zeros=True)
+    assert not range_of(torch.tensor([1.75, 1.75]), None).zeros
 
 
 def looks(octaves, rows=1, saturated=0):
@@ -109,9 +111,10 @@ def test_looks():
     many = torch.ones(1000, 2)
     many[::9] = 2.0
     assert seen(many, 1.5) == ([-7.0], 112, 112, 0)
-    (octave,), *others = seen(torch.zeros(3, 2), None)
+    assert seen(torch.zeros(3, 2), None) == ([-math.inf], 3, 0, 0)
+    (octave,), *others = seen(torch.tensor([[0.0, 0.0], [math.nan, 0.0]]), None)
     assert math.isnan(octave)
-    assert others == [3, 0, 0]
+    assert others == [2, 0, 1]
 
 
 @given(st.floats(2.0**-50, 2.0**100, width=32))
@@ -142,7 +145,10 @@ def test_sites_at_once_are_as_one_by_one(rows):
     for amax, ceiling, (octave, saturated, nonfinite) in zip(rows, ceilings, each, strict=True):
         finite = [x for x in amax if math.isfinite(x)]
         positive = sorted(octaves_of(torch.tensor([x for x in finite if x > 0])).tolist())
-        assert octave == positive[(len(positive) - 1) // 2] if positive else math.isnan(octave)
+        if positive:
+            assert octave == positive[(len(positive) - 1) // 2]
+        else:
+            assert octave == -math.inf if amax == [0.0] * 5 else math.isnan(octave)
         assert saturated == (0 if ceiling is None else sum(x > ceiling for x in finite))
         assert nonfinite == 5 - len(finite)
 
@@ -219,3 +225,64 @@ def test_few_saturated_rows_are_no_alarm():
     for _ in range(WINDOW):
         monitor.note((["site"], looks([0.0], rows=1000, saturated=11)))
     assert [alarm.kind for alarm in monitor.alarms()] == ["saturation"]
+
+
+def test_one_of_eight_requests_is_looked_at_at_no_period():
+    """Every second request, or any other share of a round of up to 32, has its part of the looks."""
+    looked_at = [batch for batch in range(1 << 15) if is_looked_at(batch)]
+    assert [batch // EVERY for batch in looked_at] == list(range(len(looked_at)))
+    assert looked_at[0] == 0, "the first one, so that few requests are not none"
+    for period in range(2, 33):
+        shares = np.bincount(np.array(looked_at) % period, minlength=period) / len(looked_at)
+        assert np.abs(shares * period - 1).max() < 0.5, "five deviations or more"
+
+
+def shifted(server, count, *, seed=0, scale=1000.0):
+    for turn in range(count):
+        dense, ids = rows(16, seed + turn)
+        server((dense * scale, ids))
+
+
+def test_every_second_request_that_is_bad_raises_the_alarm():
+    server = frozen(tower(), BOTH)
+    for turn in range(4 * EVERY * WINDOW):
+        shifted(server, 1, seed=turn, scale=1000.0 if turn % 2 else 1.0)
+    assert "shift" in {alarm.kind for alarm in server.alarms()}
+
+
+def test_a_window_goes_on_over_a_refresh():
+    """Of which each version sees less than a window."""
+    server = frozen(tower(), BOTH)
+    for turn in range(3):
+        assert server.alarms() == ()
+        shifted(server, 12 * EVERY, seed=100 * turn)
+        if turn < 2:
+            server.refresh(tower().state_dict())
+    assert [alarm.kind for alarm in server.alarms()][:1] == ["shift"]
+
+
+def test_what_only_weights_of_before_showed_is_no_alarm_of_these():
+    known = {"site": Range(median=0.5, limit=2.0, ceiling=None)}
+    before = Monitor(known)
+    for _ in range(WINDOW):
+        before.note((["site"], looks([20.0])))
+    assert before.alarms()
+    now = Monitor(known, behind=before)
+    for _ in range(3 * WINDOW):
+        now.note((["site"], looks([0.0])))
+    assert now.alarms() == ()
+
+
+@pytest.mark.parametrize("zeros", [False, True])
+def test_zeros_alone_are_a_shift_where_calibration_had_none(zeros):
+    monitor = Monitor({"site": Range(median=0.5, limit=2.0, ceiling=None, zeros=zeros)})
+    for _ in range(WINDOW):
+        monitor.look_at((["site"], torch.zeros(1, 8)))
+    assert [alarm.text[:15] for alarm in monitor.alarms()] == ([] if zeros else ["rows are 0 time"])
+
+
+def test_of_a_long_request_the_first_part_is_looked_at():
+    server = frozen(tower(), BOTH, buckets=(1, 16))
+    dense, ids = rows(16 * WINDOW)
+    server((dense * 1000, ids))
+    assert server.alarms() == ()

@@ -1,7 +1,7 @@
 """The alarm: has what reaches the FP8 sites moved since calibration? It never changes an answer.
 
     o_r = log2 of the least power of two s with max|x_r| <= 448 s     octaves of a row r
-    m_b = median over the rows of batch b of o_r                      by site, every 8th batch
+    m_b = median over the rows of batch b of o_r                      by site, one batch of 8; -inf for zeros alone
     m_0 = 1/2 + median over the calibration rows of log2(max|x_r| / 448)
     shift     |median of the last 16 m_b - m_0| > limit
     limit     = max(2, 0.25 + q99 of |o_r - m_0|)                   over single calibration rows
@@ -10,8 +10,10 @@ Octaves are those of the row's FP8 scale, which regions of compiled code compute
 
 A single row is beyond the limit with probability p <= 0.01, and a batch's median hardly more often, so the
 median of 16 independent batches is with at most C(16, 8) p^8 = 1.3e-12: below 1e-6 in 125,000 looks. A shift
-of 20 times is 3.8 to 4.8 octaves, and seen when half of the 16 or one more show it, 72 batches later, where
-the limit is below it; sites whose rows differ by more among themselves are named as blind. With static scales
+of 20 times is 3.8 to 4.8 octaves, and seen when half of the 16 or one more show it, 79 batches later at most, where
+the limit is below it; sites whose rows differ by more among themselves are named as blind. Zeros alone count where
+no calibration row of a site was of zeros. A window goes on over new weights, which are judged once they have filled
+more than half of it: what only weights of before showed is then no more than half. With static scales
 the share of rows beyond the range is watched too: at least 4 rows and 1 % of a window. NaN and infinity are
 named where they come first.
 """
@@ -25,15 +27,17 @@ import threading
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from hashlib import blake2b
 from typing import NamedTuple
 
 import numpy as np
 import torch
 
+from loka.core.storage.codec import sparse
 from loka.kernels.edge.twin import E4M3_MAX, scale_above
 
 EVERY = 8
-"""Batches from one look to the next."""
+"""Batches of which one is looked at."""
 LOOKED_AT = 128
 """Rows of a batch, evenly spread: a look then costs as much for a batch of any size."""
 WINDOW = 16
@@ -52,11 +56,13 @@ _LOG = logging.getLogger("loka.serve")
 @dataclass(frozen=True, kw_only=True)
 class Range:
     """Of a site's input rows at calibration, in octaves of their scales: their median, and how far a healthy
-    window's median lies from it at most. `ceiling`: the largest |x| that a static scale holds, else None."""
+    window's median lies from it at most. `ceiling`: the largest |x| that a static scale holds, else None. `zeros`:
+    whether a row may be of zeros alone, as some were or nobody looked."""
 
     median: float
     limit: float
     ceiling: float | None
+    zeros: bool = sparse(True)
 
     @property
     def blind(self) -> bool:
@@ -65,11 +71,18 @@ class Range:
 
 
 def range_of(row_amax: torch.Tensor, ceiling: float | None) -> Range:
-    """Of row maxima [T] of which at least one is positive; rows of zeros say nothing."""
+    """Of row maxima [T] of which at least one is positive."""
     positive = row_amax[row_amax > 0]
     median = float((positive.double() / E4M3_MAX).log2().median()) + 0.5  # in the middle of its octave
     spread = float(torch.quantile((octaves_of(positive) - median).abs()[: 1 << 24], 0.99, interpolation="higher"))
-    return Range(median=median, limit=max(LEAST_OCTAVES, spread + MARGIN), ceiling=ceiling)
+    limit = max(LEAST_OCTAVES, spread + MARGIN)
+    return Range(median=median, limit=limit, ceiling=ceiling, zeros=bool((row_amax == 0).any()))
+
+
+def is_looked_at(batch: int) -> bool:
+    """One of each `EVERY` batches, the first of the first ones, and then by a hash: what comes may have a period."""
+    turn, place = divmod(batch, EVERY)
+    return place == (blake2b(turn.to_bytes(8), digest_size=1).digest()[0] % EVERY if turn else 0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,8 +99,8 @@ class Alarm:
 
 
 class Looks(NamedTuple):
-    """What one batch of `rows` shows at each of some sites [S]: the median of its octaves, NaN where no row holds
-    anything but zeros; how many rows a static scale does not hold, and how many are not finite."""
+    """What one batch of `rows` shows at each of some sites [S]: the median of its octaves, -inf where all rows are
+    zeros, NaN where no row tells any; how many rows a static scale does not hold, and how many are not finite."""
 
     octaves: np.ndarray
     rows: int
@@ -102,7 +115,7 @@ def looks_of(row_amax: torch.Tensor, ceilings: Sequence[float | None]) -> Looks:
     finite = np.isfinite(amax)
     known = np.sort(np.where(finite & (amax > 0), amax, np.inf), axis=1)
     counts = (known < np.inf).sum(axis=1)
-    octaves = np.full(len(amax), np.nan)
+    octaves = np.where((amax == 0).all(axis=1), -np.inf, np.nan)
     (seen,) = np.nonzero(counts)
     middle = known[seen, (counts[seen] - 1) // 2]  # the lower of two; octaves rise as maxima do
     octaves[seen] = octaves_of(torch.from_numpy(middle)).numpy()
@@ -143,12 +156,14 @@ def apart(rows: int) -> int:
 class Monitor:
     """Keeps the last looks at each site of one version. Threads may share it."""
 
-    def __init__(self, ranges: Mapping[str, Range]) -> None:
+    def __init__(self, ranges: Mapping[str, Range], *, behind: "Monitor | None" = None) -> None:
+        """`behind`: of the version before, with the same ranges."""
         self.ranges = ranges
         self._names = tuple(ranges)
         self._index = {name: index for index, name in enumerate(ranges)}
         self._median = np.array([known.median for known in ranges.values()])
         self._limit = np.array([known.limit for known in ranges.values()])
+        self._zeros = np.array([known.zeros for known in ranges.values()], dtype=bool)
         self._looks = np.zeros(len(ranges), dtype=int)
         self._seen = np.zeros(len(ranges), dtype=int)  # octaves so far, of which the last lie in turns:
         self._octaves = np.full((len(ranges), WINDOW), np.nan)
@@ -158,6 +173,10 @@ class Monitor:
         self._raised: dict[tuple[str, str], Alarm] = {}
         self._found: list[Alarm] = []  # in the batch that is looked at
         self._lock = threading.Lock()
+        if behind is not None:
+            with behind._lock:
+                self._seen, self._octaves = behind._seen.copy(), behind._octaves.copy()
+        self._before = self._seen.copy()
 
     def observe(self, name: str, rows: torch.Tensor) -> None:
         """Looks at the input rows [T, K] of the site `name`. It waits for the device."""
@@ -195,13 +214,14 @@ class Monitor:
     def _take(self, indices: np.ndarray, looks: Looks) -> None:
         """Of sites that are each there once."""
         self._looks[indices] += 1
-        told = ~np.isnan(looks.octaves)
+        told = ~np.isnan(looks.octaves) & ~(np.isneginf(looks.octaves) & self._zeros[indices])
         indices = indices[told]
         self._octaves[indices, self._seen[indices] % WINDOW] = looks.octaves[told]
         self._seen[indices] += 1
         beyond = np.abs(self._octaves[indices] - self._median[indices, None]) > self._limit[indices, None]
+        judged = (self._seen[indices] >= WINDOW) & (2 * (self._seen - self._before)[indices] > WINDOW)
         # Where fewer than half of them are beyond the limit, the median is within.
-        for index in indices[(self._seen[indices] >= WINDOW) & (2 * beyond.sum(axis=1) >= WINDOW)].tolist():
+        for index in indices[judged & (2 * beyond.sum(axis=1) >= WINDOW)].tolist():
             name, oldest = self._names[index], int(self._seen[index]) % WINDOW
             if (name, "shift") not in self._raised:
                 self._judge_shift(name, np.roll(self._octaves[index], -oldest).tolist())
