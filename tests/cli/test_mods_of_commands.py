@@ -128,7 +128,7 @@ def test_a_plan_of_another_model_is_refused_before_anything_trains(folder):
     command = ("validate", "--model", "silu:Normed", *FEW, "--arm", "naive", "--arm", "Normed.json", "--pairs", 1)
     text = loka(*command, "--mods", "--out", "refused", cwd=folder, fails=2)
     assert "PlanMismatch" in text
-    assert "(--mods or --no-mods)" in text
+    assert "its --model, and --mods or --no-mods" in text
     assert "seed 0" not in text
     assert not [path for path in (folder / "refused").rglob("*") if path.is_file()]
     assert "pair 1 of 1" in loka(*command, "--segment", "none", "--out", "judged", cwd=folder, fails=4)

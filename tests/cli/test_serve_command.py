@@ -1,16 +1,20 @@
 import dataclasses
+import os
 import re
+from unittest import mock
 
 import pytest
 from command_line import loka
 
 import loka as library
+from loka.cli.trained_on import RunRows
 from loka.core.records.plan import Plan
 from loka.data import SyntheticClicks
 from loka.measurement import Settings
 from loka.train.steps.forward import arguments
 from loka.zoo import build
 
+OTHER = "trained on other rows than these: ids have to be of its vocabulary"
 FEW = ("--model", "dlrm", "--rows", "3000")
 
 
@@ -38,7 +42,7 @@ def folder(tmp_path_factory):
     assert "calibrated with 300 rows of 'held-out rows of synthetic, 2400 + 600 held out'" in text
     assert "written: server" in text
     assert "the weights are those of the last step, not their mean" in text
-    assert "trained on other rows" not in text
+    assert OTHER not in text
     return folder
 
 
@@ -50,6 +54,41 @@ def test_a_folder_is_checked(folder):
     assert "emulated:rowwise_e4m3" in text
     assert "other linear layers" in loka("serve", "check", "server", "--model", "dcnv2", cwd=folder, fails=2)
     assert "no such file" in loka("serve", "check", "nowhere", *FEW, "--no-mods", cwd=folder, fails=2)
+
+
+def test_rows_of_another_vocabulary_are_told_by_every_command(folder, tmp_path):
+    """One shop of the training part is renamed so that it sorts first: as many ids, and most name another shop."""
+    lines = [f"{n % 3 % 2},{n % 90},s{n % 31:02},c{n % 10}" for n in range(3000)]
+    (tmp_path / "schema.json").write_text('{"label": "clicked", "dense": ["age"], "sparse": ["shop", "city"]}')
+    for name, shop in (("rows.csv", "s30"), ("new.csv", "a00")):
+        renamed = [line.replace(",s30,", f",{shop},") for line in lines[:2400]] + lines[2400:]
+        (tmp_path / name).write_text("\n".join(["clicked,age,shop,city", *renamed]) + "\n")
+    model = ("--model", "dlrm", "--no-mods", "--schema", "schema.json")
+    loka("train", *model, "--data", "rows.csv", "--batch-size", 64, "--checkpoints", "run", cwd=tmp_path)
+    loka("probe", *model, "--data", "rows.csv", "--checkpoint", "run", "--batch-size", 64, cwd=tmp_path)
+    few = ("--candidate", "emulated:rowwise_e4m3", "--errors-only", "--no-cache", "--inference", 1)
+    loka("measure", "stats", *few, cwd=tmp_path)
+    loka("plan", "report.json", "--force", "*/output=emulated:rowwise_e4m3", cwd=tmp_path)
+    frozen = ("--plan", "plan.json", "--checkpoint", "run", "--data", "rows.csv")
+    assert OTHER not in loka("serve", "freeze", *model, *frozen, cwd=tmp_path)
+    for command in (("check",), ("bench", "--seconds", "0.05", "--batch-size", 8)):
+        run = ("serve", command[0], "server", *command[1:], *model)
+        assert OTHER not in loka(*run, "--data", "rows.csv", cwd=tmp_path), command
+        assert OTHER in loka(*run, "--data", "new.csv", cwd=tmp_path), command
+    no_compiler = {"CXX": "none", "PATH": str(tmp_path)}
+    with mock.patch.dict(os.environ, no_compiler):
+        text = loka("serve", "package", "server", *model, "--data", "new.csv", cwd=tmp_path, fails=2)
+    assert OTHER in text
+    assert "C++ compiler" in text
+    RunRows(identity="of two ranks", parts=2).keep(tmp_path / "server")
+    assert OTHER in loka("serve", "check", "server", *model, "--data", "rows.csv", cwd=tmp_path), "a table has one part"
+    other = build("dlrm", dense_features=1, vocab_sizes=(32, 11))
+    server = library.serve.load(tmp_path / "server", other)
+    server.refresh(other.state_dict())
+    server.save(tmp_path / "server")
+    text = loka("serve", "check", "server", *model, "--data", "new.csv", cwd=tmp_path)
+    assert OTHER not in text, "what Python saved may be of another run"
+    assert OTHER not in loka("serve", "check", "server", *FEW, "--no-mods", cwd=folder)
 
 
 def test_rows_that_moved_fail_the_check(folder, monkeypatch):
@@ -93,7 +132,7 @@ def test_plans_by_numbers_of_rows(folder):
     command = ("serve", "freeze", *FEW, "--no-mods", "--checkpoint", "run", "--calibration-rows", "300")
     plans = ("--plan", "16=few.json", "--plan", "4096=plan.json")
     text = loka(*command, *plans, "--seed", 1, "--out", "by_rows", "--no-graphs", cwd=folder)
-    assert "trained on other rows than these: ids have to be of its vocabulary" in text
+    assert OTHER in text
     assert re.search(r"16 rows: 1 of \d+ sites run in high precision", text)
     assert "64 rows:" not in text
     text = loka(*command, "--plan", "few.json", "--plan", "9=plan.json", cwd=folder, fails=2)

@@ -31,9 +31,17 @@ def test_integers_in_a_region_win_by_time_by_a_tie_and_by_what_they_cost():
     assert names(loka.plan(slower)) == BY_GEMM
     rejected = loka.plan(slower).decisions["fc/output"].rejected
     assert rejected[REGION_INT8].startswith("speed-up in a region 1.886")
-    assert names(loka.plan(faster, target="package")) == BY_GEMM  # has regions, and no kernel of integers
     assert "165 [163.3, 166.7] us" not in loka.plan(faster).decisions["fc/output"].reason
     assert loka.plan(faster).decisions["fc/output"].sqnr_db.value == 38.0
+
+
+def test_a_package_has_regions_and_no_kernel_of_integers():
+    served = with_int8(layer(cell(165.0), gemms=(OUT,)), 160.0)
+    assert names(loka.plan(served)) == {OUT: INT8}
+    assert names(loka.plan(served, target="package")) == {OUT: BY_GEMM[OUT]}
+    of_steps = loka.plan(with_int8(layer(cell(165.0)), 160.0), target="package")
+    assert names(of_steps) == {OUT: SLOW}, "the region was timed with its gradients"
+    assert "with its gradients" in of_steps.decisions["fc/output"].rejected[REGION]
 
 
 def test_a_budget_of_kl_takes_integers_where_fp8_costs_too_much():

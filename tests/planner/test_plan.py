@@ -1,9 +1,11 @@
 import dataclasses
 import itertools
 import math
+import re
+from pathlib import Path
 
 import pytest
-from reports import H200, layer_report, measured, report
+from reports import H200, around, layer_report, measured, report
 
 import loka
 from loka.core.error import Estimate
@@ -190,7 +192,7 @@ def test_planning_for_a_package():
         "torch:rowwise_e4m3": measured(30, 60.0),
         "torch:blockwise_e4m3": measured(30, 50.0),
     }
-    report = layer_report({Gemm.OUTPUT: candidates, Gemm.GRAD_INPUT: candidates})
+    report = layer_report({Gemm.OUTPUT: candidates})
     assert loka.plan(report).decisions["fc/output"].candidate == "cublaslt:tensorwise_e4m3"
     plan = loka.plan(report, target="package")
     decision = plan.decisions["fc/output"]
@@ -198,13 +200,43 @@ def test_planning_for_a_package():
     assert "cannot go into a package" in decision.rejected["torch:blockwise_e4m3"]
     told = "\n".join(plan.notes)
     assert "fc/output would run cublaslt:tensorwise_e4m3 in Python, and runs torch:rowwise_e4m3" in told
-    assert "GEMMs of the package take 120 us, in Python they would take 80 us" in told
+    assert "`output` GEMMs of the package take 60 us, in Python they would take 40 us, and 100 us in hp" in told
+    assert "training steps" not in told
     with pytest.raises(loka.LokaError, match="no target is called"):
         loka.plan(report, target="cpp")
     nothing = layer_report({Gemm.OUTPUT: {"cublaslt:tensorwise_e4m3": measured(30, 40.0)}})
     assert loka.plan(nothing, target="package").decisions["fc/output"].candidate == "hp"
     untimed = dataclasses.replace(nothing, sites={})
     assert "package take" not in "\n".join(loka.plan(untimed, target="package").notes)
+
+
+def test_a_package_plan_of_training_steps_is_of_output_alone():
+    """In a step `output` may be slower than hp for what it saves grad_weight; in a package it saves nothing."""
+    slow, fast = {"torch:rowwise_e4m3": measured(30, 110.0)}, {"torch:rowwise_e4m3": measured(30, 60.0)}
+    savings = {"input": {"e4m3_row+e4m3_row": around(40.0, 0.01)}}
+    report = layer_report({Gemm.OUTPUT: slow, Gemm.GRAD_WEIGHT: fast}, savings=savings)
+    assert loka.plan(report).decisions["fc/output"].candidate == "torch:rowwise_e4m3"
+    plan = loka.plan(report, target="package")
+    assert {name: decision.candidate for name, decision in plan.decisions.items()} == {"fc/output": "hp"}
+    told = "\n".join(plan.notes)
+    assert "`output` GEMMs of the package take 100 us, in Python they would take 100 us, and 100 us in hp" in told
+    assert "`loka measure STATS --inference 1` measures what a package runs" in told
+    assert "grad_weight" not in told
+
+
+def test_a_package_plan_is_never_slower_than_hp_by_its_own_times():
+    report = loka.Report.load(Path(__file__).parents[2] / "benchmarks/wukong_step/report.json.xz")
+
+    def slower(plan):
+        return [d for d in plan.decisions.values() if d.microseconds.value > d.hp_microseconds.value]
+
+    assert any(decision.problem.gemm is Gemm.OUTPUT for decision in slower(loka.plan(report)))
+    plan = loka.plan(report, target="package")
+    assert {decision.problem.gemm for decision in plan.decisions.values()} == {Gemm.OUTPUT}
+    assert not slower(plan)
+    assert any(decision.candidate != "hp" for decision in plan.decisions.values())
+    told = re.search(r"package take (\d+) us, in Python .* and (\d+) us in hp", "\n".join(plan.notes))
+    assert 0 < int(told[1]) < int(told[2])
 
 
 def test_without_times_the_runner_up_is_the_next_in_exactness():

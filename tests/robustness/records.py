@@ -11,6 +11,7 @@ import torch
 from small_run import RandomRows, SmallModel
 
 import loka
+from loka.cli.trained_on import RunRows
 from loka.core.budget import Budget
 from loka.core.records.gemm_bench import GemmBench
 from loka.core.records.plan import Plan
@@ -187,6 +188,7 @@ def _trained(folder):
     timeline.begin("probe", step=0, rows=0, device=torch.device("cpu"))
     timeline.begin("fp8", step=9, rows=1152, device=torch.device("cpu"), note="3 of 9 steps sampled")
     frozen(tower(), BOTH).save(folder / "served")
+    RunRows(identity="a source", parts=2).keep(folder / "served")
 
     def newest(path):
         found = load_newest(path.parents[1], identity=IDENTITY)
@@ -207,6 +209,7 @@ def _trained(folder):
             named=True,
         ),
         "card": Kind(file=folder / "served" / "card.json", read=loka.serve.card.Folder.load, again=encode, named=True),
+        "trained_on": Kind(file=folder / "served" / "trained_on.json", read=RunRows.load, again=encode, named=True),
     }
 
 

@@ -1,12 +1,13 @@
 import itertools
 import math
 import statistics
+import threading
 import time
 
 import pytest
 
 from loka.core.exceptions import ServeRefused
-from loka.serve.load_test import arrivals, load_test, percentile
+from loka.serve.load_test import arrivals, load_test, measure_capacity, percentile
 
 
 def test_arrivals_are_poisson():
@@ -45,6 +46,32 @@ def test_an_overloaded_server_is_not_waited_for():
     assert "unanswered" in str(found)
 
 
+def test_what_is_not_answered_is_slower_than_all(monkeypatch):
+    """2 in 100 hang: the 99th of 100 is one of them, however fast the others are."""
+    monkeypatch.setattr("loka.serve.load_test.measure_capacity", lambda *_, **__: 1000.0)
+    over = threading.Event()
+
+    def hangs(turn):
+        if turn in (10, 50):
+            over.wait()
+
+    found = load_test(hangs, rate=100.0, seconds=1.005, threads=8, grace=0.3, even=True)
+    over.set()
+    assert (found.arrived, found.unanswered) == (100, 2)
+    assert found.milliseconds[50.0] <= found.milliseconds[90.0] < 1000
+    assert found.milliseconds[99.0] == found.milliseconds[99.9] == found.p99_over_p50 == math.inf
+    assert "p99 not answered, p99.9 not answered; 2 unanswered, 0 failed" in str(found)
+    assert "of all that arrived: p50 " in str(found)
+
+
+def test_an_overloaded_server_has_no_median():
+    """Of 80 requests about 12 are answered, all of them late; the median of these would be told as the server's."""
+    found = load_test(lambda turn: time.sleep(0.05), rate=200.0, seconds=0.4, grace=0.2)
+    assert 0 < found.answered < found.arrived / 2
+    assert set(found.milliseconds.values()) == {math.inf}
+    assert found.p99_over_p50 == math.inf
+
+
 def test_failures_are_counted(monkeypatch):
     monkeypatch.setattr("loka.serve.load_test.measure_capacity", lambda *_, **__: 1000.0)
 
@@ -56,11 +83,34 @@ def test_failures_are_counted(monkeypatch):
     assert found.failed == found.arrived // 2 > 10
     assert found.answered == found.arrived - found.failed
     assert "ValueError: no such row" in str(found)
+    assert found.milliseconds[99.0] == math.inf, "a failure is no fast answer"
+
+
+def test_a_server_that_fails_before_the_test():
+    """Refused where it answers nothing; one that fails now and then is tested, and its failures are counted."""
+
+    def broken(turn):
+        raise KeyError("weights")
+
+    with pytest.raises(ServeRefused, match="answered none of the") as caught:
+        load_test(broken, rate=50.0, seconds=0.05)
+    assert "KeyError: 'weights'" in str(caught.value)
+
+    def sometimes(turn):
+        time.sleep(0.001)
+        if turn % 10 == 0:
+            raise ValueError("now and then")
+
+    assert measure_capacity(sometimes, seconds=0.2) < 900
+    found = load_test(sometimes, rate=100.0, seconds=0.3)
+    assert found.failed == math.ceil(found.arrived / 10)
 
 
 def test_settings_that_cannot_be():
     for options in ({"rate": 0.0}, {"rate": math.inf}, {"threads": 0}, {"load": -1.0}, {"grace": -1.0}):
         with pytest.raises(ServeRefused, match="no load test has"):
             load_test(lambda turn: None, seconds=0.05, **options)
+    with pytest.raises(ServeRefused, match="no request arrives in"):
+        load_test(lambda turn: None, rate=1e-3, seconds=0.05)
     with pytest.raises(ServeRefused, match="more than 1000000"):
         load_test(lambda turn: None, rate=1e8, seconds=0.05)

@@ -197,7 +197,7 @@ def plan(
     ] = None,
     target: Annotated[
         Literal["python", "package"],
-        typer.Option(help="package: among what runs without loka (`loka serve package`), and what that costs."),
+        typer.Option(help="package: `output` GEMMs, among what runs without loka (`loka serve package`)."),
     ] = "python",
     frontier: Annotated[
         bool, typer.Option("--frontier", help="KL/H against time over budgets, instead of one plan.")

@@ -17,7 +17,7 @@ from loka.core.exceptions import CheckpointRefused, LokaError, UnknownName
 from loka.core.numerics.label_rate import Shares
 from loka.data import Dealt, Reader, Schema, SyntheticClicks, history_of, open_rows, tasks_of
 from loka.data.batch import Source
-from loka.train.checkpointing.checkpoint import Checkpoint, identity_in, load_one, require_model
+from loka.train.checkpointing.checkpoint import Checkpoint, load_one, require_model
 from loka.train.checkpointing.state import restore_model
 from loka.train.config import NAMED, TrainConfig
 from loka.train.labels import by_name, count_labels, shares
@@ -265,20 +265,6 @@ def choose_device(name: str | None) -> str:
     if torch.device(device).type == "cuda" and not torch.cuda.is_available():
         raise LokaError(f"--device {device}: torch sees no GPU here", way_out="leave --device out, or say cpu")
     return device
-
-
-OTHER_ROWS = (
-    "its run trained on other rows than these: ids have to be of its vocabulary (loka data convert --vocabulary)"
-)
-
-
-def trained_on_others(found: Checkpoint, opened: Data, opening: Callable[..., Data]) -> bool:
-    """Whether the run that saved it trained on other rows than `opened.train`. `opening(parts=n)` gives these in so
-    many parts, as the ranks of a run read them."""
-    source = (identity_in(found.path.parent) or {}).get("source", {})
-    parts = source.get("parts", 1)
-    mine = opened if parts == 1 else opening(parts=parts)
-    return bool(source.get("identity") != mine.train.identity)
 
 
 def restore(path: Path, model: nn.Module) -> Checkpoint:

@@ -7,6 +7,9 @@ from dataclasses import dataclass
 
 from loka.core.storage.codec import record, sparse
 
+MODEL_OPTIONS = "on the command line its --model, and --mods or --no-mods"
+"""Of the ways out of errors about another model: what says there which model is built."""
+
 
 @record(row=True)
 @dataclass(frozen=True, kw_only=True)

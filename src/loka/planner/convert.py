@@ -17,7 +17,7 @@ from loka.core.problem import linear_problem
 from loka.core.recipe import Gemm
 from loka.core.records.plan import Decision, Plan
 from loka.core.records.report import HP
-from loka.core.signature import LinearShape
+from loka.core.signature import MODEL_OPTIONS, LinearShape
 from loka.graph.attach import attach, detach
 from loka.kernels.gemm.registry import candidate_named, require_supported
 from loka.kernels.gemm.self_check import self_check
@@ -124,7 +124,7 @@ def _check_model(model: nn.Module, plan: Plan) -> None:
         raise PlanMismatch(
             f"this plan was made for {plan.model.name} with other linear layers than this {class_name(model)} has",
             why=differences,
-            way_out="apply the same mods as when probing (--mods or --no-mods), or probe, measure and plan this model",
+            way_out=f"build the model as it was probed ({MODEL_OPTIONS}), or probe, measure and plan this one",
         )
 
 

@@ -61,7 +61,8 @@ def plan(
         budget: limits; `Budget()` by default.
         force: for debugging: pattern of sites ("mlp.*/output", "*") -> candidate or "hp".
             A forced candidate bypasses the budget, not legality. The first match counts.
-        target: "package": among what can go into an AOTInductor package, and a note of what that costs.
+        target: "package": `output` GEMMs alone, among what can go into an AOTInductor package, and a note of what that
+            costs. Give a report for inference: `measure(stats.for_inference())`.
 
     Raises:
         NoKernelFits: a forced candidate cannot run its site, or a site has no candidate and

@@ -4,6 +4,8 @@
 
 A closed loop waits for an answer before it asks again, so that a slow server is asked less and looks fast.
 The test is bounded: arrivals end with `seconds`, and what is not answered `grace` later is counted as such.
+Percentiles are of all requests that arrived. One that is not answered, late or failed, is slower than every one that
+is: of those that an overloaded server answers alone, the percentiles would look fast.
 """
 
 import math
@@ -14,6 +16,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from loka.core.exceptions import ServeRefused
+from loka.core.timing import first_line
 
 PERCENTILES = (50.0, 90.0, 99.0, 99.9)
 MOST_REQUESTS = 1_000_000
@@ -21,8 +24,8 @@ MOST_REQUESTS = 1_000_000
 
 @dataclass(frozen=True, kw_only=True)
 class Load:
-    """What a load test found. Latencies in milliseconds by percentile, of the requests that were answered;
-    nan where there was none. `rate` was asked for, in requests a second; `capacity` is what one thread
+    """What a load test found. Latencies in milliseconds by percentile, of all requests that arrived; inf where that
+    many were not answered. `rate` was asked for, in requests a second; `capacity` is what one thread
     answered back to back before. `failed` requests raised; `unanswered` ones were late."""
 
     seconds: float
@@ -37,17 +40,24 @@ class Load:
 
     @property
     def p99_over_p50(self) -> float:
-        return self.milliseconds[99.0] / self.milliseconds[50.0]
+        """inf where the 99th percentile was not answered."""
+        p99 = self.milliseconds[99.0]
+        return p99 / self.milliseconds[50.0] if math.isfinite(p99) else math.inf
 
     def __str__(self) -> str:
-        latencies = ", ".join(f"p{p:g} {value:.3f} ms" for p, value in self.milliseconds.items())
+        latencies = ", ".join(f"p{p:g} {_shown(value)}" for p, value in self.milliseconds.items())
+        ratio = f"p99/p50 {self.p99_over_p50:.2f}; " if math.isfinite(self.p99_over_p50) else ""
         text = (
             f"{self.arrived} requests in {self.seconds:g} s at {self.rate:.1f}/s, "
             f"{self.rate / self.capacity:.0%} of the {self.capacity:.1f}/s that one thread answers "
-            f"back to back: {latencies}; "
-            f"p99/p50 {self.p99_over_p50:.2f}; {self.unanswered} unanswered, {self.failed} failed"
+            f"back to back; of all that arrived: {latencies}; "
+            f"{ratio}{self.unanswered} unanswered, {self.failed} failed"
         )
         return f"{text} ({self.first_error})" if self.first_error else text
+
+
+def _shown(milliseconds: float) -> str:
+    return f"{milliseconds:.3f} ms" if math.isfinite(milliseconds) else "not answered"
 
 
 def percentile(values: Sequence[float], share: float) -> float:
@@ -65,13 +75,34 @@ def arrivals(rate: float, seconds: float, seed: int, *, even: bool = False) -> l
 
 
 def measure_capacity(answer: Callable[[int], object], *, seconds: float = 1.0) -> float:
-    """Requests a second that one thread answers back to back, behind three that warm up."""
+    """Requests a second that one thread answers back to back, behind three that warm up. Those that fail take time
+    and are not counted, so that a server that fails now and then can be tested.
+
+    Raises ServeRefused where none is answered.
+    """
+    failed = ""
+
+    def answers(turn: int) -> bool:
+        nonlocal failed
+        try:
+            answer(turn)
+        except Exception as error:  # what a server raises
+            failed = failed or first_line(error)
+            return False
+        return True
+
     for turn in range(3):
-        answer(turn)
-    began, count = time.perf_counter(), 0
-    while (spent := time.perf_counter() - began) < seconds or not count:
-        answer(count)
-        count += 1
+        answers(turn)
+    began, asked, count = time.perf_counter(), 0, 0
+    while (spent := time.perf_counter() - began) < seconds or not asked:
+        count += answers(asked)
+        asked += 1
+    if not count:
+        raise ServeRefused(
+            f"the server answered none of the {asked} requests that measure its capacity",
+            why=[failed],
+            way_out="ask for a single answer first; requests that fail are counted where some are answered",
+        )
     return count / spent
 
 
@@ -92,7 +123,8 @@ def load_test(
         rate: arrivals a second; `load` times the capacity of one thread if left out.
         even: they come by a clock, so that what waits does so for the server's own delays alone.
 
-    Raises ServeRefused for a rate, time or number of threads that cannot be, or over a million requests.
+    Raises ServeRefused for a rate, time or number of threads that cannot be, over a million requests or none, or a
+    server that answers none before the test. What fails later is counted.
     """
     capacity = measure_capacity(answer, seconds=min(1.0, max(seconds, 0.01)))
     rate = load * capacity if rate is None else rate
@@ -106,7 +138,12 @@ def load_test(
             f"{rate * seconds:.0f} requests are more than {MOST_REQUESTS}", way_out="a lower rate or fewer seconds"
         )
     due = arrivals(rate, seconds, seed, even=even)
+    if not due:
+        raise ServeRefused(
+            f"no request arrives in {seconds:g} s at {rate:.3g} a second", way_out="more seconds, or a higher rate"
+        )
     latencies, errors = _run(answer, due, threads, seconds + grace)
+    never = [math.inf] * (len(due) - len(latencies))
     return Load(
         seconds=seconds,
         rate=rate,
@@ -115,7 +152,7 @@ def load_test(
         answered=len(latencies),
         failed=len(errors),
         unanswered=len(due) - len(latencies) - len(errors),
-        milliseconds={share: 1e3 * percentile(latencies, share) for share in PERCENTILES},
+        milliseconds={share: 1e3 * percentile([*latencies, *never], share) for share in PERCENTILES},
         first_error=errors[0] if errors else "",
     )
 
@@ -139,7 +176,7 @@ def _run(
             try:
                 answer(turn)
             except Exception as error:  # what a server raises is what is counted
-                errors.append(f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}")
+                errors.append(first_line(error))
             else:
                 latencies.append(time.perf_counter() - began - due[turn])
 

@@ -20,6 +20,7 @@ from loka.core.exceptions import FileRefused, PlanMismatch, ServeRefused
 from loka.core.numerics.reference import Quantized
 from loka.core.recipe import Gemm
 from loka.core.records.plan import Plan
+from loka.core.signature import MODEL_OPTIONS
 from loka.core.storage.files import read_tensors, sha256_of_file
 from loka.kernels.gemm.registry import candidate_named
 from loka.kernels.quantize.side import empty_scale
@@ -221,7 +222,7 @@ def _check_same(
         raise ServeRefused(
             f"this model computes something else than the one in {folder}: it is built of other modules",
             why=others,
-            way_out=f"give a {card.model} as it was when it was frozen (on the command line --mods or --no-mods)",
+            way_out=f"give a {card.model} as it was when it was frozen ({MODEL_OPTIONS})",
         )
     if apart:
         _LOG.warning(

@@ -11,7 +11,6 @@ import typer
 from torch import nn
 
 from loka.cli.inputs import (
-    OTHER_ROWS,
     Data,
     choose_device,
     effects_by,
@@ -21,7 +20,6 @@ from loka.cli.inputs import (
     size_of_world,
     steps_between,
     train_config,
-    trained_on_others,
 )
 from loka.cli.models import build_model
 from loka.cli.options import (
@@ -40,6 +38,7 @@ from loka.cli.options import (
 from loka.cli.terminal import say
 from loka.cli.torchrun import require_alone
 from loka.cli.train_lines import show_log, train_ne
+from loka.cli.trained_on import OTHER_ROWS, are_others, rows_of_run
 from loka.core.exceptions import LokaError
 from loka.core.records.stats import Stats
 from loka.core.storage.alone import alone_in
@@ -105,7 +104,7 @@ def probe(
     with alone_in(out, "probing"):
         if checkpoint is not None:
             found = restore(checkpoint, built)
-            if trained_on_others(found, opened, opening):
+            if are_others(rows_of_run(found), opened, opening):
                 say(f"{OTHER_ROWS}, and what is taken for unused may have been trained on")
             stats = _of_checkpoint(built, found, opened, config, rate, segments)
         else:

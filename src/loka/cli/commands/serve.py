@@ -9,10 +9,11 @@ import torch
 import typer
 from torch import nn
 
-from loka.cli.inputs import OTHER_ROWS, Data, choose_device, open_data, restore, size_of_world, trained_on_others
+from loka.cli.inputs import Data, choose_device, open_data, restore, size_of_world
 from loka.cli.models import build_model
 from loka.cli.options import BatchSize, DataFile, Device, ModelName, Rows, SchemaFile, Seed, WithMods, refuse_idle
 from loka.cli.terminal import say
+from loka.cli.trained_on import OTHER_ROWS, are_others, rows_of_run, rows_of_server
 from loka.core.exceptions import LokaError
 from loka.core.records.plan import Plan
 from loka.core.storage.alone import alone_in
@@ -64,7 +65,8 @@ def freeze(
         raise LokaError(f"--out {out} is a file", way_out="name a folder")
     plans, opening = _plans(plan), _opening(data, schema, rows, seed)
     opened, built = _model(model, opening, seed, device, with_mods)
-    if trained_on_others(restore(checkpoint, built), opened, opening):
+    trained_on = rows_of_run(restore(checkpoint, built))
+    if are_others(trained_on, opened, opening):
         say(OTHER_ROWS)
     server = freeze_model(
         built,
@@ -78,6 +80,8 @@ def freeze(
     )
     with alone_in(out, "freezing"):
         server.save(out)
+        if trained_on is not None:
+            trained_on.keep(out)
     say(server)
     say(f"written: {out}")
 
@@ -233,9 +237,15 @@ def _server(
     with_mods: bool | None,
     graphs: bool | None = False,
 ) -> tuple[Data, Server]:
-    """Without graphs where nothing is timed: they take a minute to compile."""
-    opened, built = _model(name, _opening(data, schema, rows, seed), seed, device, with_mods)
-    return opened, load(folder, built, graphs=graphs)
+    """Without graphs where nothing is timed: they take a minute to compile. Says so where the rows are not those that
+    the server's run trained on."""
+    opening = _opening(data, schema, rows, seed)
+    opened, built = _model(name, opening, seed, device, with_mods)
+    server = load(folder, built, graphs=graphs)
+    trained_on = rows_of_server(folder)
+    if trained_on is not None and are_others(trained_on, opened, opening):
+        say(OTHER_ROWS)
+    return opened, server
 
 
 def _requests(source: Source, batch_size: int, rows: int) -> Iterator[tuple[torch.Tensor, ...]]:

@@ -38,6 +38,7 @@ from loka.core.records.parts import joined_alike, lost_together
 from loka.core.records.plan import Plan, known_effect
 from loka.core.records.report import HP
 from loka.core.records.stats import OPERANDS, Distribution, Stats
+from loka.core.signature import MODEL_OPTIONS
 from loka.core.table import format_table
 
 GRADIENT = "grad_output"
@@ -179,7 +180,7 @@ def drift(plan: Plan, after: Stats, *, before: Stats | None = None, limits: Limi
             raise PlanMismatch(
                 f"the statistics `{which}` are not of the model of this plan",
                 why=differences,
-                way_out="compare windows of one model, with the same mods (--mods or --no-mods)",
+                way_out=f"compare windows of one model, built alike ({MODEL_OPTIONS})",
             )
         if stats is not None and stats.sampled_steps == 0:
             raise DataRefused(

@@ -26,7 +26,7 @@ from loka.core.numerics.label_rate import require_shares, task_rates
 from loka.core.records.parts import WHOLE
 from loka.core.records.plan import Plan
 from loka.core.records.report import HP
-from loka.core.signature import LinearShape
+from loka.core.signature import MODEL_OPTIONS, LinearShape
 from loka.data.batch import Batch
 from loka.graph.attach import attach, detach
 from loka.nn.linears import signature
@@ -124,7 +124,7 @@ def joint_effect(
         raise PlanMismatch(
             f"this plan was made for {plan.model.name} with other linear layers",
             why=differences,
-            way_out="apply the same mods as when probing (--mods or --no-mods)",
+            way_out=f"build the model as it was probed ({MODEL_OPTIONS})",
         )
     if site_forwards(model):
         raise NotConverted("this model already runs a plan", way_out="loka.revert(model) first")

@@ -18,12 +18,12 @@ from torch.optim.swa_utils import AveragedModel
 from loka.core.exceptions import CheckpointRefused
 from loka.core.exchange import ranks_of
 from loka.core.records.plan import Plan
+from loka.core.signature import MODEL_OPTIONS
 from loka.data import Dealt
 from loka.data.batch import Source
 from loka.distributed.tables.sharded_tables import sharded_modules, sharded_weights
 from loka.nn.fp8_state_dict import fp8_state_dict, load_fp8_state_dict
 from loka.nn.unwrap import device_of, kind_of
-from loka.train.checkpointing.step_folders import MODEL_OPTIONS
 from loka.train.running import RunningTasks
 
 

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from loka.core.exceptions import CheckpointRefused, FileRefused, LokaError
+from loka.core.signature import MODEL_OPTIONS
 from loka.core.storage.files import canonical, sha256_of_file, sync_folder
 from loka.train.config import as_recorded
 
@@ -154,9 +155,6 @@ def _why_unloadable(file: Path, error: Exception) -> str:
     if isinstance(error, pickle.UnpicklingError):
         return f"{file.name} does not load: it holds more than tensors, numbers and text, and code is not run"
     return f"{file.name} does not load: it is damaged ({type(error).__name__})"
-
-
-MODEL_OPTIONS = "on the command line its --model, and --mods or --no-mods"
 
 
 def require_run(path: Path, saved: dict[str, Any], identity: Mapping[str, Any], *, of_ranks: str = "") -> None:
