@@ -21,7 +21,7 @@ from loka.data.batch import Source
 from loka.serve import Server, load
 from loka.serve import freeze as freeze_model
 from loka.serve.load_test import load_test
-from loka.serve.watch.monitor import EVERY, WINDOW
+from loka.serve.watch.monitor import EVERY, WINDOW, is_looked_at
 from loka.train.steps.forward import arguments
 
 serve_app = typer.Typer(no_args_is_help=True, help="Serve a model by a plan, with FP8 weights kept.")
@@ -113,7 +113,7 @@ def check(
     say(f"{count} rows answered, {bad} of them with NaN or infinity")
     for alarm in server.alarms():
         say(f"alarm: {alarm}")
-    if (looks := -(-answered // EVERY)) < WINDOW:
+    if (looks := sum(map(is_looked_at, range(answered)))) < WINDOW:
         way_out = (
             f"--batch-size {max(1, count // (EVERY * WINDOW))} gives enough"
             if count >= EVERY * WINDOW
