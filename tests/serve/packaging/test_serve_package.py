@@ -77,19 +77,41 @@ def test_raw_parameters_and_several_outputs(tmp_path):
 
 @pytest.mark.slow
 def test_the_example_in_cpp(tmp_path):
+    """It compares all that the package returns, and says what is no answer to the same rows."""
     if shutil.which("g++") is None:
         pytest.skip("needs g++")
     example = Path(__file__).parents[3] / "examples" / "serve_cpp"
     server = served()
     server.package(tmp_path / "ranker.pt2", batch=(1, 64))
-    request = rows(64)
-    torch.save([*request, server(request).output], tmp_path / "rows.pt")
     build = ["sh", str(example / "build.sh"), str(tmp_path / "score")]
     subprocess.run(build, check=True, timeout=900, env={**os.environ, "PYTHON": sys.executable})
-    command = [str(tmp_path / "score"), str(tmp_path / "ranker.pt2"), str(tmp_path / "rows.pt"), "2"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=100)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith("64 rows, 1 outputs")
+
+    def scored(*held, inputs="2"):
+        torch.save(list(held), tmp_path / "rows.pt")
+        command = [str(tmp_path / "score"), str(tmp_path / "ranker.pt2"), str(tmp_path / "rows.pt"), inputs]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=100)
+        return done.returncode, done.stdout + done.stderr
+
+    dense, ids = request = rows(64)
+    answer = server(request).output
+    status, told = scored(*request, answer)
+    assert (status, told.startswith("64 rows, 1 outputs")) == (0, True), told
+    one_row = answer.index_fill(0, torch.tensor([7]), float("nan"))
+    assert scored(dense.index_fill(0, torch.tensor([7]), float("nan")), ids, one_row)[0] == 0
+    for other, status, reason in (
+        ([answer + 1], 1, "largest difference 1"),
+        ([one_row], 1, "1 of 64 entries are finite in one of the two only"),
+        ([answer * float("nan")], 1, "64 of 64 entries are finite in one"),
+        ([answer, answer + 5], 1, "returns 1 outputs, ROWS holds 2"),
+        ([answer[:1]], 1, "the server's float [1]"),
+        ([answer > 0], 1, "the server's bool [64]"),
+        ([answer.double()], 1, "the server's double [64]"),
+        ([], 2, "no output"),
+    ):
+        found, told = scored(*request, *other)
+        assert (found, reason in told) == (status, True), told
+    assert scored(dense * float("nan"), ids, answer * float("nan"))[0] == 1
+    assert scored(*request, answer, inputs="x")[0] == 2
 
 
 def test_what_cannot_go_into_a_package():
