@@ -23,7 +23,8 @@ from served import (
     tower,
 )
 
-from loka.core.exceptions import MissingLibrary, ServeRefused, WrongResults
+from loka.core.exceptions import MissingLibrary, NotWritten, ServeRefused, WrongResults
+from loka.core.storage.files import tensors_from_bytes, tensors_to_bytes
 from loka.serve import Server, freeze
 from loka.serve.packaging.aot import PackagedSite, _typical, tried, unpackaged
 from loka.serve.rows import leaves
@@ -148,14 +149,31 @@ def test_it_is_tried_with_rows_that_it_is_for():
 
 def test_a_crash_is_told(monkeypatch, tmp_path):
     """As where the compiler links another libstdc++ than torch: no word, and a signal."""
-    import loka.serve.packaging.aot as package
-
     died = subprocess.CompletedProcess([], -11, "", "")
     monkeypatch.setattr(torch._inductor, "aoti_compile_and_package", lambda *_, package_path, **__: package_path)
-    monkeypatch.setattr(package.subprocess, "run", lambda *_, **__: died)
+    monkeypatch.setattr(subprocess, "run", lambda *_, **__: died)
     with pytest.raises(WrongResults, match=r"(?s)it ended with -11.*CXX"):
         served().package(tmp_path / "x.pt2", batch=(1, 2))  # fewer than a form checks with
     assert not list(tmp_path.iterdir())
+
+
+def test_a_package_that_never_answers_is_told(monkeypatch, tmp_path):
+    def run(command, *, timeout, **_):
+        raise subprocess.TimeoutExpired(command, timeout)
+
+    monkeypatch.setattr(torch._inductor, "aoti_compile_and_package", lambda *_, package_path, **__: package_path)
+    monkeypatch.setattr(subprocess, "run", run)
+    with pytest.raises(WrongResults, match=r"(?s)not answer within 600 s.*given 1, 2 rows on cpu.*Way out"):
+        served().package(tmp_path / "x.pt2", batch=(1, 2))
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_path_that_no_file_can_have_is_told_before_anything_is_compiled(monkeypatch, tmp_path):
+    monkeypatch.setattr(torch.export, "export", None)
+    (tmp_path / "file").write_text("")
+    for path in (tmp_path / "file" / "x.pt2", Path("/proc/none/x.pt2")):
+        with pytest.raises(NotWritten, match=rf"(?s)cannot write {path}.*there is no {path}.*Way out"):
+            served().package(path)
 
 
 def test_what_a_compiler_raises_is_told(monkeypatch, tmp_path):
@@ -191,8 +209,6 @@ def test_a_model_that_does_not_export(tmp_path):
 @pytest.mark.slow
 def test_a_package_that_answers_otherwise_is_not_left(tmp_path, monkeypatch):
     """The file holds another version than the server that it is compared with."""
-    import loka.serve.packaging.aot as package
-
     server = served()
     other = freeze(tower(1), server.plan, calibration=calibration())
 
@@ -200,21 +216,21 @@ def test_a_package_that_answers_otherwise_is_not_left(tmp_path, monkeypatch):
         Path(package_path).write_bytes(b"")
 
     def run(command, **_):
-        given = package.tensors_from_bytes(Path(command[4]).read_bytes())
+        given = tensors_from_bytes(Path(command[4]).read_bytes())
         found = {
             f"{size}/0": other.current.module(given[f"{size}/0"], given[f"{size}/1"])
             for size in {name.partition("/")[0] for name in given}
         }
-        Path(command[5]).write_bytes(package.tensors_to_bytes(found))
+        Path(command[5]).write_bytes(tensors_to_bytes(found))
         return subprocess.CompletedProcess(command, 0, "", "")
 
     monkeypatch.setattr(torch._inductor, "aoti_compile_and_package", compiled)
-    monkeypatch.setattr(package.subprocess, "run", run)
+    monkeypatch.setattr(subprocess, "run", run)
     with pytest.raises(WrongResults, match="answers otherwise"):
         server.package(tmp_path / "x.pt2")
     assert not list(tmp_path.iterdir())
     assert other.package(tmp_path / "x.pt2").equal == 1.0
     failed = subprocess.CompletedProcess([], 1, "", "ImportError: loka is not to be imported")
-    monkeypatch.setattr(package.subprocess, "run", lambda *_, **__: failed)
+    monkeypatch.setattr(subprocess, "run", lambda *_, **__: failed)
     with pytest.raises(WrongResults, match=r"(?s)without loka.*not to be imported"):
         other.package(tmp_path / "y.pt2")

@@ -1,4 +1,6 @@
+import errno
 import importlib.util
+import shutil
 import threading
 from collections import namedtuple
 from pathlib import Path
@@ -8,7 +10,7 @@ import torch
 from served import ROW, frozen, rows, tower
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from loka.core.exceptions import ServeRefused
+from loka.core.exceptions import NotWritten, ServeRefused
 from loka.serve.packaging.triton_folder import TYPES, Batching, add_version, config_of
 from loka.serve.rows import Column, Form, names
 
@@ -148,13 +150,28 @@ def test_versions_are_counted_and_never_half_there(tmp_path):
     assert names == ["1", "10", "11", "2", "3", "config.pbtxt"]
 
 
-def test_a_copy_that_fails_leaves_no_version(tmp_path):
-    with pytest.raises(FileNotFoundError):
-        add_version(tmp_path / "none.pt2", tmp_path, "ranker", "the config\n")
+def test_a_copy_that_fails_leaves_no_version(tmp_path, monkeypatch):
     package = tmp_path / "made.pt2"
     package.write_bytes(b"whole")
+
+    def full(source, target):
+        target.write_bytes(b"who")
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(shutil, "copyfile", full)
+        with pytest.raises(NotWritten, match=r"(?s)ranker/1.*No space left.*Way out"):
+            add_version(package, tmp_path, "ranker", "the config\n")
+    assert sorted(path.name for path in (tmp_path / "ranker").iterdir()) == ["config.pbtxt"]
     assert add_version(package, tmp_path, "ranker", "the config\n").name == "1"
     assert sorted(path.name for path in (tmp_path / "ranker").iterdir()) == ["1", "config.pbtxt"]
+
+
+def test_a_repository_that_is_a_file_is_refused(tmp_path):
+    package = tmp_path / "made.pt2"
+    package.write_bytes(b"whole")
+    with pytest.raises(NotWritten, match="Way out"):
+        add_version(package, package, "ranker", "the config\n")
 
 
 def test_of_several_at_once_each_gets_a_number_or_is_refused(tmp_path):

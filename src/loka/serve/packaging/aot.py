@@ -10,8 +10,6 @@ import copy
 import math
 import os
 import shutil
-import subprocess
-import sys
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -27,13 +25,14 @@ from loka.core.exceptions import LokaError, MissingLibrary, ServeRefused, WrongR
 from loka.core.numerics.reference import Quantized, quantize
 from loka.core.recipe import Gemm
 from loka.core.records.plan import Plan
-from loka.core.storage.files import tensors_from_bytes, tensors_to_bytes
+from loka.core.storage.files import writing
 from loka.graph.attach import attach, detach
 from loka.kernels.gemm.aten import aten_gemm
 from loka.kernels.gemm.registry import candidate_named
 from loka.nn.unwrap import named_modules
 from loka.planner.convert import fp8_layers
 from loka.serve.card import Card
+from loka.serve.packaging.fresh import answers_of
 from loka.serve.rows import leaves
 from loka.serve.run import Runner
 from loka.serve.sites import FrozenSite, HighPrecisionSite, as_rows, frozen_sites
@@ -126,14 +125,29 @@ def package_version(
     Raises:
         ServeRefused: a device, plan, model or `batch` that cannot be packaged; the reasons are listed.
         MissingLibrary: there is no C++ compiler.
-        WrongResults: the package's answers are further from the server's than its bound; no file is left.
+        WrongResults: the package's answers are further from the server's than its bound, or it gives none; no file
+            is left.
+        NotWritten: the disk refuses the file; what was there stands.
     """
     _check(device, plan, batch, by_rows=any(card.in_hp))
     if path.is_dir():
         raise ServeRefused(f"{path} is a folder", way_out=f"name a file, such as {path / 'model.pt2'}")
     run = Runner(form=card.form, autocast=None if card.autocast is None else getattr(torch, card.autocast))
-    exported = _exported(version.module, plan, run)
-    joined = sum(site.weight.joined is not None for site in frozen_sites(version.module).values())
+    with writing(path):  # asked before it is compiled, which takes minutes
+        path.parent.mkdir(parents=True, exist_ok=True)
+        beside = tempfile.TemporaryDirectory(dir=path.parent)
+    with beside as folder:
+        joined = sum(site.weight.joined is not None for site in frozen_sites(version.module).values())
+        made = _compiled(Path(folder), card, _exported(version.module, plan, run), joined, batch, device)
+        found = _checked(made, path, card, version, run, batch, device, joined)
+        with writing(path):
+            os.replace(made, path)
+    return found
+
+
+def _compiled(
+    folder: Path, card: Card, exported: _Exported, joined: int, batch: tuple[int, int], device: torch.device
+) -> Path:
     example = card.form.check_rows(device, _typical(batch))
     shapes = None
     if batch[0] < batch[1]:
@@ -147,22 +161,18 @@ def package_version(
             why=str(error).splitlines()[:5],
             way_out="serve it from Python (`save`, `load`), or write its forward without what is named",
         ) from error
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=path.parent) as folder:
-        made = Path(folder) / "model.pt2"
-        try:
-            torch._inductor.aoti_compile_and_package(program, package_path=str(made), inductor_configs=_options(joined))
-        except LokaError:
-            raise
-        except Exception as error:  # compilers raise what they like
-            raise ServeRefused(
-                f"AOTInductor does not compile this {card.model}",
-                why=str(error).splitlines()[:5],
-                way_out="serve it from Python (`save`, `load`); for a GPU AOTInductor needs CUDA's headers (CUDA_HOME)",
-            ) from error
-        found = _checked(made, path, card, version, run, batch, device, joined)
-        os.replace(made, path)
-    return found
+    made = Path(folder) / "model.pt2"
+    try:
+        torch._inductor.aoti_compile_and_package(program, package_path=str(made), inductor_configs=_options(joined))
+    except LokaError:
+        raise
+    except Exception as error:  # compilers raise what they like
+        raise ServeRefused(
+            f"AOTInductor does not compile this {card.model}",
+            why=str(error).splitlines()[:5],
+            way_out="serve it from Python (`save`, `load`); for a GPU AOTInductor needs CUDA's headers (CUDA_HOME)",
+        ) from error
+    return made
 
 
 def _options(joined: int) -> dict[str, Any]:
@@ -218,30 +228,6 @@ def _exported(frozen: nn.Module, plan: Plan, run: Runner) -> _Exported:
     return _Exported(tree, [site for site in sites.values() if isinstance(site, PackagedSite)], run)
 
 
-_FRESH = """
-import sys
-class Hidden:
-    def find_spec(self, name, path=None, target=None):
-        if name.partition(".")[0] == "loka":
-            raise ImportError("loka is not to be imported")
-sys.meta_path.insert(0, Hidden())
-import torch
-from safetensors.torch import load_file, save_file
-from torch.utils._pytree import tree_leaves
-device = torch.device(sys.argv[4])
-if device.type == "cuda":
-    torch.cuda.set_device(device)
-model = torch._inductor.aoti_load_package(sys.argv[1], device_index=-1 if device.index is None else device.index)
-given, found = load_file(sys.argv[2], device=sys.argv[4]), {}
-for size in sorted({name.partition("/")[0] for name in given}):
-    columns = [given[f"{size}/{place}"] for place in range(sum(n.startswith(size + "/") for n in given))]
-    for place, leaf in enumerate(tree_leaves(model(*columns))):
-        found[f"{size}/{place}"] = leaf.cpu().contiguous().clone()
-assert not any(name.partition(".")[0] == "loka" for name in sys.modules)
-save_file(found, sys.argv[3])
-"""
-
-
 def _checked(
     made: Path,
     path: Path,
@@ -255,22 +241,7 @@ def _checked(
     sizes = tried(batch)
     inputs = {size: card.form.check_rows(device, size) for size in sizes}
     given = {f"{size}/{n}": column for size, columns in inputs.items() for n, column in enumerate(columns)}
-    rows, answers = made.with_name("rows.safetensors"), made.with_name("answers.safetensors")
-    rows.write_bytes(tensors_to_bytes(given))
-    done = subprocess.run(
-        [sys.executable, "-c", _FRESH, str(made), str(rows), str(answers), str(device)],
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
-    if done.returncode:
-        raise WrongResults(
-            "the package does not run in a process without loka",
-            why=[*done.stderr.splitlines()[-5:], f"it ended with {done.returncode}"],
-            way_out="serve it from Python; or, where a signal ended it as it loaded, name by CXX a compiler that links "
-            "libstdc++ dynamically, as torch does",
-        )
-    found = tensors_from_bytes(answers.read_bytes())
+    found = answers_of(made, given, device)
     expected = [leaves(run(version.module, inputs[size])) for size in sizes]
     want = [torch.cat([leaf.cpu().flatten() for leaf in of_sizes]) for of_sizes in zip(*expected, strict=True)]
     got = [torch.cat([found[f"{size}/{place}"].flatten() for size in sizes]) for place in range(len(want))]

@@ -19,7 +19,7 @@ from typing import Any, NoReturn
 
 from loka.core.exceptions import ServeRefused
 from loka.core.storage.alone import alone_in
-from loka.core.storage.files import write_atomic
+from loka.core.storage.files import write_atomic, writing
 from loka.serve.rows import Form, leaves, names
 
 TYPES = {
@@ -110,9 +110,10 @@ def add_version(package: Path, repository: Path, name: str, config: str) -> Path
         ServeRefused: the model is there with another form, which its clients would notice first; or of before
             folders told which column an input is.
         InUse: another process publishes it.
+        NotWritten: the disk refuses; there is no such version then.
     """
     folder = repository / name
-    with alone_in(folder, "publishing"):
+    with writing(folder), alone_in(folder, "publishing"):
         written = folder / CONFIG
         if written.exists() and (there := written.read_text(encoding="utf-8")) != config:
             _refuse(written, there, config)
@@ -122,9 +123,14 @@ def add_version(package: Path, repository: Path, name: str, config: str) -> Path
         final = folder / str(max(versions, default=0) + 1)
         unfinished = folder / f".{final.name}.unfinished.d"
         shutil.rmtree(unfinished, ignore_errors=True)
-        unfinished.mkdir()
-        shutil.copyfile(package, unfinished / PACKAGE)
-        os.replace(unfinished, final)
+        try:
+            with writing(final):
+                unfinished.mkdir()
+                shutil.copyfile(package, unfinished / PACKAGE)
+                os.replace(unfinished, final)
+        except BaseException:
+            shutil.rmtree(unfinished, ignore_errors=True)
+            raise
     return final
 
 
