@@ -11,7 +11,7 @@ import math
 import os
 import shutil
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -37,10 +37,14 @@ from loka.serve.rows import leaves
 from loka.serve.run import Runner
 from loka.serve.sites import FrozenSite, HighPrecisionSite, as_rows, frozen_sites
 from loka.serve.version import Version
-from loka.serve.watch.agreement import disagreements, error_of, finite_in_both
+from loka.serve.watch.agreement import AnswerError, disagreements, error_of, finite_in_both
 
 SHARE_OF_FP8 = 0.1
 """Mean |package - server| allowed without regions, in what FP8 itself changes the answers by on average."""
+UNITS = 8
+"""Allowed at least, in units in the last place at the answers' root mean square, as FP8 changes some outputs by
+nothing. A sum of 500 terms in another order is off by a random walk of roundings, about 5 units, and exp or tanh
+by vectors by one or two."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -250,11 +254,15 @@ def _checked(
     # computations of one answer, as a server's graphs are beside it. Without regions nothing does.
     why = disagreements(got, want, card.answers)
     if not joined:
+        bounds = [
+            _most_apart(of_fp8, of_package.rms, [leaf.dtype, *_computed_in(version.module, run)])
+            for of_fp8, of_package, leaf in zip(card.answers, apart, want, strict=True)
+        ]
         why += [
             f"output {place}: by {of_package.mean_abs:.2e} on average, where FP8 itself changes it by "
-            f"{of_fp8.mean_abs:.2e}; a tenth is allowed"
-            for place, (of_package, of_fp8) in enumerate(zip(apart, card.answers, strict=True))
-            if of_package.mean_abs > SHARE_OF_FP8 * of_fp8.mean_abs
+            f"{of_fp8.mean_abs:.2e}; {most:.2e} is allowed"
+            for place, (of_package, of_fp8, most) in enumerate(zip(apart, card.answers, bounds, strict=True))
+            if of_package.mean_abs > most
         ]
     if why:
         raise WrongResults(
@@ -276,6 +284,22 @@ def _checked(
         ),
         joined=joined,
     )
+
+
+def _most_apart(of_fp8: AnswerError, rms: float, dtypes: Iterable[torch.dtype]) -> float:
+    """Mean |package - server| allowed of an output, as large as `rms`. Units are float32's, in which sums are kept;
+    of what FP8 does not touch they are of the coarsest of `dtypes`, as a sum's last bit may round to its next value."""
+    sums = torch.finfo(torch.float32).eps
+    coarsest = max((torch.finfo(dtype).eps for dtype in dtypes if not of_fp8.mean_abs and _rounds(dtype)), default=sums)
+    return max(SHARE_OF_FP8 * of_fp8.mean_abs, UNITS * max(sums, coarsest) * rms)
+
+
+def _computed_in(module: nn.Module, run: Runner) -> set[torch.dtype]:
+    return {parameter.dtype for parameter in module.parameters()} | ({run.autocast} if run.autocast else set())
+
+
+def _rounds(dtype: torch.dtype) -> bool:
+    return (dtype.is_floating_point or dtype.is_complex) and dtype.itemsize > 1
 
 
 def _typical(batch: tuple[int, int]) -> int:
