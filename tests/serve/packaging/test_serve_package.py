@@ -2,6 +2,8 @@ import os
 import shutil
 import subprocess
 import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -180,6 +182,29 @@ def test_a_path_that_no_file_can_have_is_told_before_anything_is_compiled(monkey
     for path in (tmp_path / "file" / "x.pt2", Path("/proc/none/x.pt2")):
         with pytest.raises(NotWritten, match=rf"(?s)cannot write {path}.*there is no {path}.*Way out"):
             served().package(path)
+
+
+def test_of_two_at_once_one_waits(monkeypatch, tmp_path):
+    """torch.export and Inductor patch torch while they run, and refuse what they find patched."""
+    running, most = [], []
+
+    def alone(*_, **__):
+        running.append(0)
+        time.sleep(0.05)
+        most.append(len(running))
+        running.pop()
+
+    def compiled(*_, **__):
+        alone()
+        raise RuntimeError("seen")
+
+    monkeypatch.setattr(torch.export, "export", alone)
+    monkeypatch.setattr(torch._inductor, "aoti_compile_and_package", compiled)
+    server = served()
+    with ThreadPoolExecutor(3) as threads:
+        made = [threads.submit(server.package, tmp_path / f"{place}.pt2") for place in range(3)]
+    assert all("seen" in str(one.exception()) for one in made)
+    assert most == [1] * 6
 
 
 def test_what_a_compiler_raises_is_told(monkeypatch, tmp_path):

@@ -11,6 +11,7 @@ import math
 import os
 import shutil
 import tempfile
+import threading
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -45,6 +46,9 @@ UNITS = 8
 """Allowed at least, in units in the last place at the answers' root mean square, as FP8 changes some outputs by
 nothing. A sum of 500 terms in another order is off by a random walk of roundings, about 5 units, and exp or tanh
 by vectors by one or two."""
+
+_TRACING = threading.Lock()
+"""Around export and compile: both patch torch for as long as they run, and two at once refuse each other's models."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -142,7 +146,8 @@ def package_version(
         beside = tempfile.TemporaryDirectory(dir=path.parent)
     with beside as folder:
         joined = sum(site.weight.joined is not None for site in frozen_sites(version.module).values())
-        made = _compiled(Path(folder), card, _exported(version.module, plan, run), joined, batch, device)
+        with _TRACING:
+            made = _compiled(Path(folder), card, _exported(version.module, plan, run), joined, batch, device)
         found = _checked(made, path, card, version, run, batch, device, joined)
         with writing(path):
             os.replace(made, path)
