@@ -69,7 +69,8 @@ def test_a_package_runs_without_loka(candidate, autocast, tmp_path):
     expected = server.current.module
     with torch.no_grad(), torch.autocast("cpu", dtype=autocast, enabled=autocast is not None):
         torch.testing.assert_close(model(*request), expected(*request), atol=1e-2, rtol=0)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["ranker.pt2"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["ranker.pt2", "ranker.pt2.sha256"]
+    check_beside(found.path, found.sha256)
 
 
 @pytest.mark.slow
@@ -155,10 +156,14 @@ def test_it_is_tried_with_rows_that_it_is_for():
     assert [_typical((1, most)) for most in (1, 2, 3, 4096)] == [1, 2, 3, 4095]
 
 
+def empty_file(program, *, package_path, inductor_configs):
+    Path(package_path).write_bytes(b"")
+
+
 def test_a_crash_is_told(monkeypatch, tmp_path):
     """As where the compiler links another libstdc++ than torch: no word, and a signal."""
     died = subprocess.CompletedProcess([], -11, "", "")
-    monkeypatch.setattr(torch._inductor, "aoti_compile_and_package", lambda *_, package_path, **__: package_path)
+    monkeypatch.setattr(torch._inductor, "aoti_compile_and_package", empty_file)
     monkeypatch.setattr(subprocess, "run", lambda *_, **__: died)
     with pytest.raises(WrongResults, match=r"(?s)it ended with -11.*CXX"):
         served().package(tmp_path / "x.pt2", batch=(1, 2))  # fewer than a form checks with
@@ -169,7 +174,7 @@ def test_a_package_that_never_answers_is_told(monkeypatch, tmp_path):
     def run(command, *, timeout, **_):
         raise subprocess.TimeoutExpired(command, timeout)
 
-    monkeypatch.setattr(torch._inductor, "aoti_compile_and_package", lambda *_, package_path, **__: package_path)
+    monkeypatch.setattr(torch._inductor, "aoti_compile_and_package", empty_file)
     monkeypatch.setattr(subprocess, "run", run)
     with pytest.raises(WrongResults, match=r"(?s)not answer within 600 s.*given 1, 2 rows on cpu.*Way out"):
         served().package(tmp_path / "x.pt2", batch=(1, 2))
@@ -214,6 +219,11 @@ def test_what_a_compiler_raises_is_told(monkeypatch, tmp_path):
     monkeypatch.setattr(torch._inductor, "aoti_compile_and_package", compiled)
     with pytest.raises(ServeRefused, match=r"(?s)does not compile this Tower.*cuda\.h.*CUDA_HOME"):
         served().package(tmp_path / "x.pt2")
+
+
+def test_a_name_that_torch_does_not_load_is_refused(tmp_path):
+    with pytest.raises(ServeRefused, match=r"(?s)ranker is no name of a package.*name it .*ranker\.pt2"):
+        served().package(tmp_path / "ranker")
 
 
 def test_without_a_compiler(monkeypatch):
@@ -272,14 +282,54 @@ def test_how_far_apart_a_package_may_be():
     assert _most_apart(hardly, 0.5, [bf16]) == 8 * 2.0**-23 * 0.5
 
 
+def check_beside(path, sha256):
+    """What `sha256sum -c` reads; it notices another byte."""
+    beside = path.with_name(path.name + ".sha256")
+    assert beside.read_text() == f"{sha256}  {path.name}\n"
+    if shutil.which("sha256sum") is None:
+        return
+    check = ["sha256sum", "-c", beside.name]
+    assert subprocess.run(check, cwd=path.parent, capture_output=True).returncode == 0
+    kept = path.read_bytes()
+    path.write_bytes(kept + b"!")
+    assert subprocess.run(check, cwd=path.parent, capture_output=True).returncode == 1
+    path.write_bytes(kept)
+
+
+@pytest.mark.slow
+def test_inputs_of_another_form_are_refused_where_they_are_checked(tmp_path):
+    """What docs/serve.md says of AOTI_RUNTIME_CHECK_INPUTS; torch reads it once, as a package is loaded."""
+    server = served()
+    ranges, single = (server.package(tmp_path / f"{most}.pt2", batch=(1, most)).path for most in (64, 1))
+    code = f"""
+import torch
+dense, ids = torch.randn(8, 13), torch.randint(0, 50, (8,))
+cases = dict(
+    sound=(dense, ids), slice=(torch.randn(8, 26)[:, :13], ids), transposed=(torch.randn(13, 8).t(), ids),
+    expanded=(dense[:1].expand(8, 13), ids), double=(dense.double(), ids), int32=(dense, ids.int()),
+    rows=(dense, ids[:4]), wide=(torch.randn(8, 14), ids), many=(torch.randn(65, 13), torch.zeros(65).long()),
+    one=(dense[:1], ids[:1]),
+)
+for file, names in (({str(ranges)!r}, cases), ({str(single)!r}, ["one"])):
+    package = torch._inductor.aoti_load_package(file)
+    for name in names:
+        try:
+            package(*cases[name])
+            print("taken", name)
+        except RuntimeError:
+            pass
+"""
+    environment = {**os.environ, "AOTI_RUNTIME_CHECK_INPUTS": "1"}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == ["taken sound", "taken one"]
+
+
 @pytest.mark.slow
 def test_a_package_that_answers_otherwise_is_not_left(tmp_path, monkeypatch):
     """The file holds another version than the server that it is compared with."""
     server = served()
     other = freeze(tower(1), server.plan, calibration=calibration())
-
-    def compiled(program, *, package_path, inductor_configs):
-        Path(package_path).write_bytes(b"")
 
     def run(command, **_):
         given = tensors_from_bytes(Path(command[4]).read_bytes())
@@ -290,12 +340,15 @@ def test_a_package_that_answers_otherwise_is_not_left(tmp_path, monkeypatch):
         Path(command[5]).write_bytes(tensors_to_bytes(found))
         return subprocess.CompletedProcess(command, 0, "", "")
 
-    monkeypatch.setattr(torch._inductor, "aoti_compile_and_package", compiled)
+    monkeypatch.setattr(torch._inductor, "aoti_compile_and_package", empty_file)
     monkeypatch.setattr(subprocess, "run", run)
     with pytest.raises(WrongResults, match="answers otherwise"):
         server.package(tmp_path / "x.pt2")
     assert not list(tmp_path.iterdir())
-    assert other.package(tmp_path / "x.pt2").equal == 1.0
+    found = other.package(tmp_path / "x.pt2")
+    assert found.equal == 1.0
+    assert "0: float32 [B, 13]; 1: int64 [B]: these dtypes, contiguous" in str(found)
+    assert found.sha256 in str(found)
     failed = subprocess.CompletedProcess([], 1, "", "ImportError: loka is not to be imported")
     monkeypatch.setattr(subprocess, "run", lambda *_, **__: failed)
     with pytest.raises(WrongResults, match=r"(?s)without loka.*not to be imported"):

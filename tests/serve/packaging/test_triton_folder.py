@@ -1,4 +1,5 @@
 import errno
+import hashlib
 import importlib.util
 import shutil
 import threading
@@ -141,6 +142,8 @@ def test_versions_are_counted_and_never_half_there(tmp_path):
         folder = add_version(package, tmp_path / "models", "ranker", "the config\n")
         assert folder == tmp_path / "models" / "ranker" / str(number)
         assert (folder / "model.pt2").read_bytes() == package.read_bytes()
+        digest = hashlib.sha256(package.read_bytes()).hexdigest()
+        assert (folder / "model.pt2.sha256").read_text() == f"{digest}  model.pt2\n"
     (tmp_path / "models" / "ranker" / "10").mkdir()
     assert add_version(package, tmp_path / "models", "ranker", "the config\n").name == "11"
     with pytest.raises(ServeRefused, match="another form") as refused:

@@ -26,13 +26,14 @@ from loka.core.exceptions import LokaError, MissingLibrary, ServeRefused, WrongR
 from loka.core.numerics.reference import Quantized, quantize
 from loka.core.recipe import Gemm
 from loka.core.records.plan import Plan
-from loka.core.storage.files import writing
+from loka.core.storage.files import sha256_of_file, writing
 from loka.graph.attach import attach, detach
 from loka.kernels.gemm.aten import aten_gemm
 from loka.kernels.gemm.registry import candidate_named
 from loka.nn.unwrap import named_modules
 from loka.planner.convert import fp8_layers
 from loka.serve.card import Card
+from loka.serve.packaging.checksum import checksum_of, write_checksum
 from loka.serve.packaging.fresh import answers_of
 from loka.serve.rows import leaves
 from loka.serve.run import Runner
@@ -49,6 +50,7 @@ by vectors by one or two."""
 
 _TRACING = threading.Lock()
 """Around export and compile: both patch torch for as long as they run, and two at once refuse each other's models."""
+_KEEPING = threading.Lock()  # of two that go to one path, the file and the checksum of the same one stay
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,7 +58,8 @@ class Packaged:
     """What a fresh process without loka found: outputs for `rows` rows of each batch size against those of the
     frozen model, run eagerly. `equal`: the share that is equal bit for bit. `mean_abs`, `max_abs`, `sqnr_db`: of the
     output that differs most.
-    `joined`: how many sites are in regions."""
+    `joined`: how many sites are in regions. `sha256`: of the file, which stands in PATH.sha256 too. `takes`: its
+    inputs, by place."""
 
     path: Path
     batch: tuple[int, int]
@@ -66,14 +69,25 @@ class Packaged:
     max_abs: float
     sqnr_db: float
     joined: int
+    sha256: str
+    takes: tuple[str, ...]
 
     def __str__(self) -> str:
         return (
             f"{self.path}: {self.batch[0]} to {self.batch[1]} rows; run without loka at {self.sizes}, {self.joined} "
             f"sites in regions: {self.equal:.1%} of the outputs are equal bit for bit to those of the model run "
             f"eagerly, the others differ by at most {self.max_abs:.2e} ({self.mean_abs:.2e} on average over all; "
-            f"{self.sqnr_db:.1f} dB)"
+            f"{self.sqnr_db:.1f} dB)\n"
+            f"called by place with {_listed(self.takes)}: these dtypes, contiguous, all of as many rows B. It looks at "
+            f"none of that and answers the rest with nonsense; AOTI_RUNTIME_CHECK_INPUTS=1 refuses it"
+            f"{', and single rows' if self.batch[0] == 1 < self.batch[1] else ''}\n"
+            f"sha256 {self.sha256}, in {checksum_of(self.path).name} too"
         )
+
+
+def _listed(columns: Sequence[str]) -> str:
+    more = [f"and {len(columns) - 8} more"] if len(columns) > 8 else []
+    return "; ".join([*columns[:8], *more])
 
 
 class PackagedSite(nn.Module):
@@ -140,6 +154,12 @@ def package_version(
     _check(device, plan, batch, by_rows=any(card.in_hp))
     if path.is_dir():
         raise ServeRefused(f"{path} is a folder", way_out=f"name a file, such as {path / 'model.pt2'}")
+    if path.suffix != ".pt2":
+        raise ServeRefused(
+            f"{path} is no name of a package",
+            why=["torch takes files without .pt2 for ones that it cannot load"],
+            way_out=f"name it {path}.pt2",
+        )
     run = Runner(form=card.form, autocast=None if card.autocast is None else getattr(torch, card.autocast))
     with writing(path):  # asked before it is compiled, which takes minutes
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -149,8 +169,9 @@ def package_version(
         with _TRACING:
             made = _compiled(Path(folder), card, _exported(version.module, plan, run), joined, batch, device)
         found = _checked(made, path, card, version, run, batch, device, joined)
-        with writing(path):
+        with _KEEPING, writing(path):
             os.replace(made, path)
+            write_checksum(path, found.sha256)
     return found
 
 
@@ -250,6 +271,7 @@ def _checked(
     sizes = tried(batch)
     inputs = {size: card.form.check_rows(device, size) for size in sizes}
     given = {f"{size}/{n}": column for size, columns in inputs.items() for n, column in enumerate(columns)}
+    digest = sha256_of_file(made)  # before it runs: of what is compared
     found = answers_of(made, given, device)
     expected = [leaves(run(version.module, inputs[size])) for size in sizes]
     want = [torch.cat([leaf.cpu().flatten() for leaf in of_sizes]) for of_sizes in zip(*expected, strict=True)]
@@ -288,6 +310,8 @@ def _checked(
             default=math.inf,
         ),
         joined=joined,
+        sha256=digest,
+        takes=tuple(map(str, card.form.columns)),
     )
 
 

@@ -2,6 +2,7 @@
 
     REPOSITORY/NAME/config.pbtxt    inputs, outputs, batching
     REPOSITORY/NAME/1/model.pt2     the package; the next one is 2, and the server turns to the largest number
+                     /model.pt2.sha256    for `sha256sum -c`; the server asks for model.pt2 alone
 
 Platform `torch_aoti`: the PyTorch backend of the server runs AOTInductor's files itself, without Python. It
 calls them by place, so inputs are INPUT__0, INPUT__1, ... in the order of the form's columns. Which column each is,
@@ -19,7 +20,8 @@ from typing import Any, NoReturn
 
 from loka.core.exceptions import ServeRefused
 from loka.core.storage.alone import alone_in
-from loka.core.storage.files import write_atomic, writing
+from loka.core.storage.files import sha256_of_file, write_atomic, writing
+from loka.serve.packaging.checksum import write_checksum
 from loka.serve.rows import Form, leaves, names
 
 TYPES = {
@@ -127,6 +129,7 @@ def add_version(package: Path, repository: Path, name: str, config: str) -> Path
             with writing(final):
                 unfinished.mkdir()
                 shutil.copyfile(package, unfinished / PACKAGE)
+                write_checksum(unfinished / PACKAGE, sha256_of_file(package))
                 os.replace(unfinished, final)
         except BaseException:
             shutil.rmtree(unfinished, ignore_errors=True)
