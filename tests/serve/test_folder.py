@@ -59,6 +59,13 @@ def test_loaded_equals_saved_and_can_be_refreshed(candidate, tmp_path):
     assert torch.equal(load(tmp_path / "again", model)(rows(50)).output, server(rows(50)).output)
 
 
+def test_a_folder_that_is_a_file_is_told_and_stands(tmp_path):
+    (file := tmp_path / "notes.txt").write_text("kept")
+    with pytest.raises(NotWritten, match=r"(?s)cannot write .*notes\.txt/card\.json.*Not a directory.*Way out"):
+        saved(file)
+    assert file.read_text() == "kept"
+
+
 def test_kernels_of_training_are_not_asked_for(tmp_path, monkeypatch):
     """A server runs `output` alone: what trained the model may be missing where it is served, or be wrong there."""
     plan = plan_for(tower(), dict.fromkeys(BOTH, (ROW, TENSOR, "fbgemm:rowwise_e4m3")))

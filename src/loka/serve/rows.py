@@ -271,6 +271,17 @@ def leaves(output: Any) -> list[torch.Tensor]:
     return found
 
 
+def names(output: Any, within: str = "") -> list[str]:
+    """Of each leaf, in their order: its key or place, as "heads.clicks"; of a tensor alone "0"."""
+    if isinstance(output, torch.Tensor):
+        return [within or "0"]
+    if isinstance(output, tuple) and hasattr(output, "_fields"):
+        parts: Iterable[tuple[Any, Any]] = zip(output._fields, output, strict=True)
+    else:
+        parts = output.items() if isinstance(output, Mapping) else enumerate(output)
+    return [name for key, part in parts for name in names(part, f"{within}.{key}" if within else str(key))]
+
+
 def joined(parts: Sequence[Any]) -> Any:
     if len(parts) == 1:
         return parts[0]

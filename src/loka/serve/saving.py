@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from loka.core.records.plan import Plan
-from loka.core.storage.files import sha256_of_file, write_tensors
+from loka.core.storage.files import sha256_of_file, write_tensors, writing
 from loka.serve.card import Card, Folder
 from loka.serve.rows import leaves
 from loka.serve.run import Runner
@@ -27,12 +27,14 @@ CARD, PLAN, WEIGHTS, PRECISE = "card.json", "plan.json", "weights.safetensors", 
 
 @torch.no_grad()
 def save_version(folder: Path, card: Card, plan: Plan, version: Version, device: torch.device) -> None:
-    """Raises NotWritten where the disk refuses; the folder then has no card."""
-    (folder / CARD).unlink(missing_ok=True)
+    """Raises NotWritten where the disk refuses; the folder then has no card, or is as it was."""
+    with writing(folder / CARD):
+        (folder / CARD).unlink(missing_ok=True)
     plan.save(folder / PLAN)
     write_tensors(folder / WEIGHTS, _content(card, version, device))
     written = [PLAN, WEIGHTS]
-    (folder / PRECISE).unlink(missing_ok=True)
+    with writing(folder / PRECISE):
+        (folder / PRECISE).unlink(missing_ok=True)
     if version.precise is not None:
         write_tensors(folder / PRECISE, _state(version.precise))
         written.append(PRECISE)

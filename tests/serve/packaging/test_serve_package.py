@@ -2,6 +2,8 @@ import os
 import shutil
 import subprocess
 import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -22,12 +24,19 @@ from served import (
     rows,
     tower,
 )
+from torch import nn
 
-from loka.core.exceptions import MissingLibrary, ServeRefused, WrongResults
+from loka.core.exceptions import MissingLibrary, NotWritten, ServeRefused, WrongResults
+from loka.core.storage.files import tensors_from_bytes, tensors_to_bytes
 from loka.serve import Server, freeze
-from loka.serve.packaging.aot import PackagedSite, _typical, tried, unpackaged
+from loka.serve.packaging.aot import PackagedSite, _most_apart, _typical, tried, unpackaged
 from loka.serve.rows import leaves
 from loka.serve.sites import frozen_sites
+from loka.serve.watch.agreement import AnswerError
+
+
+def found_leaves(found, request):
+    return leaves(torch._inductor.aoti_load_package(str(found.path))(*request))
 
 
 def served(candidate=ROW, **options):
@@ -60,7 +69,8 @@ def test_a_package_runs_without_loka(candidate, autocast, tmp_path):
     expected = server.current.module
     with torch.no_grad(), torch.autocast("cpu", dtype=autocast, enabled=autocast is not None):
         torch.testing.assert_close(model(*request), expected(*request), atol=1e-2, rtol=0)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["ranker.pt2"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["ranker.pt2", "ranker.pt2.sha256"]
+    check_beside(found.path, found.sha256)
 
 
 @pytest.mark.slow
@@ -77,19 +87,41 @@ def test_raw_parameters_and_several_outputs(tmp_path):
 
 @pytest.mark.slow
 def test_the_example_in_cpp(tmp_path):
+    """It compares all that the package returns, and says what is no answer to the same rows."""
     if shutil.which("g++") is None:
         pytest.skip("needs g++")
     example = Path(__file__).parents[3] / "examples" / "serve_cpp"
     server = served()
     server.package(tmp_path / "ranker.pt2", batch=(1, 64))
-    request = rows(64)
-    torch.save([*request, server(request).output], tmp_path / "rows.pt")
     build = ["sh", str(example / "build.sh"), str(tmp_path / "score")]
     subprocess.run(build, check=True, timeout=900, env={**os.environ, "PYTHON": sys.executable})
-    command = [str(tmp_path / "score"), str(tmp_path / "ranker.pt2"), str(tmp_path / "rows.pt"), "2"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=100)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith("64 rows, 1 outputs")
+
+    def scored(*held, inputs="2"):
+        torch.save(list(held), tmp_path / "rows.pt")
+        command = [str(tmp_path / "score"), str(tmp_path / "ranker.pt2"), str(tmp_path / "rows.pt"), inputs]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=100)
+        return done.returncode, done.stdout + done.stderr
+
+    dense, ids = request = rows(64)
+    answer = server(request).output
+    status, told = scored(*request, answer)
+    assert (status, told.startswith("64 rows, 1 outputs")) == (0, True), told
+    one_row = answer.index_fill(0, torch.tensor([7]), float("nan"))
+    assert scored(dense.index_fill(0, torch.tensor([7]), float("nan")), ids, one_row)[0] == 0
+    for other, status, reason in (
+        ([answer + 1], 1, "largest difference 1"),
+        ([one_row], 1, "1 of 64 entries are finite in one of the two only"),
+        ([answer * float("nan")], 1, "64 of 64 entries are finite in one"),
+        ([answer, answer + 5], 1, "returns 1 outputs, ROWS holds 2"),
+        ([answer[:1]], 1, "the server's float [1]"),
+        ([answer > 0], 1, "the server's bool [64]"),
+        ([answer.double()], 1, "the server's double [64]"),
+        ([], 2, "no output"),
+    ):
+        found, told = scored(*request, *other)
+        assert (found, reason in told) == (status, True), told
+    assert scored(dense * float("nan"), ids, answer * float("nan"))[0] == 1
+    assert scored(*request, answer, inputs="x")[0] == 2
 
 
 def test_what_cannot_go_into_a_package():
@@ -124,16 +156,60 @@ def test_it_is_tried_with_rows_that_it_is_for():
     assert [_typical((1, most)) for most in (1, 2, 3, 4096)] == [1, 2, 3, 4095]
 
 
+def empty_file(program, *, package_path, inductor_configs):
+    Path(package_path).write_bytes(b"")
+
+
 def test_a_crash_is_told(monkeypatch, tmp_path):
     """As where the compiler links another libstdc++ than torch: no word, and a signal."""
-    import loka.serve.packaging.aot as package
-
     died = subprocess.CompletedProcess([], -11, "", "")
-    monkeypatch.setattr(torch._inductor, "aoti_compile_and_package", lambda *_, package_path, **__: package_path)
-    monkeypatch.setattr(package.subprocess, "run", lambda *_, **__: died)
+    monkeypatch.setattr(torch._inductor, "aoti_compile_and_package", empty_file)
+    monkeypatch.setattr(subprocess, "run", lambda *_, **__: died)
     with pytest.raises(WrongResults, match=r"(?s)it ended with -11.*CXX"):
         served().package(tmp_path / "x.pt2", batch=(1, 2))  # fewer than a form checks with
     assert not list(tmp_path.iterdir())
+
+
+def test_a_package_that_never_answers_is_told(monkeypatch, tmp_path):
+    def run(command, *, timeout, **_):
+        raise subprocess.TimeoutExpired(command, timeout)
+
+    monkeypatch.setattr(torch._inductor, "aoti_compile_and_package", empty_file)
+    monkeypatch.setattr(subprocess, "run", run)
+    with pytest.raises(WrongResults, match=r"(?s)not answer within 600 s.*given 1, 2 rows on cpu.*Way out"):
+        served().package(tmp_path / "x.pt2", batch=(1, 2))
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_path_that_no_file_can_have_is_told_before_anything_is_compiled(monkeypatch, tmp_path):
+    monkeypatch.setattr(torch.export, "export", None)
+    (tmp_path / "file").write_text("")
+    for path in (tmp_path / "file" / "x.pt2", Path("/proc/none/x.pt2")):
+        with pytest.raises(NotWritten, match=rf"(?s)cannot write {path}.*there is no {path}.*Way out"):
+            served().package(path)
+
+
+def test_of_two_at_once_one_waits(monkeypatch, tmp_path):
+    """torch.export and Inductor patch torch while they run, and refuse what they find patched."""
+    running, most = [], []
+
+    def alone(*_, **__):
+        running.append(0)
+        time.sleep(0.05)
+        most.append(len(running))
+        running.pop()
+
+    def compiled(*_, **__):
+        alone()
+        raise RuntimeError("seen")
+
+    monkeypatch.setattr(torch.export, "export", alone)
+    monkeypatch.setattr(torch._inductor, "aoti_compile_and_package", compiled)
+    server = served()
+    with ThreadPoolExecutor(3) as threads:
+        made = [threads.submit(server.package, tmp_path / f"{place}.pt2") for place in range(3)]
+    assert all("seen" in str(one.exception()) for one in made)
+    assert most == [1] * 6
 
 
 def test_what_a_compiler_raises_is_told(monkeypatch, tmp_path):
@@ -143,6 +219,11 @@ def test_what_a_compiler_raises_is_told(monkeypatch, tmp_path):
     monkeypatch.setattr(torch._inductor, "aoti_compile_and_package", compiled)
     with pytest.raises(ServeRefused, match=r"(?s)does not compile this Tower.*cuda\.h.*CUDA_HOME"):
         served().package(tmp_path / "x.pt2")
+
+
+def test_a_name_that_torch_does_not_load_is_refused(tmp_path):
+    with pytest.raises(ServeRefused, match=r"(?s)ranker is no name of a package.*name it .*ranker\.pt2"):
+        served().package(tmp_path / "ranker")
 
 
 def test_without_a_compiler(monkeypatch):
@@ -166,33 +247,109 @@ def test_a_model_that_does_not_export(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
+class Beside(Tower):
+    """Its second output is computed in high precision alone."""
+
+    def __init__(self):
+        super().__init__()
+        self.aux = nn.Linear(13, 4)
+
+    def forward(self, dense, ids):
+        return super().forward(dense, ids), torch.softmax(self.aux(dense).tanh().exp().sin(), dim=-1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("autocast", [None, torch.bfloat16])
+def test_an_output_that_fp8_does_not_touch_may_round_otherwise(autocast, tmp_path):
+    torch.manual_seed(0)
+    server = frozen(Beside().eval(), BOTH, autocast=autocast)
+    assert server.card.answers[1].mean_abs == 0.0
+    found = server.package(tmp_path / "x.pt2", batch=(1, 64))
+    for one, two in zip(found_leaves(found, rows(50)), leaves(server(rows(50)).output), strict=True):
+        torch.testing.assert_close(one, two, atol=1e-2, rtol=0)
+
+
+def test_how_far_apart_a_package_may_be():
+    """A few units in the last place where FP8 changes nothing; a tenth of what it changes elsewhere."""
+    untouched = AnswerError(changed=0.0, max_abs=0.0, mean_abs=0.0, rms=0.5)
+    f32, bf16 = torch.float32, torch.bfloat16
+    assert _most_apart(untouched, 0.5, [f32]) == 8 * 2.0**-23 * 0.5
+    assert _most_apart(untouched, 0.5, [f32, bf16, torch.float8_e4m3fn, torch.int64]) == 8 * 2.0**-7 * 0.5
+    assert _most_apart(untouched, 0.0, [f32]) == 0.0
+    touched = AnswerError(changed=1.0, max_abs=0.04, mean_abs=0.01, rms=0.5)
+    assert _most_apart(touched, 0.5, [bf16]) == pytest.approx(1e-3)
+    hardly = AnswerError(changed=0.1, max_abs=1e-8, mean_abs=1e-9, rms=0.5)
+    assert _most_apart(hardly, 0.5, [bf16]) == 8 * 2.0**-23 * 0.5
+
+
+def check_beside(path, sha256):
+    """What `sha256sum -c` reads; it notices another byte."""
+    beside = path.with_name(path.name + ".sha256")
+    assert beside.read_text() == f"{sha256}  {path.name}\n"
+    if shutil.which("sha256sum") is None:
+        return
+    check = ["sha256sum", "-c", beside.name]
+    assert subprocess.run(check, cwd=path.parent, capture_output=True).returncode == 0
+    kept = path.read_bytes()
+    path.write_bytes(kept + b"!")
+    assert subprocess.run(check, cwd=path.parent, capture_output=True).returncode == 1
+    path.write_bytes(kept)
+
+
+@pytest.mark.slow
+def test_inputs_of_another_form_are_refused_where_they_are_checked(tmp_path):
+    """What docs/serve.md says of AOTI_RUNTIME_CHECK_INPUTS; torch reads it once, as a package is loaded."""
+    server = served()
+    ranges, single = (server.package(tmp_path / f"{most}.pt2", batch=(1, most)).path for most in (64, 1))
+    code = f"""
+import torch
+dense, ids = torch.randn(8, 13), torch.randint(0, 50, (8,))
+cases = dict(
+    sound=(dense, ids), slice=(torch.randn(8, 26)[:, :13], ids), transposed=(torch.randn(13, 8).t(), ids),
+    expanded=(dense[:1].expand(8, 13), ids), double=(dense.double(), ids), int32=(dense, ids.int()),
+    rows=(dense, ids[:4]), wide=(torch.randn(8, 14), ids), many=(torch.randn(65, 13), torch.zeros(65).long()),
+    one=(dense[:1], ids[:1]),
+)
+for file, names in (({str(ranges)!r}, cases), ({str(single)!r}, ["one"])):
+    package = torch._inductor.aoti_load_package(file)
+    for name in names:
+        try:
+            package(*cases[name])
+            print("taken", name)
+        except RuntimeError:
+            pass
+"""
+    environment = {**os.environ, "AOTI_RUNTIME_CHECK_INPUTS": "1"}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == ["taken sound", "taken one"]
+
+
 @pytest.mark.slow
 def test_a_package_that_answers_otherwise_is_not_left(tmp_path, monkeypatch):
     """The file holds another version than the server that it is compared with."""
-    import loka.serve.packaging.aot as package
-
     server = served()
     other = freeze(tower(1), server.plan, calibration=calibration())
 
-    def compiled(program, *, package_path, inductor_configs):
-        Path(package_path).write_bytes(b"")
-
     def run(command, **_):
-        given = package.tensors_from_bytes(Path(command[4]).read_bytes())
+        given = tensors_from_bytes(Path(command[4]).read_bytes())
         found = {
             f"{size}/0": other.current.module(given[f"{size}/0"], given[f"{size}/1"])
             for size in {name.partition("/")[0] for name in given}
         }
-        Path(command[5]).write_bytes(package.tensors_to_bytes(found))
+        Path(command[5]).write_bytes(tensors_to_bytes(found))
         return subprocess.CompletedProcess(command, 0, "", "")
 
-    monkeypatch.setattr(torch._inductor, "aoti_compile_and_package", compiled)
-    monkeypatch.setattr(package.subprocess, "run", run)
+    monkeypatch.setattr(torch._inductor, "aoti_compile_and_package", empty_file)
+    monkeypatch.setattr(subprocess, "run", run)
     with pytest.raises(WrongResults, match="answers otherwise"):
         server.package(tmp_path / "x.pt2")
     assert not list(tmp_path.iterdir())
-    assert other.package(tmp_path / "x.pt2").equal == 1.0
+    found = other.package(tmp_path / "x.pt2")
+    assert found.equal == 1.0
+    assert "0: float32 [B, 13]; 1: int64 [B]: these dtypes, contiguous" in str(found)
+    assert found.sha256 in str(found)
     failed = subprocess.CompletedProcess([], 1, "", "ImportError: loka is not to be imported")
-    monkeypatch.setattr(package.subprocess, "run", lambda *_, **__: failed)
+    monkeypatch.setattr(subprocess, "run", lambda *_, **__: failed)
     with pytest.raises(WrongResults, match=r"(?s)without loka.*not to be imported"):
         other.package(tmp_path / "y.pt2")

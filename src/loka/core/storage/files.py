@@ -16,11 +16,11 @@ import lzma
 import os
 import secrets
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from loka.core.exceptions import FileRefused, MissingLibrary, NotWritten
+from loka.core.exceptions import FileRefused, LokaError, MissingLibrary, NotWritten
 from loka.core.storage.untrusted import Limits, open_regular, parse_json, read_bounded
 
 if TYPE_CHECKING:
@@ -64,6 +64,20 @@ def write_atomic(path: Path, data: bytes) -> None:
             raise _not_written(path, error) from error
         raise
     sync_folder(path.parent)
+
+
+@contextlib.contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """What the system refuses inside is of `path`: for writes that `write_atomic` does not make.
+
+    Raises NotWritten in the place of OSError; other errors of LoKA pass.
+    """
+    try:
+        yield
+    except LokaError:
+        raise
+    except OSError as error:
+        raise _not_written(path, error) from error
 
 
 def remove_unfinished(folder: Path, name: str | None = None) -> None:

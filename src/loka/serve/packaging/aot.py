@@ -10,10 +10,9 @@ import copy
 import math
 import os
 import shutil
-import subprocess
-import sys
 import tempfile
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,21 +26,31 @@ from loka.core.exceptions import LokaError, MissingLibrary, ServeRefused, WrongR
 from loka.core.numerics.reference import Quantized, quantize
 from loka.core.recipe import Gemm
 from loka.core.records.plan import Plan
-from loka.core.storage.files import tensors_from_bytes, tensors_to_bytes
+from loka.core.storage.files import sha256_of_file, writing
 from loka.graph.attach import attach, detach
 from loka.kernels.gemm.aten import aten_gemm
 from loka.kernels.gemm.registry import candidate_named
 from loka.nn.unwrap import named_modules
 from loka.planner.convert import fp8_layers
 from loka.serve.card import Card
+from loka.serve.packaging.checksum import checksum_of, write_checksum
+from loka.serve.packaging.fresh import answers_of
 from loka.serve.rows import leaves
 from loka.serve.run import Runner
 from loka.serve.sites import FrozenSite, HighPrecisionSite, as_rows, frozen_sites
 from loka.serve.version import Version
-from loka.serve.watch.agreement import disagreements, error_of, finite_in_both
+from loka.serve.watch.agreement import AnswerError, disagreements, error_of, finite_in_both
 
 SHARE_OF_FP8 = 0.1
 """Mean |package - server| allowed without regions, in what FP8 itself changes the answers by on average."""
+UNITS = 8
+"""Allowed at least, in units in the last place at the answers' root mean square, as FP8 changes some outputs by
+nothing. A sum of 500 terms in another order is off by a random walk of roundings, about 5 units, and exp or tanh
+by vectors by one or two."""
+
+_TRACING = threading.Lock()
+"""Around export and compile: both patch torch for as long as they run, and two at once refuse each other's models."""
+_KEEPING = threading.Lock()  # of two that go to one path, the file and the checksum of the same one stay
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,7 +58,8 @@ class Packaged:
     """What a fresh process without loka found: outputs for `rows` rows of each batch size against those of the
     frozen model, run eagerly. `equal`: the share that is equal bit for bit. `mean_abs`, `max_abs`, `sqnr_db`: of the
     output that differs most.
-    `joined`: how many sites are in regions."""
+    `joined`: how many sites are in regions. `sha256`: of the file, which stands in PATH.sha256 too. `takes`: its
+    inputs, by place."""
 
     path: Path
     batch: tuple[int, int]
@@ -59,14 +69,25 @@ class Packaged:
     max_abs: float
     sqnr_db: float
     joined: int
+    sha256: str
+    takes: tuple[str, ...]
 
     def __str__(self) -> str:
         return (
             f"{self.path}: {self.batch[0]} to {self.batch[1]} rows; run without loka at {self.sizes}, {self.joined} "
             f"sites in regions: {self.equal:.1%} of the outputs are equal bit for bit to those of the model run "
             f"eagerly, the others differ by at most {self.max_abs:.2e} ({self.mean_abs:.2e} on average over all; "
-            f"{self.sqnr_db:.1f} dB)"
+            f"{self.sqnr_db:.1f} dB)\n"
+            f"called by place with {_listed(self.takes)}: these dtypes, contiguous, all of as many rows B. It looks at "
+            f"none of that and answers the rest with nonsense; AOTI_RUNTIME_CHECK_INPUTS=1 refuses it"
+            f"{', and single rows' if self.batch[0] == 1 < self.batch[1] else ''}\n"
+            f"sha256 {self.sha256}, in {checksum_of(self.path).name} too"
         )
+
+
+def _listed(columns: Sequence[str]) -> str:
+    more = [f"and {len(columns) - 8} more"] if len(columns) > 8 else []
+    return "; ".join([*columns[:8], *more])
 
 
 class PackagedSite(nn.Module):
@@ -126,14 +147,37 @@ def package_version(
     Raises:
         ServeRefused: a device, plan, model or `batch` that cannot be packaged; the reasons are listed.
         MissingLibrary: there is no C++ compiler.
-        WrongResults: the package's answers are further from the server's than its bound; no file is left.
+        WrongResults: the package's answers are further from the server's than its bound, or it gives none; no file
+            is left.
+        NotWritten: the disk refuses the file; what was there stands.
     """
     _check(device, plan, batch, by_rows=any(card.in_hp))
     if path.is_dir():
         raise ServeRefused(f"{path} is a folder", way_out=f"name a file, such as {path / 'model.pt2'}")
+    if path.suffix != ".pt2":
+        raise ServeRefused(
+            f"{path} is no name of a package",
+            why=["torch takes files without .pt2 for ones that it cannot load"],
+            way_out=f"name it {path}.pt2",
+        )
     run = Runner(form=card.form, autocast=None if card.autocast is None else getattr(torch, card.autocast))
-    exported = _exported(version.module, plan, run)
-    joined = sum(site.weight.joined is not None for site in frozen_sites(version.module).values())
+    with writing(path):  # asked before it is compiled, which takes minutes
+        path.parent.mkdir(parents=True, exist_ok=True)
+        beside = tempfile.TemporaryDirectory(dir=path.parent)
+    with beside as folder:
+        joined = sum(site.weight.joined is not None for site in frozen_sites(version.module).values())
+        with _TRACING:
+            made = _compiled(Path(folder), card, _exported(version.module, plan, run), joined, batch, device)
+        found = _checked(made, path, card, version, run, batch, device, joined)
+        with _KEEPING, writing(path):
+            os.replace(made, path)
+            write_checksum(path, found.sha256)
+    return found
+
+
+def _compiled(
+    folder: Path, card: Card, exported: _Exported, joined: int, batch: tuple[int, int], device: torch.device
+) -> Path:
     example = card.form.check_rows(device, _typical(batch))
     shapes = None
     if batch[0] < batch[1]:
@@ -147,22 +191,18 @@ def package_version(
             why=str(error).splitlines()[:5],
             way_out="serve it from Python (`save`, `load`), or write its forward without what is named",
         ) from error
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=path.parent) as folder:
-        made = Path(folder) / "model.pt2"
-        try:
-            torch._inductor.aoti_compile_and_package(program, package_path=str(made), inductor_configs=_options(joined))
-        except LokaError:
-            raise
-        except Exception as error:  # compilers raise what they like
-            raise ServeRefused(
-                f"AOTInductor does not compile this {card.model}",
-                why=str(error).splitlines()[:5],
-                way_out="serve it from Python (`save`, `load`); for a GPU AOTInductor needs CUDA's headers (CUDA_HOME)",
-            ) from error
-        found = _checked(made, path, card, version, run, batch, device, joined)
-        os.replace(made, path)
-    return found
+    made = Path(folder) / "model.pt2"
+    try:
+        torch._inductor.aoti_compile_and_package(program, package_path=str(made), inductor_configs=_options(joined))
+    except LokaError:
+        raise
+    except Exception as error:  # compilers raise what they like
+        raise ServeRefused(
+            f"AOTInductor does not compile this {card.model}",
+            why=str(error).splitlines()[:5],
+            way_out="serve it from Python (`save`, `load`); for a GPU AOTInductor needs CUDA's headers (CUDA_HOME)",
+        ) from error
+    return made
 
 
 def _options(joined: int) -> dict[str, Any]:
@@ -218,30 +258,6 @@ def _exported(frozen: nn.Module, plan: Plan, run: Runner) -> _Exported:
     return _Exported(tree, [site for site in sites.values() if isinstance(site, PackagedSite)], run)
 
 
-_FRESH = """
-import sys
-class Hidden:
-    def find_spec(self, name, path=None, target=None):
-        if name.partition(".")[0] == "loka":
-            raise ImportError("loka is not to be imported")
-sys.meta_path.insert(0, Hidden())
-import torch
-from safetensors.torch import load_file, save_file
-from torch.utils._pytree import tree_leaves
-device = torch.device(sys.argv[4])
-if device.type == "cuda":
-    torch.cuda.set_device(device)
-model = torch._inductor.aoti_load_package(sys.argv[1], device_index=-1 if device.index is None else device.index)
-given, found = load_file(sys.argv[2], device=sys.argv[4]), {}
-for size in sorted({name.partition("/")[0] for name in given}):
-    columns = [given[f"{size}/{place}"] for place in range(sum(n.startswith(size + "/") for n in given))]
-    for place, leaf in enumerate(tree_leaves(model(*columns))):
-        found[f"{size}/{place}"] = leaf.cpu().contiguous().clone()
-assert not any(name.partition(".")[0] == "loka" for name in sys.modules)
-save_file(found, sys.argv[3])
-"""
-
-
 def _checked(
     made: Path,
     path: Path,
@@ -255,22 +271,8 @@ def _checked(
     sizes = tried(batch)
     inputs = {size: card.form.check_rows(device, size) for size in sizes}
     given = {f"{size}/{n}": column for size, columns in inputs.items() for n, column in enumerate(columns)}
-    rows, answers = made.with_name("rows.safetensors"), made.with_name("answers.safetensors")
-    rows.write_bytes(tensors_to_bytes(given))
-    done = subprocess.run(
-        [sys.executable, "-c", _FRESH, str(made), str(rows), str(answers), str(device)],
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
-    if done.returncode:
-        raise WrongResults(
-            "the package does not run in a process without loka",
-            why=[*done.stderr.splitlines()[-5:], f"it ended with {done.returncode}"],
-            way_out="serve it from Python; or, where a signal ended it as it loaded, name by CXX a compiler that links "
-            "libstdc++ dynamically, as torch does",
-        )
-    found = tensors_from_bytes(answers.read_bytes())
+    digest = sha256_of_file(made)  # before it runs: of what is compared
+    found = answers_of(made, given, device)
     expected = [leaves(run(version.module, inputs[size])) for size in sizes]
     want = [torch.cat([leaf.cpu().flatten() for leaf in of_sizes]) for of_sizes in zip(*expected, strict=True)]
     got = [torch.cat([found[f"{size}/{place}"].flatten() for size in sizes]) for place in range(len(want))]
@@ -279,11 +281,15 @@ def _checked(
     # computations of one answer, as a server's graphs are beside it. Without regions nothing does.
     why = disagreements(got, want, card.answers)
     if not joined:
+        bounds = [
+            _most_apart(of_fp8, of_package.rms, [leaf.dtype, *_computed_in(version.module, run)])
+            for of_fp8, of_package, leaf in zip(card.answers, apart, want, strict=True)
+        ]
         why += [
             f"output {place}: by {of_package.mean_abs:.2e} on average, where FP8 itself changes it by "
-            f"{of_fp8.mean_abs:.2e}; a tenth is allowed"
-            for place, (of_package, of_fp8) in enumerate(zip(apart, card.answers, strict=True))
-            if of_package.mean_abs > SHARE_OF_FP8 * of_fp8.mean_abs
+            f"{of_fp8.mean_abs:.2e}; {most:.2e} is allowed"
+            for place, (of_package, of_fp8, most) in enumerate(zip(apart, card.answers, bounds, strict=True))
+            if of_package.mean_abs > most
         ]
     if why:
         raise WrongResults(
@@ -304,7 +310,25 @@ def _checked(
             default=math.inf,
         ),
         joined=joined,
+        sha256=digest,
+        takes=tuple(map(str, card.form.columns)),
     )
+
+
+def _most_apart(of_fp8: AnswerError, rms: float, dtypes: Iterable[torch.dtype]) -> float:
+    """Mean |package - server| allowed of an output, as large as `rms`. Units are float32's, in which sums are kept;
+    of what FP8 does not touch they are of the coarsest of `dtypes`, as a sum's last bit may round to its next value."""
+    sums = torch.finfo(torch.float32).eps
+    coarsest = max((torch.finfo(dtype).eps for dtype in dtypes if not of_fp8.mean_abs and _rounds(dtype)), default=sums)
+    return max(SHARE_OF_FP8 * of_fp8.mean_abs, UNITS * max(sums, coarsest) * rms)
+
+
+def _computed_in(module: nn.Module, run: Runner) -> set[torch.dtype]:
+    return {parameter.dtype for parameter in module.parameters()} | ({run.autocast} if run.autocast else set())
+
+
+def _rounds(dtype: torch.dtype) -> bool:
+    return (dtype.is_floating_point or dtype.is_complex) and dtype.itemsize > 1
 
 
 def _typical(batch: tuple[int, int]) -> int:

@@ -1,0 +1,16 @@
+"""The sha256 beside a package, which `sha256sum -c` reads: torch runs a damaged file, and answers otherwise, as it
+looks at none of the checksums in the archive."""
+
+from pathlib import Path
+
+from loka.core.storage.files import write_atomic
+
+
+def checksum_of(package: Path) -> Path:
+    """Where it lies."""
+    return package.with_name(f"{package.name}.sha256")
+
+
+def write_checksum(package: Path, sha256: str) -> None:
+    """Raises NotWritten where the disk refuses."""
+    write_atomic(checksum_of(package), f"{sha256}  {package.name}\n".encode())

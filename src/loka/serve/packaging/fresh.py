@@ -1,0 +1,68 @@
+"""What a package answers in a process that cannot import loka, as where it will be served."""
+
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+
+from loka.core.exceptions import WrongResults
+from loka.core.storage.files import tensors_from_bytes, tensors_to_bytes, writing
+
+SECONDS = 600
+"""For importing torch, loading the file and three calls, which take less than a minute on a slow host."""
+
+_FRESH = """
+import sys
+class Hidden:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] == "loka":
+            raise ImportError("loka is not to be imported")
+sys.meta_path.insert(0, Hidden())
+import torch
+from safetensors.torch import load_file, save_file
+from torch.utils._pytree import tree_leaves
+device = torch.device(sys.argv[4])
+if device.type == "cuda":
+    torch.cuda.set_device(device)
+model = torch._inductor.aoti_load_package(sys.argv[1], device_index=-1 if device.index is None else device.index)
+given, found = load_file(sys.argv[2], device=sys.argv[4]), {}
+for size in sorted({name.partition("/")[0] for name in given}):
+    columns = [given[f"{size}/{place}"] for place in range(sum(n.startswith(size + "/") for n in given))]
+    for place, leaf in enumerate(tree_leaves(model(*columns))):
+        found[f"{size}/{place}"] = leaf.cpu().contiguous().clone()
+assert not any(name.partition(".")[0] == "loka" for name in sys.modules)
+save_file(found, sys.argv[3])
+"""
+
+
+def answers_of(package: Path, given: Mapping[str, torch.Tensor], device: torch.device) -> dict[str, torch.Tensor]:
+    """Outputs by "ROWS/PLACE", for columns by "ROWS/PLACE"; files that it exchanges lie beside the package.
+
+    Raises:
+        WrongResults: the process ends with an error or by a signal, or does not end.
+        NotWritten: the disk refuses the rows.
+    """
+    rows, answers = package.with_name("rows.safetensors"), package.with_name("answers.safetensors")
+    with writing(rows):
+        rows.write_bytes(tensors_to_bytes(given))
+    command = [sys.executable, "-c", _FRESH, str(package), str(rows), str(answers), str(device)]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS)
+    except subprocess.TimeoutExpired as error:
+        sizes = sorted({int(name.partition("/")[0]) for name in given})
+        raise WrongResults(
+            f"the package does not answer within {SECONDS} s in a process without loka",
+            why=[f"it was given {', '.join(map(str, sizes))} rows on {device}"],
+            way_out="package again where the machine is less busy, or with fewer rows, batch=(1, 512); or serve it "
+            "from Python",
+        ) from error
+    if done.returncode:
+        raise WrongResults(
+            "the package does not run in a process without loka",
+            why=[*done.stderr.splitlines()[-5:], f"it ended with {done.returncode}"],
+            way_out="serve it from Python; or, where a signal ended it as it loaded, name by CXX a compiler that links "
+            "libstdc++ dynamically, as torch does",
+        )
+    return tensors_from_bytes(answers.read_bytes())
