@@ -1,14 +1,17 @@
 import copy
 
+import pytest
 import torch
 from torch import nn
 
 import loka
 from loka.core.budget import Budget
 from loka.core.device import fingerprint
+from loka.core.exceptions import NoKernelFits
 from loka.core.problem import linear_problem
 from loka.core.recipe import Gemm
 from loka.core.records.plan import Decision, Plan
+from loka.kernels.gemm.registry import require_supported
 from loka.nn import signature
 from loka.serve import freeze
 
@@ -71,6 +74,15 @@ def plan_of(model, candidates, device="cpu"):
             made = Decision(path=path, problem=problem, candidate=candidate, reason="by hand")
             decisions[made.site] = made
     return Plan(model=model, machine=machine, budget=Budget(), timed=False, decisions=decisions)
+
+
+def skip_where_missing(candidate):
+    """torch 2.11 has no GEMM with scales of rows for a CPU."""
+    problem = linear_problem(Gemm.OUTPUT, rows=64, in_features=64, out_features=64, dtype="bfloat16", target="cpu")
+    try:
+        require_supported(candidate, problem)
+    except NoKernelFits:
+        pytest.skip(f"this torch has no {candidate} here")
 
 
 def tower(seed=0):

@@ -126,7 +126,7 @@ class Server:
     def save(self, folder: Path | str) -> None:
         """Writes the version that answers now into a folder, which `loka.serve.load` reads.
 
-        Raises NotWritten where the disk refuses; the folder then has no card, and is no server's.
+        Raises NotWritten where the disk refuses; the folder then has no card, and is no server's, or is as it was.
         """
         with self._saving:  # two into one folder would take each other's files for their own
             save_version(Path(folder), self.card, self.plan, self._apart_from_requests(), self.device)
@@ -139,7 +139,8 @@ class Server:
 
         Raises:
             ServeRefused: what cannot be packaged, with the reasons. MissingLibrary: no C++ compiler.
-            WrongResults: the file's answers are too far from this server's; none is left.
+            WrongResults: the file gives no answers, or too far from this server's; none is left.
+            NotWritten: the disk refuses.
         """
         version = self._apart_from_requests()
         return package_version(Path(path), self.card, self.plan, version, batch=batch, device=self.device)
@@ -160,7 +161,7 @@ class Server:
         name; nothing is written then.
         """
         rows = self.card.form.check_rows(self.device)
-        outputs = leaves(self._run(self._apart_from_requests().module, rows))
+        outputs = self._run(self._apart_from_requests().module, rows)
         config = config_of(name, self.card.form, outputs, Batching(most=most, delay_us=delay_us))
         with tempfile.TemporaryDirectory() as folder:
             found = self.package(Path(folder) / PACKAGE, batch=(1, most))

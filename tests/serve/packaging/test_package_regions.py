@@ -44,7 +44,7 @@ def test_for_a_gpu_they_are_triton_kernels():
     environment = {**os.environ, "TRITON_INTERPRET": "0"}
     done = subprocess.run([sys.executable, str(SCRIPT)], capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stderr[-3000:]
-    assert done.stdout.split() == ["edge_rows", "_gemm", "edge_rows"]
+    assert sorted(done.stdout.split()) == ["_gemm", "edge_rows", "edge_rows"]
 
 
 class Normed(nn.Module):

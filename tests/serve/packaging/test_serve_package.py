@@ -22,6 +22,7 @@ from served import (
     frozen,
     plan_for,
     rows,
+    skip_where_missing,
     tower,
 )
 from torch import nn
@@ -47,6 +48,7 @@ def served(candidate=ROW, **options):
 @pytest.mark.parametrize("autocast", [None, torch.bfloat16])
 @pytest.mark.parametrize("candidate", [ROW, POW2, GROUP, TENSOR, TORCH])
 def test_a_packaged_site_computes_what_a_frozen_one_does(candidate, autocast):
+    skip_where_missing(candidate)
     server = served(candidate, autocast=autocast)
     for name, site in frozen_sites(server.current.module).items():
         x = torch.randn(5, 3, site.weight.sides[1])
@@ -57,6 +59,7 @@ def test_a_packaged_site_computes_what_a_frozen_one_does(candidate, autocast):
 @pytest.mark.slow
 @pytest.mark.parametrize(("candidate", "autocast"), [(TENSOR, torch.bfloat16), (TORCH, None)])
 def test_a_package_runs_without_loka(candidate, autocast, tmp_path):
+    skip_where_missing(candidate)
     server = served(candidate, autocast=autocast, shadow=0.5)
     server.refresh(tower(1).state_dict())
     found = server.package(tmp_path / "ranker.pt2", batch=(1, 300))
