@@ -88,3 +88,12 @@ def pytest_collection_modifyitems(items):
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def device(request):
     return torch.device(request.param)
+
+
+@pytest.fixture
+def without_inductor(monkeypatch):
+    """torch.compile traces and differentiates, and writes no code: for tests of what is traced."""
+    compiled = torch.compile
+    monkeypatch.setattr(
+        torch, "compile", lambda call, **options: compiled(call, **{**options, "backend": "aot_eager", "options": None})
+    )

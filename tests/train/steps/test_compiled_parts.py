@@ -39,7 +39,7 @@ def flat(beside=0, **options):
 
 
 @pytest.mark.parametrize("beside", [0, 40])
-def test_a_model_without_blocks_is_compiled_as_one(beside):
+def test_a_model_without_blocks_is_compiled_as_one(beside, without_inductor):
     """It was compiled not at all, or but for a block, and nothing said so."""
     written, model = flat(beside), flat(beside)
     assert compiled_parts(model) == [model]
@@ -56,7 +56,7 @@ def test_a_model_without_blocks_is_compiled_as_one(beside):
     assert model._compiled_call_impl is None  # it is as it was
 
 
-def test_hooks_on_a_model_that_is_compiled_as_one_run_as_written():
+def test_hooks_on_a_model_that_is_compiled_as_one_run_as_written(without_inductor):
     """A Probe's was traced, and refused; one that keeps what it sees broke the compiled call."""
     model, seen = flat(), []
     model.register_forward_hook(lambda module, args, output: seen.append(output.detach().clone()))
@@ -87,7 +87,7 @@ def test_what_was_compiled_is_given_back_whatever_its_tables_are_now():
 
 
 @pytest.mark.parametrize("beside", [0, 40])
-def test_layers_beside_sparse_tables_are_said_to_run_as_written(beside):
+def test_layers_beside_sparse_tables_are_said_to_run_as_written(beside, without_inductor):
     """Inductor takes no sparse gradients. The same layers in a module of their own are a block."""
     model = flat(beside, sparse=True)
     assert compiled_parts(model) == [model.block] * bool(beside)

@@ -274,7 +274,7 @@ def test_bench_step_from_the_command_line(losses, tmp_path, monkeypatch):
     assert (tmp_path / "plan.json").exists()
 
 
-def test_a_model_of_single_layers_is_timed_compiled(losses):
+def test_a_model_of_single_layers_is_timed_compiled(losses, without_inductor):
     """Tables in it begin no graph anew, and have no gradient."""
 
     class Flat(nn.Module):
