@@ -91,3 +91,17 @@ def test_what_cannot_be_stored_or_read_is_refused(tmp_path):
     file.write_bytes(file.read_bytes()[:-1])
     with pytest.raises(FileRefused, match="truncated or damaged"):
         Latents.load(tmp_path, teacher="T")
+
+
+@pytest.mark.parametrize("now", [1 << 63, 1 << 62, 1.5])
+def test_a_clock_or_an_age_beyond_int64_is_refused(now):
+    """An age that overflows is negative, and was a hit."""
+    store = Latents.of(torch.arange(3), torch.randn(3, WIDTH), teacher="t", version=1, written=-(1 << 63))
+    with pytest.raises(ServeRefused, match="no int64"):
+        store.look_up(torch.arange(3), now=now, max_age=10)
+
+
+@pytest.mark.parametrize("wrong", [{"version": 1.7, "written": 1}, {"version": 1, "written": 1.7}])
+def test_versions_and_times_are_whole_numbers(wrong):
+    with pytest.raises(ServeRefused, match="no int64"):
+        Latents.of(torch.arange(3), torch.randn(3, WIDTH), teacher="t", **wrong)

@@ -24,6 +24,8 @@ CAST = Cast(Format.E4M3, Granularity.ROW)
 _CARD, _TENSORS = "latents.json", "latents.safetensors"
 _AGAIN = "let the teacher write them again"
 
+_INT64 = range(-(1 << 63), 1 << 63)
+
 
 @dataclass(frozen=True, kw_only=True)
 class LatentsCard(RecordFile, kind="loka-latents", version=1, way_out=f"name a folder that `save` wrote, or {_AGAIN}"):
@@ -77,7 +79,7 @@ class Latents:
                 f"ids {ids.dtype} {list(ids.shape)} and latents {list(latents.shape)} do not belong together",
                 way_out="give int64 [N] and [N, d]",
             )
-        if not -(1 << 63) <= min(version, written) <= max(version, written) < 1 << 63:
+        if not all(isinstance(number, int) and number in _INT64 for number in (version, written)):
             raise ServeRefused(f"version {version} or written {written} is no int64", way_out="count from another zero")
         latents = latents.detach().float()
         bad = int((~latents.isfinite()).any(dim=1).sum())
@@ -111,7 +113,12 @@ class Latents:
         return Latents(teacher=self.teacher, **both)._newest()
 
     def look_up(self, ids: torch.Tensor, *, now: int, max_age: int | None = None) -> Found:
-        """Of `ids` [B] int64; older than `max_age` is no hit. Refuses other ids, and a clock that went back."""
+        """Of `ids` [B] int64; older than `max_age` is no hit. Refuses other ids, and a clock that went back or shows what
+        is no int64, or later than that behind what was written."""
+        if not isinstance(now, int) or now not in _INT64 or (len(self) and now - int(self.written.min()) not in _INT64):
+            raise ServeRefused(
+                f"now {now}, or the age of a latent then, is no int64", way_out="count from another zero"
+            )
         if ids.dtype != torch.int64 or ids.dim() != 1:
             raise ServeRefused(f"ids are {ids.dtype} {list(ids.shape)}", way_out="give int64 [B]: ids.long()")
         if len(self) and (ahead := int(self.written.max()) - now) > 0:
