@@ -171,5 +171,5 @@ def test_auc_is_near_the_exact_one_or_not_known(mean, deviation):
 def test_a_segment_for_each_row():
     running = RunningQuality(segments=Segments(("a", "b"), lambda batch: batch, by="test"))
     losses, logits, labels = rows(8)
-    with pytest.raises(ValueError, match="gives 1 places in .* to 8 rows"):
+    with pytest.raises(ValueError, match=r"gives 1 places in .* to 8 rows"):
         running.add(losses, logits, labels, torch.tensor([1]))

@@ -6,7 +6,8 @@
 NE, log loss and calibration follow from the sums; AUC from the histogram, where rows of one bin count as
 ties: it differs from the exact one by at most half the share of pairs in one bin, and by far less where a bin is
 narrow against what logits differ by. Beyond 2 % of such pairs it is not known (nan): logits that differ by less
-than 0.1, as a young model's, or lie beyond 16. A window is the last 8 blocks of steps, of which the newest is being filled.
+than 0.1, as a young model's, or lie beyond 16. A window is the last 8 blocks of steps, of which the newest is
+being filled.
 Adding never waits for the device; reading does. Sums have one order, so a resumed run reads the same bits.
 """
 
@@ -63,8 +64,10 @@ class RunningQuality:
     def add(
         self, losses: torch.Tensor, logits: torch.Tensor, labels: torch.Tensor, segments: torch.Tensor | None = None
     ) -> None:
-        """One step's `losses`, `logits`, `labels` and `segments`, [B] each, on the device. Raises ValueError for another
-        number of segments."""
+        """One step's `losses`, `logits`, `labels` and `segments`, [B] each, on the device.
+
+        Raises ValueError for another number of segments.
+        """
         if self._segments is not None and segments is not None and len(segments) != len(labels):
             raise ValueError(
                 f"segments.of gives {len(segments)} places in {self._segments.names} to {len(labels)} rows: give each "

@@ -113,12 +113,11 @@ class Latents:
         return Latents(teacher=self.teacher, **both)._newest()
 
     def look_up(self, ids: torch.Tensor, *, now: int, max_age: int | None = None) -> Found:
-        """Of `ids` [B] int64; older than `max_age` is no hit. Refuses other ids, and a clock that went back or shows what
-        is no int64, or later than that behind what was written."""
-        if not isinstance(now, int) or now not in _INT64 or (len(self) and now - int(self.written.min()) not in _INT64):
-            raise ServeRefused(
-                f"now {now}, or the age of a latent then, is no int64", way_out="count from another zero"
-            )
+        """Of `ids` [B] int64; older than `max_age` is no hit. Refuses other ids, a clock that went back, and one by which
+        the time or an age is no int64."""
+        oldest = now - int(self.written.min()) if len(self) else 0
+        if not all(isinstance(number, int) and number in _INT64 for number in (now, oldest)):
+            raise ServeRefused(f"the time {now} or the age {oldest} is no int64", way_out="count from another zero")
         if ids.dtype != torch.int64 or ids.dim() != 1:
             raise ServeRefused(f"ids are {ids.dtype} {list(ids.shape)}", way_out="give int64 [B]: ids.long()")
         if len(self) and (ahead := int(self.written.max()) - now) > 0:
