@@ -113,8 +113,8 @@ class Latents:
         return Latents(teacher=self.teacher, **both)._newest()
 
     def look_up(self, ids: torch.Tensor, *, now: int, max_age: int | None = None) -> Found:
-        """Of `ids` [B] int64; older than `max_age` is no hit. Refuses other ids, a clock that went back, and one by which
-        the time or an age is no int64."""
+        """Of `ids` [B] int64; older than `max_age` is no hit. Refuses other ids, a clock that went back, and a time or
+        an age that is no int64."""
         oldest = now - int(self.written.min()) if len(self) else 0
         if not all(isinstance(number, int) and number in _INT64 for number in (now, oldest)):
             raise ServeRefused(f"the time {now} or the age {oldest} is no int64", way_out="count from another zero")
