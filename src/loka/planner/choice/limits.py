@@ -167,5 +167,18 @@ def other_than_the_sum(plan: Plan, report: Report, part: str, limit: float) -> s
     )
 
 
+def beyond_second_order(plan: Plan, limits: Limits) -> list[str]:
+    """Notes where `plan` loses so much that predictions, which are of second order, come out too small."""
+    lost = {part: kl for part in limits or (WHOLE,) if (kl := plan.kl_of(part)) and kl.value > _SECOND_ORDER}
+    return [
+        f"{part}{': ' * bool(part)}a KL/H of {kl.value:.2g} is beyond second order: above about {_SECOND_ORDER:g} "
+        "a model loses more than predicted, by a factor of 2 and more, and intervals do not hold (docs/ne.md)"
+        for part, kl in lost.items()
+    ]
+
+
+_SECOND_ORDER = 0.05  # a prediction of 0.122 [0.115, 0.129] lost 0.282
+
+
 def _known(plan: Plan, part: str) -> dict[str, Estimate]:
     return {d.path: effect for d in plan.decisions.values() if (effect := known_effect(d.kl_of(part)))}
