@@ -68,7 +68,7 @@ def _arm(arm: ArmVerdict, found: Validation) -> Html:
         parts.append(tag("div", drawn, segments, class_="grid"))
         apart = [pair.kl_percent for pair in arm.differences.values() if pair.kl_percent is not None]
         if apart:
-            each = ", ".join(f"{kl.value:.4f} +- {(kl.high - kl.low) / 3.92:.4f}" for kl in apart)
+            each = ", ".join(f"{kl.value:.3g} +- {(kl.high - kl.low) / 3.92:.2g}" for kl in apart)
             parts.append(
                 paragraph(f"KL/H between the two models of each pair, without labels, in percent of NE: {each}.")
             )
