@@ -42,13 +42,19 @@ def test_effects_of_all_sites_add_up(several):
      ("ne is", {"ne": math.nan}), ("ne is", {"ne": "1"}), ("finite number, 0 or more", {"min_speedup": -0.1}),
      ("max_mere .* 0 or more", {"max_mere": -1.0}),
      ("min_speedup is", {"min_speedup": math.inf}), ("min_speedup is", {"min_speedup": math.nan}),
-     ("keep is .* a tuple", {"keep": "fc"}), ("segments is", {"segments": [("a", 1)]}),
+     ("keep is .* a tuple", {"keep": "fc"}),
+     ("keep is .* a tuple", {"keep": {"fc"}}), ("keep is .* a tuple", {"keep": [0]}),
+     ("segments is", {"segments": [("a", 1)]}),
      ("segments.* is None", {"segments": {"a": None}}), ("max_mere is", {"max_mere": math.inf}),
      ("min_sqnr_db is", {"min_sqnr_db": -math.inf})],
 )  # fmt: skip
 def test_budgets_that_cannot_be_kept_are_refused(told, wrong):
     with pytest.raises(ValueError, match=told):
         Budget(**wrong)
+
+
+def test_patterns_in_a_list_are_kept_as_a_tuple():
+    assert Budget(keep=["0", "mlp.*"]) == Budget(keep=("0", "mlp.*"))
 
 
 def test_limits_may_be_nothing_at_all():

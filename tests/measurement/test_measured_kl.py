@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import pytest
 import torch
 from models import stats_of
@@ -7,6 +9,7 @@ import loka
 from loka.core.budget import upper_bound
 from loka.core.recipe import Gemm, recipe_named
 from loka.core.records.report import HP
+from loka.core.storage.codec import encode
 from loka.measurement.predicted_kl import predicted_kl
 from loka.measurement.settings import Settings
 
@@ -38,6 +41,29 @@ def test_each_output_has_the_effect_of_its_recipe(stats, report):
                 assert measured.errors["ne"] == predicted_kl(stats.layers[site.path], recipe)
                 assert measured.errors["ne"].value > 0
     assert " KL/H " in str(report)
+
+
+def test_of_what_regions_run_it_is_written_whoever_raced(stats, report, tmp_path):
+    """Power-of-two scales have the SQNR of others, and another KL/H."""
+    for site in report.sites.values():
+        if site.problem.gemm is not Gemm.OUTPUT:
+            assert not site.region_kl
+            continue
+        layer = stats.layers[site.path]
+        known = {name: {"": predicted_kl(layer, recipe_named(name))} for name in ("rowwise_e4m3_pow2", "int8_row")}
+        assert site.region_kl == known
+        in_region = site.measured("emulated:rowwise_e4m3_pow2")
+        raced = site.measurements["emulated:rowwise_e4m3"]
+        assert in_region.errors == {**raced.errors, "ne": known["rowwise_e4m3_pow2"][""]}
+        assert in_region.errors["ne"].value > raced.errors["ne"].value
+    old = replace(report, sites={name: replace(site, region_kl={}) for name, site in report.sites.items()})
+    assert "region_kl" not in str(encode(old))
+    old.save(path := tmp_path / "report.json")
+    again = loka.measure(stats, device="cpu", candidates=CANDIDATES, settings=Settings(max_draws=4), out=path)
+    assert again == report, "measuring again completes a report of an earlier version"
+    asked = ("emulated:rowwise_e4m3_pow2",)
+    own = loka.measure(stats, device="cpu", candidates=asked, settings=Settings(max_draws=4)).sites["0/output"]
+    assert set(own.region_kl) == {"int8_row"}
 
 
 def test_the_report_keeps_it(report, tmp_path):

@@ -1,4 +1,4 @@
-import dataclasses
+from dataclasses import replace
 
 from reports import H200, measured
 
@@ -17,7 +17,7 @@ def effect(value, half=0.0):
 
 def costing(us, ne, *, sqnr=28.0):
     made = measured(sqnr, us, noise=0.001)
-    return dataclasses.replace(made, errors={**made.errors, "ne": ne}) if ne else made
+    return replace(made, errors={**made.errors, "ne": ne}) if ne else made
 
 
 def model_report(layers, *, timed=True, **others):
@@ -34,6 +34,15 @@ def model_report(layers, *, timed=True, **others):
     shape = LinearShape(in_features=1024, out_features=1024, bias=False)
     signature = ModelSignature(name="Net", layers=dict.fromkeys(layers, shape))
     return Report(model=signature, machine=H200, stats_digest="0", settings={}, sites=sites, **others)
+
+
+def in_regions(report, kl):
+    """`report` with that KL/H of what regions run at every `output`."""
+    sites = {
+        name: replace(site, region_kl={"rowwise_e4m3_pow2": {"": kl}}) if site.problem.gemm is Gemm.OUTPUT else site
+        for name, site in report.sites.items()
+    }
+    return replace(report, sites=sites)
 
 
 def outputs(**layers):

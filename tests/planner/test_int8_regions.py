@@ -1,6 +1,6 @@
 import dataclasses
 
-from ne_reports import costing, effect
+from ne_reports import costing, effect, in_regions
 from test_regions import BY_GEMM, FAST, OUT, SLOW, cell, layer, names
 
 import loka
@@ -17,11 +17,12 @@ def with_int8(report, region_us, *, kl=(0.0, 0.0)):
     measurements = dict(site.measurements)
     measurements[FAST] = measurements[SLOW] = costing(90.0, effect(kl[0]), sqnr=28.5)
     measurements[INT8] = costing(95.0, effect(kl[1]), sqnr=38.0)
-    return dataclasses.replace(
+    report = dataclasses.replace(
         report,
         sites={**report.sites, site.name: dataclasses.replace(site, measurements=measurements)},
         region_times={"fc": {**times, REGION_INT8: in_int8}},
     )
+    return in_regions(report, effect(kl[0]))
 
 
 def test_integers_in_a_region_win_by_time_by_a_tie_and_by_what_they_cost():

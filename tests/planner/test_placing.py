@@ -9,7 +9,7 @@ import dataclasses
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from ne_reports import costing, effect, model_report
+from ne_reports import costing, effect, in_regions, model_report
 from reports import around, measured
 
 import loka
@@ -127,7 +127,7 @@ def test_layers_that_lose_their_neighbours_leave_one_after_the_other():
 def test_a_budget_that_takes_one_out_makes_ends_of_its_neighbours():
     sites = {Gemm.OUTPUT: {FAST: costing(120, effect(1e-4))}, Gemm.GRAD_INPUT: {FAST: costing(120, None)}}
     sites[Gemm.GRAD_WEIGHT] = {SLOW: costing(125, None)}
-    made = report_of("a", "b", "c", reads=TOWER, sites=sites)
+    made = in_regions(report_of("a", "b", "c", reads=TOWER, sites=sites), effect(1e-4))
     assert inside(loka.plan(made, loka.Budget(ne=1.0))) == {"a", "b", "c"}
     two = loka.plan(made, loka.Budget(ne=2.5e-4))
     assert len(inside(two)) in (0, 2)

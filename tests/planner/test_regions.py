@@ -9,7 +9,7 @@ import json
 import pytest
 import torch
 from models import stats_of
-from ne_reports import costing, effect, model_report
+from ne_reports import costing, effect, in_regions, model_report
 from reports import around, layer_report, measured
 from torch import nn
 
@@ -49,6 +49,10 @@ def candidates(us=90.0, *, sqnr=28.5):
 def layer(times, *, us=90.0, gemms=tuple(Gemm)):
     made = layer_report({gemm: candidates(us) for gemm in gemms})
     return dataclasses.replace(made, region_times={"fc": times})
+
+
+def inside(plan):
+    return {d.path for d in plan.decisions.values() if d.candidate in IN_REGIONS}
 
 
 def names(plan):
@@ -215,21 +219,48 @@ def test_a_tie_goes_to_fewer_gemms_in_fp8():
 
 
 def with_ne(cost, **others):
-    """Layers `a` and `b`; in regions each costs what rowwise_e4m3 does at `output`."""
+    """Layers `a` and `b`; in regions each costs as much KL/H as by themselves."""
     gemms = {OUT: {FAST: costing(97, cost), **others}, GIN: {FAST: costing(97, None)}, GWT: {SLOW: costing(97, None)}}
-    return model_report({"a": gemms, "b": gemms}, region_times={"a": cell(165.0), "b": cell(220.0)})
+    made = model_report({"a": gemms, "b": gemms}, region_times={"a": cell(165.0), "b": cell(220.0)})
+    return in_regions(made, cost)
 
 
-def test_a_region_costs_what_its_recipe_does_at_output():
-    report = with_ne(effect(1e-4, 1e-5))
+def test_a_region_costs_what_its_own_recipe_does_at_output():
+    """Power-of-two scales have the SQNR of others, and cost more KL/H."""
+    report = in_regions(with_ne(effect(1e-4, 1e-5)), effect(3e-4, 1e-5))
     site = report.sites["a/output"]
     everything = {"": 1.0}
-    assert cost_of(site, IN_REGIONS[0], everything) == cost_of(site, FAST, everything) > (0,)
+    assert cost_of(site, IN_REGIONS[0], everything) > cost_of(site, FAST, everything) > (0,)
     plan = loka.plan(report, loka.Budget(ne=1.0))
     assert all(d.candidate in IN_REGIONS for d in plan.decisions.values())
-    assert plan.kl.value == pytest.approx(2e-4)
+    assert plan.kl.value == pytest.approx(6e-4)
+    assert {d.sqnr_db.value for d in plan.decisions.values()} == {28.0}
     assert plan.kl_unknown == ()
     assert "Predicted KL/H" in plan.summary()
+    assert inside(loka.plan(report, loka.Budget(ne=4e-4))) == {"a"}
+    raced = {**site.measurements, "emulated:rowwise_e4m3_pow2": costing(99, effect(5e-4))}
+    assert dataclasses.replace(site, measurements=raced).kl_of_recipe("rowwise_e4m3_pow2") == {"": effect(5e-4)}
+    by_task = dataclasses.replace(site, region_kl={"rowwise_e4m3_pow2": {"ctr": effect(2e-4)}}).measured(IN_REGIONS[0])
+    assert by_task.kl_by_part == {"ctr": effect(2e-4)}
+    assert by_task.kl_of("") is None
+
+
+def test_no_other_recipes_cost_stands_for_that_of_a_region():
+    """A report of an earlier version knows only the recipes that raced."""
+    report = with_ne(effect(9.9e-5))
+    sites = {name: dataclasses.replace(site, region_kl={}) for name, site in report.sites.items()}
+    old = dataclasses.replace(report, sites=sites)
+    plan = loka.plan(old, loka.Budget(ne=1e-3))
+    assert inside(plan) == set()
+    assert "does not hold the KL/H of rowwise_e4m3_pow2" in plan.decisions["a/output"].rejected[REGION]
+    (note,) = [note for note in plan.notes if "a, b" in note]
+    assert "measure again" in note
+    assert not any("measure again" in note for note in loka.plan(old, loka.Budget(ne=1e-3, regions=False)).notes)
+    assert not any("measure again" in note for note in loka.plan(report, loka.Budget(ne=1e-3)).notes)
+    without = loka.plan(old)
+    assert inside(without) == {"a", "b"}, "no limit on KL/H holds"
+    assert without.kl is None
+    assert without.kl_unknown == ("a/output", "b/output")
 
 
 def test_a_tight_budget_takes_the_region_that_saves_most_and_refuses_the_other():
@@ -247,7 +278,8 @@ def test_a_tight_budget_takes_the_region_that_saves_most_and_refuses_the_other()
 def test_a_region_without_an_estimate_is_not_admitted_to_a_budget():
     report = with_ne(effect(1e-4))
     sites = {**report.sites}
-    lost = dataclasses.replace(sites["a/output"], measurements={HP: measured(55, 100.0), FAST: costing(97, None)})
+    raced = {HP: measured(55, 100.0), FAST: costing(97, None)}
+    lost = dataclasses.replace(sites["a/output"], measurements=raced, region_kl={})
     report = dataclasses.replace(report, sites={**sites, "a/output": lost}, no_effect={"a": "no samples"})
     plan = loka.plan(report, loka.Budget(ne=1.0))
     assert plan.decisions["a/output"].candidate == HP
@@ -255,7 +287,7 @@ def test_a_region_without_an_estimate_is_not_admitted_to_a_budget():
 
 
 def test_later_effects_change_what_a_region_costs():
-    report = with_effects(with_ne(effect(1e-4)), {"a": {"rowwise_e4m3": effect(3e-4)}})
+    report = with_effects(with_ne(effect(1e-4)), {"a": {"rowwise_e4m3_pow2": effect(3e-4)}})
     assert cost_of(report.sites["a/output"], IN_REGIONS[0], {"": 1.0}) == pytest.approx((3e-4,))
 
 

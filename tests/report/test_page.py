@@ -26,10 +26,11 @@ from loka.report.pages.sites import best_of
 from loka.report.pages.svg import Scale, fit
 from loka.train.automatic.timeline import Event
 from loka.validation.annealed import Annealed
+from loka.validation.arms import by_plan
 from loka.validation.compare import Comparison
 from loka.validation.paired import PairedDifference
 from loka.validation.record import ArmVerdict, SeedPair, Validation
-from loka.validation.runs import CurvePoint, Run
+from loka.validation.runs import CurvePoint, Run, key_of
 from loka.validation.validate import BY_MEAN
 from loka.validation.variance import PairVariance
 from loka.validation.verdicts import RowsVerdict
@@ -289,6 +290,24 @@ def test_demo_records_are_shown_too():
     text = Reader(page(validation=found)).text
     assert "noise: bf16 nudged" in text
     assert "undecided" in text
+
+
+def test_whose_verdicts_they_are_is_said(records):
+    """Those of another plan of the model look the same."""
+    plan, found = records["plan"], records["validation"]
+    other = replace(plan, notes=("another",))
+    ran = replace(found.arms[0], name="mine", key=key_of(by_plan(plan), "ctr"), task="ctr")
+    found = replace(found, arms=(ran, replace(found.arms[0], name="naive", key="0123456789abcdef")))
+    assert "The plan on this page is what mine, ctr ran." in page(plan=plan, validation=found)
+    told = Reader(page(plan=other, validation=found)).text
+    assert f"No arm ran the plan on this page ({key_of(by_plan(other), 'ctr')}, {key_of(by_plan(other), '')})" in told
+    assert "mine, ctr (" + ran.key in told
+    assert "naive (0123456789abcdef)" in told
+    assert "the plan on this page" not in page(validation=found).lower()
+    demo = Comparison.load(ROOT / "benchmarks/first_light/wukong-2gf/train.json.xz")
+    demo = replace(demo, context={"plan": plan.summary()})
+    assert "Not by the plan" not in page(plan=plan, validation=demo)
+    assert "Not by the plan on this page" in page(plan=replace(plan, decisions={}), validation=demo)
 
 
 def test_zeros_are_not_past_the_normal_numbers(records):

@@ -77,8 +77,9 @@ class Budget:
                 raise ValueError(f"{name} is {limit!r}; an increase allowed is 0 or more (ne: or None for no limit)")
         if not (_finite(self.min_speedup) and self.min_speedup >= 0):
             raise ValueError(f"min_speedup is {self.min_speedup!r}; a ratio of times is a finite number, 0 or more")
-        if isinstance(self.keep, str):
-            raise ValueError(f"keep is the text {self.keep!r}; it must be a tuple of patterns")
+        if not (isinstance(self.keep, (tuple, list)) and all(isinstance(pattern, str) for pattern in self.keep)):
+            raise ValueError(f"keep is {self.keep!r}; it must be a tuple of patterns")
+        object.__setattr__(self, "keep", tuple(self.keep))  # a list would not be equal to what is loaded
 
     @property
     def whole(self) -> float | None:

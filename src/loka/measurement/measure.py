@@ -32,7 +32,7 @@ from loka.kernels.gemm.registry import all_candidates, candidate_named
 from loka.measurement.cache import TimesCache, sources_digest
 from loka.measurement.errors import draw_errors
 from loka.measurement.operands import hot_of_input
-from loka.measurement.predicted_kl import predicted_kl_by_part, tasks_together
+from loka.measurement.predicted_kl import REGION_RECIPES, predicted_kl_by_part, region_kl, tasks_together
 from loka.measurement.queue import agenda
 from loka.measurement.resume import ERRORS_ONLY, continue_from
 from loka.measurement.settings import Settings
@@ -113,7 +113,7 @@ def measure(
     path = Path(out) if out is not None else None
     with contextlib.nullcontext() if path is None else alone_with(path, "measuring into"):
         if path is not None:
-            report = continue_from(path, report)
+            report = _with_region_kl(continue_from(path, report), stats)
         timer = Timer(
             machine=report.machine,
             device=device,
@@ -275,8 +275,21 @@ def _draw_layer(
         for name, reason in {**refused[gemm], **drawn.failures[gemm]}.items():
             measurements[name] = Measurement(unsupported=reason)
         site = SiteReport(path=path, problem=problem, measurements=measurements)
-        sites[site.name] = site
+        sites[site.name] = _site_with_region_kl(site, layer)
     return sites, skipped
+
+
+def _with_region_kl(report: Report, stats: Stats) -> Report:
+    """One of an earlier version has none, or that of another recipe."""
+    sites = {name: _site_with_region_kl(site, stats.layers[site.path]) for name, site in report.sites.items()}
+    return replace(report, sites=sites)
+
+
+def _site_with_region_kl(site: SiteReport, layer: LinearStats) -> SiteReport:
+    if site.problem.gemm is not Gemm.OUTPUT:
+        return site
+    raced = replace(site, region_kl={})
+    return replace(raced, region_kl=region_kl(layer, [r for r in REGION_RECIPES if not raced.kl_of_recipe(r)]))
 
 
 def _by_part(layer: LinearStats, gemm: Gemm, name: str) -> dict[str, Estimate]:
@@ -370,7 +383,7 @@ def _untimed_in_regions(work: _Work, path: str) -> list[bool]:
 def _arms(work: _Work, path: str) -> list[str]:
     """Of a cell. Without its errors a plan could not choose INT8."""
     output, integers = work.report.sites.get(site_name(path, Gemm.OUTPUT)), ARMS[REGION_INT8][0]
-    known = integers in work.timer.candidates if output is None else output.measured(integers) is not None
+    known = integers in work.timer.candidates if output is None else output.stand_in(integers) is not None
     return [arm for arm in ARMS if arm != REGION_INT8 or known]
 
 

@@ -1,15 +1,18 @@
 """What a recipe at a layer's `output` GEMM is predicted to cost the model: KL/H, which needs no labels."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
+from loka.compiler.joint_sites import ARMS
 from loka.core.error import Estimate
 from loka.core.numerics.effect import Effect, joint_loss
-from loka.core.recipe import Casts, Recipe
-from loka.core.records.parts import tasks_in
+from loka.core.recipe import RECIPES, Casts, Recipe
+from loka.core.records.parts import WHOLE, tasks_in
 from loka.core.records.stats import LinearStats, Stats
 from loka.statistics.effect_casts import CASTS
 from loka.statistics.effect_depths import depth_loss
+
+REGION_RECIPES = tuple(output.rpartition(":")[2] for output, *_ in ARMS.values())
 
 
 def predicted_kl(layer: LinearStats, recipe: Recipe) -> Estimate | None:
@@ -41,6 +44,19 @@ def predicted_kl_by_part(layer: LinearStats, recipe: Recipe) -> dict[str, Estima
         effect = _tried(effects, recipe) if recipe.output is not None else None
         if effect is not None and math.isfinite(effect.kl().value):
             found[part] = effect.kl()
+    return found
+
+
+def region_kl(layer: LinearStats, recipes: Iterable[str]) -> dict[str, dict[str, Estimate]]:
+    """KL/H of `recipes` that regions run at `output`, by recipe and part; without those of which nothing is known.
+
+    Kernels race by recipes of the same time and SQNR, whose KL/H is another.
+    """
+    found: dict[str, dict[str, Estimate]] = {}
+    for name in recipes:
+        whole, by_part = predicted_kl(layer, RECIPES[name]), predicted_kl_by_part(layer, RECIPES[name])
+        if whole is not None or by_part:
+            found[name] = {**({} if whole is None else {WHOLE: whole}), **by_part}
     return found
 
 

@@ -37,7 +37,7 @@ from loka.planner.choice.layer_choice import (
     speedup_of,
     tied,
 )
-from loka.planner.choice.limits import Cost, Limits, cost_of, fits, limits_of, other_than_the_sum
+from loka.planner.choice.limits import Cost, Limits, beyond_second_order, cost_of, fits, limits_of, other_than_the_sum
 from loka.planner.choice.ne_budget import Granted, grant, is_forced
 from loka.planner.choice.together import within_together
 from loka.planner.choice.untimed import least_effect, most_exact, ties
@@ -97,7 +97,7 @@ def plan(
 
     granted, decided = within_together(report, limits, decide)
     notes = [f"{path} stays in hp: {reason}" for path, reason in report.skipped.items()]
-    notes += [*(granted.notes if granted else ()), *report.notes]
+    notes += [*(granted.notes if granted else ()), *report.notes, *beyond_second_order(decided, limits)]
     if limits:
         notes += [str(report.parts[part]) for part in limits if part in report.parts]
         notes += filter(None, (other_than_the_sum(decided, report, at, limit) for at, limit in limits.items()))

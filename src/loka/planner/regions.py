@@ -9,7 +9,7 @@ from loka.core.recipe import Gemm
 from loka.core.records.plan import IN_REGION, Decision
 from loka.core.records.report import HP, REGION, Measurement, Report, SiteReport
 from loka.planner.choice.layer_choice import Choice, Option, option_of, region_choice
-from loka.planner.choice.limits import Limits, over_limits
+from loka.planner.choice.limits import Limits, over_limits, without_own_kl
 from loka.planner.decision import decision_of
 from loka.planner.placing import times_at
 
@@ -59,7 +59,7 @@ def _by_arm(
         measured, option = site.measured(name), option_of(site, HP)
         if measured is None or option is None:
             return f"the errors of {name}, or of hp, were not measured at {site.name}"
-        if reason := unsupported(measured, budget, limits, site.problem.gemm):
+        if reason := without_own_kl(site, name, limits) or unsupported(measured, budget, limits, site.problem.gemm):
             return f"{site.name}: {reason}"
         in_hp[site.problem.gemm] = option
     return region_choice(in_hp, times, arm) or "hp was not timed beside it"

@@ -6,7 +6,7 @@ from dataclasses import replace
 from loka.core.error import Estimate
 from loka.core.exceptions import LokaError, PlanMismatch
 from loka.core.recipe import Gemm
-from loka.core.records.parts import joined_alike
+from loka.core.records.parts import WHOLE, joined_alike
 from loka.core.records.plan import Plan
 from loka.core.records.report import HP, Report
 from loka.planner.diff import PlanDiff, diff
@@ -25,14 +25,16 @@ def with_effects(
     """
     sites = {}
     for name, site in report.sites.items():
-        measurements = dict(site.measurements)
+        measurements, in_regions = dict(site.measurements), dict(site.region_kl)
         if site.problem.gemm is Gemm.OUTPUT:
             for candidate, measured in site.measurements.items():
                 recipe = candidate.partition("@")[0].rpartition(":")[2]
                 effect = effects.get(site.path, {}).get(recipe)
                 if candidate != HP and not measured.unsupported and effect is not None:
                     measurements[candidate] = replace(measured, errors={**measured.errors, "ne": effect})
-        sites[name] = replace(site, measurements=measurements)
+            fresh = {recipe: effects.get(site.path, {}).get(recipe) for recipe in in_regions}
+            in_regions |= {recipe: {**in_regions[recipe], WHOLE: kl} for recipe, kl in fresh.items() if kl is not None}
+        sites[name] = replace(site, measurements=measurements, region_kl=in_regions)
     return replace(report, sites=sites, alike=joined_alike(alike or {}, report.alike, (1, 0)))
 
 

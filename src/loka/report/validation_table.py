@@ -80,7 +80,7 @@ def _arm(arm: ArmVerdict, validation: Validation) -> str:
             (
                 f"seed {seed}",
                 percent(pair.ne_percent),
-                percent(pair.kl_percent) if pair.kl_percent else "-",
+                pair.kl_percent.shown(".3g", " %") if pair.kl_percent else "-",
                 pair.auc.shown("+.5f"),
                 pair.calibration.shown("+.4f"),
                 *(_or_dash(part) for part in (given[seed].after, given[seed].without)),

@@ -236,6 +236,11 @@ def digest_of(identity: Mapping[str, Any]) -> str:
     return hashlib.sha256(canonical(dict(identity))).hexdigest()[:16]
 
 
+def key_of(arm: ArmSpec, task: str) -> str:
+    """A digest of what the arm does, as `ArmVerdict.key` has it."""
+    return digest_of({**arm.identity, "task": task} if task else arm.identity)
+
+
 def _identity(bench: Bench, arm: ArmSpec | None, config: TrainConfig) -> dict[str, Any]:
     return {
         "arm": {"name": arm.name, **arm.identity} if arm else None,

@@ -31,7 +31,7 @@ from loka.validation.arms import NUDGED, ArmSpec
 from loka.validation.pair_bank import Bank, expected_of
 from loka.validation.paired import NE_LIMIT_PERCENT, PairedDifference, paired_difference
 from loka.validation.record import ArmVerdict, SeedPair, Validation
-from loka.validation.runs import Bench, Progress, Run, digest_of, has_run, held_out, run, setting_of, world_of
+from loka.validation.runs import Bench, Progress, Run, has_run, held_out, key_of, run, setting_of, world_of
 from loka.validation.segments import Division, Segmented, clusters_of, divide
 from loka.validation.sequential import look_tail
 from loka.validation.variance import MIN_PAIRS, Expected, by_kl, pair_variances
@@ -149,7 +149,7 @@ def validate(
         verdicts = [
             replace(
                 _arm_verdict(bench, rules, arm.name, task, runs, known.get((arm.name, task), {})),
-                key=digest_of({**arm.identity, "task": task} if task else arm.identity),
+                key=key_of(arm, task),
                 unjudged=tuple(name for name in arm.limited if not any(name in part.names for part in segments)),
             )
             for arm in arms

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from loka.core.device import Fingerprint
@@ -70,23 +70,50 @@ class SiteReport:
 
     Where a kernel had several algorithms for the problem and was timed, the fastest one's
     pinned name "kernel:recipe@3" stands in place of "kernel:recipe".
+
+    `region_kl` is the predicted KL/H of recipes that regions run at `output` and no candidate here does, by recipe
+    and part (core/records/parts.py).
     """
 
     path: str
     problem: Problem
     measurements: Mapping[str, Measurement]
     unfinished: str | None = None
+    region_kl: Mapping[str, Mapping[str, Estimate]] = sparse(default_factory=dict)
 
     @property
     def name(self) -> str:
         return site_name(self.path, self.problem.gemm)
 
     def measured(self, candidate: str) -> Measurement | None:
-        """Of a candidate, or of one whose errors stand for its own: alike without power-of-two scales, larger
+        """Of a candidate, or of one whose errors stand for its own (`stand_in`). KL/H is of its own recipe, or not
+        known: power-of-two scales cost up to five times as much of it, most at layers of one output."""
+        found = self.stand_in(candidate)
+        if found is None or found.unsupported or candidate in self.measurements:
+            return found
+        kl = self.kl_of_recipe(_recipe(candidate))
+        errors = {name: error for name, error in found.errors.items() if name != "ne"}
+        errors |= {"ne": kl[WHOLE]} if WHOLE in kl else {}
+        return replace(found, errors=errors, kl_by_part={part: each for part, each in kl.items() if part != WHOLE})
+
+    def stand_in(self, candidate: str) -> Measurement | None:
+        """Of a candidate, or of one whose SQNR and MERE stand for its own: alike without power-of-two scales, worse
         with fast accumulation."""
         kernel, _, recipe = candidate.replace("_pow2", "").partition(":")
         names = (candidate, f"{kernel}:{recipe}", f"{kernel}_fast:{recipe}")
         return next((self.measurements[name] for name in names if name in self.measurements), None)
+
+    def kl_of_recipe(self, recipe: str) -> Mapping[str, Estimate]:
+        """The predicted KL/H of a recipe at this site, by part, whichever kernel runs it."""
+        for name, found in self.measurements.items():
+            if _recipe(name) == recipe and not found.unsupported:
+                whole = {WHOLE: found.errors["ne"]} if "ne" in found.errors else {}
+                return {**whole, **found.kl_by_part}
+        return self.region_kl.get(recipe, {})
+
+
+def _recipe(candidate: str) -> str:
+    return candidate.partition("@")[0].rpartition(":")[2]
 
 
 @record(ignore=None)  # what earlier versions timed of several layers as one

@@ -65,7 +65,7 @@ class Candidate:
     def on_request(self) -> str | None:
         """Why it is measured only when asked for by name, or None."""
         if any(cast.power_of_two for gemm in Gemm for cast in self.recipe.casts(gemm) or ()):
-            return "the same time and error as without power-of-two scales"
+            return "the same time and SQNR as without power-of-two scales"
         if self.recipe.centred:
             return "what it takes off and puts back are operations of their own, which no kernel joins yet"
         if self.recipe.hot:

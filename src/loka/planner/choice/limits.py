@@ -10,13 +10,14 @@ A limit on a part whose KL/H is not known, or not well enough, is refused: no nu
 import math
 from collections.abc import Mapping
 
+from loka.compiler.joint_sites import ARMS
 from loka.core.budget import Budget, upper_bound
 from loka.core.error import Estimate
 from loka.core.exceptions import EffectUnknown, UnknownName
 from loka.core.recipe import Gemm
 from loka.core.records.parts import WHOLE, lost_together, part_name, segments_in, tasks_in
 from loka.core.records.plan import Plan, known_effect
-from loka.core.records.report import HP, Measurement, Report, SiteReport
+from loka.core.records.report import HP, REGION, Measurement, Report, SiteReport
 
 WAY_OUT = "probe its effect (docs/ne.md), or plan with ne=None, on error alone"
 
@@ -102,6 +103,31 @@ def over_limits(measured: Measurement, limits: Limits) -> str | None:
     return None
 
 
+def without_own_kl(site: SiteReport, name: str, limits: Limits) -> str | None:
+    """Why what a region runs at `output` cannot be held against `limits`, where a like recipe could; or None."""
+    alike, own = site.stand_in(name), site.measured(name)
+    if site.problem.gemm is not Gemm.OUTPUT or alike is None or own is None:
+        return None
+    if not any(own.kl_of(part) is None and alike.kl_of(part) is not None for part in limits):
+        return None
+    recipe = name.rpartition(":")[2]
+    return f"the report does not hold the KL/H of {recipe}, which a region runs; {_MEASURE_AGAIN}"
+
+
+_MEASURE_AGAIN = "measure again (`loka measure STATS --out REPORT`), and where that does not tell it, probe again"
+
+
+def regions_without_kl(report: Report, limits: Limits) -> list[str]:
+    """A note where layers were timed in regions, and nothing says what those cost in KL/H."""
+    name = ARMS[REGION][0]
+    paths = [
+        site.path
+        for site in report.sites.values()
+        if site.path in report.region_times and without_own_kl(site, name, limits)
+    ]
+    return [f"in no region, as KL/H is not known there: {', '.join(paths)}; {_MEASURE_AGAIN}"] if paths else []
+
+
 def share_spent(cost: Cost, limits: Limits) -> float:
     """Of the limit that it spends most of; of a single one what it spends."""
     if len(cost) == 1:
@@ -139,6 +165,19 @@ def other_than_the_sum(plan: Plan, report: Report, part: str, limit: float) -> s
         f"{named}by the correlations of what they change, layers in eight bits lose {lost:.2g} of KL/H together at "
         f"most, where the sum says {charged:.2g}; {said} its limit of {limit:g}"
     )
+
+
+def beyond_second_order(plan: Plan, limits: Limits) -> list[str]:
+    """Notes where `plan` loses so much that predictions, which are of second order, come out too small."""
+    lost = {part: kl for part in limits or (WHOLE,) if (kl := plan.kl_of(part)) and kl.value > _SECOND_ORDER}
+    return [
+        f"{part}{': ' * bool(part)}a KL/H of {kl.value:.2g} is beyond second order: above about {_SECOND_ORDER:g} "
+        "a model loses more than predicted, by a factor of 2 and more, and intervals do not hold (docs/ne.md)"
+        for part, kl in lost.items()
+    ]
+
+
+_SECOND_ORDER = 0.05  # a prediction of 0.122 [0.115, 0.129] lost 0.282
 
 
 def _known(plan: Plan, part: str) -> dict[str, Estimate]:

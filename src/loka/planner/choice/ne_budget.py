@@ -21,7 +21,7 @@ from loka.planner.choice.knapsack import Way, spend
 from loka.planner.choice.knapsack_several import Choice, Spent, spend_several
 from loka.planner.choice.layer_choice import Choice as LayerChoice
 from loka.planner.choice.layer_choice import Layer, allowed_choices, best_of, tied
-from loka.planner.choice.limits import Cost, Limits, cost_of, fits
+from loka.planner.choice.limits import Cost, Limits, cost_of, fits, regions_without_kl
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,7 +35,7 @@ class Granted:
 def grant(report: Report, budget: Budget, limits: Limits, layers: Mapping[str, Layer]) -> Granted:
     """Spends `limits` (planner/choice/limits.py) over `layers`."""
     ways = {path: _layer_ways(path, layer, budget, limits) for path, layer in layers.items()}
-    notes = tuple(report.unknown_effects())
+    notes = (*report.unknown_effects(), *(regions_without_kl(report, limits) if budget.regions else ()))
     if len(limits) == 1:
         (limit,) = limits.values()
         alone = {

@@ -15,11 +15,15 @@ from loka.statistics.effect_depths import NOTHING, Learnt, Tables, effect_tables
 
 @dataclass(eq=False)
 class Step:
-    """A sampled step. `picks` where its output showed no logits: of training's gradient, in `pending`."""
+    """A sampled step. `picks` where its output showed no logits: of training's gradient, in `pending`.
+
+    `reached`: the sites at whose outputs some gradient was other than 0.
+    """
 
     batch: int = 0
     picks: torch.Tensor | None = None
     pending: dict[str, tuple[torch.Tensor, Tables]] = field(default_factory=dict)
+    reached: set[str] = field(default_factory=set)
 
 
 @dataclass(frozen=True)
@@ -41,6 +45,7 @@ class Found:
     """Of one pass: s [m, recipes] and histograms by site, rows [m], logits and signed weights [m, T].
 
     `by_task`: s of each task's logit by itself, by site; empty where nobody asked, or there is one task.
+    `unreached`: s of sites where the gradient of these rows is 0. It counts where other rows reach the site.
     """
 
     sites: Mapping[str, tuple[torch.Tensor, Tables]]
@@ -48,6 +53,7 @@ class Found:
     logits: torch.Tensor
     signed: torch.Tensor
     by_task: Sequence[Mapping[str, torch.Tensor]] = ()
+    unreached: Mapping[str, torch.Tensor] = field(default_factory=dict)
 
 
 Sink = Callable[[Found], None]
@@ -84,13 +90,16 @@ def changes_at(
     learnt: Learnt = NOTHING,
 ) -> tuple[torch.Tensor, Tables]:
     """s [m, recipes] float32: what each recipe's error changes v by, to first order; and, with `tables`,
-    histograms."""
+    histograms. Notes in the step whether a gradient reaches the call: cat and stack send zeros to what the logits
+    leave out, where others send none."""
     weight = call.weight
     if call.given._version != call.version:
         raise NoEffect("its input was changed in place after the call")
     with unseen(), torch.no_grad(), torch.autocast(grad.device.type, enabled=False):
         grads = grad if of_all else call.rows(grad)
         grads = grads.reshape(-1, grads.shape[-1])
+        if grads.any():
+            call.step.reached.add(call.path)
         rows = rows_of(call.given.shape[:-1], grads, picks.to(grad.device), batch, of_all=of_all)
         given = call.given.reshape(-1, call.given.shape[-1]).to(call.dtype)
         changes = changes_of(given, weight, grads, rows, tuple(CASTS.values()), learnt)

@@ -137,7 +137,7 @@ def over_batches(found: Sequence[Found], path: str, task: int | None = None) -> 
     """s [m, recipes] over all rows, of `task` or of all; NaN, which is left out, where a batch tells nothing."""
     parts = []
     for batch in found:
-        known = batch.sites[path][0] if path in batch.sites else None
+        known = batch.sites[path][0] if path in batch.sites else batch.unreached.get(path)
         if known is not None and task is not None:
             known = batch.by_task[task].get(path)
         if known is None:

@@ -21,7 +21,7 @@ autograd.Function and hooks on its ctx, a checkpointed function, what unpacks sa
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -55,7 +55,9 @@ class Sensitivity:
     What a model is sensitive to moves until late in training, so old samples fade: the weights of
     all sum up to `samples` at most, and those of a step are the latest one's times a constant for
     each step since. A step that says nothing of a site takes away what its samples would have replaced,
-    so effects that no step refreshes go, and `of` says why they are old. No randomness is carried
+    so effects that no step refreshes go, and `of` says why they are old. A site whose gradient is 0 in all
+    steps is not reached, and has no effect; where it is 0 in some, as at a dead ReLU, those count as zeros (but
+    zeros of before the first other step are in no record). No randomness is carried
     from step to step: a run that goes on from its record learns what it would have learnt uninterrupted.
 
     Args:
@@ -183,11 +185,13 @@ class Sensitivity:
             if grad is not None:
                 self._add(found, call, grad, picks, z.shape[0], mixing=mixing)
         if self._sink is None:
-            self._note(found, p, signed)
+            self._note(found, p, signed, self._step.reached)
             return
         tasks = range(z.shape[1]) if self._by_task and z.shape[1] > 1 else ()
         alone = [self._of_task(task, model, z, picks, calls, edges, signed) for task in tasks]
-        self._sink(Found(found, picks, z.detach()[picks.to(z.device)], signed, alone))
+        unreached = {path: found.pop(path)[0] for path in found.keys() - self._step.reached}
+        self._missed |= dict.fromkeys(unreached, _UNREACHED)
+        self._sink(Found(found, picks, z.detach()[picks.to(z.device)], signed, alone, unreached))
 
     def _of_task(
         self,
@@ -230,7 +234,8 @@ class Sensitivity:
 
     def restore(self, path: str, layer: LinearStats) -> None:
         if layer.effects:
-            self._known[path] = _Known(dict(layer.effects), tables_of(layer))
+            reached = any(effect.total for effect in layer.effects.values())  # of before, all 0 meant unreached too
+            self._known[path] = _Known(dict(layer.effects), tables_of(layer), reached)
         if layer.no_effect:
             self._reasons[path] = layer.no_effect.removeprefix(OLD)
 
@@ -238,8 +243,8 @@ class Sensitivity:
         """The effects of a site by recipe name, its histograms, and why there are none, or old ones."""
         self._flush()
         known, reason = self._known.get(path), self._reasons.get(path, "")
-        if known is None:
-            return {}, {}, reason
+        if known is None or not known.reached:
+            return {}, {}, reason or ("" if known is None else _UNREACHED)
         return known.effects, known.tables, OLD + reason if reason else ""
 
     def _fall_back(self, reason: str) -> torch.Tensor:
@@ -325,7 +330,7 @@ class Sensitivity:
             if step.picks is not None and self._base_rate is not None:
                 pending, step.pending = step.pending, {}
                 tasks = len(self._base_rate) if isinstance(self._base_rate, Sequence) else 1
-                self._note(pending, torch.empty(len(step.picks), tasks), None)
+                self._note(pending, torch.empty(len(step.picks), tasks), None, step.reached)
         missed, self._missed = self._missed, {}
         self._reasons |= missed
         for path in missed.keys() & self._known.keys():
@@ -337,7 +342,11 @@ class Sensitivity:
                 del self._known[path]
 
     def _note(
-        self, found: Mapping[str, tuple[torch.Tensor, Tables]], predicted: torch.Tensor, signed: torch.Tensor | None
+        self,
+        found: Mapping[str, tuple[torch.Tensor, Tables]],
+        predicted: torch.Tensor,
+        signed: torch.Tensor | None,
+        reached: Collection[str],
     ) -> None:
         """Effects of s [m, recipes]. `signed` [m, T] takes the signs out: E[signed s] = p (1 - p) J . dY."""
         if self._base_rate is not None:
@@ -345,7 +354,7 @@ class Sensitivity:
             predicted = torch.tensor(shares, dtype=torch.float64).expand(predicted.shape)
         known = effects_of([changes for changes, _ in found.values()], predicted, signed)
         for (path, (_, tables)), effects in zip(found.items(), known, strict=True):
-            fresh = _Known(dict(zip(CASTS, effects, strict=True)), tables)
+            fresh = _Known(dict(zip(CASTS, effects, strict=True)), tables, path in reached)
             if fresh.count:
                 self._known[path] = _after(self._known.get(path), fresh, self._samples)
                 self._reasons.pop(path, None)
@@ -360,8 +369,11 @@ class Sensitivity:
 
 @dataclass(frozen=True)
 class _Known:
+    """`reached`: whether a gradient other than 0 is among the samples."""
+
     effects: dict[str, Effect]
     tables: Tables
+    reached: bool
 
     @property
     def count(self) -> float:
@@ -369,7 +381,7 @@ class _Known:
 
     def faded(self, factor: float) -> _Known:
         effects = {name: effect.faded(factor) for name, effect in self.effects.items()}
-        return _Known(effects, faded_tables(self.tables, factor))
+        return _Known(effects, faded_tables(self.tables, factor), self.reached and factor > 0)
 
 
 def _after(before: _Known | None, fresh: _Known, limit: int) -> _Known:
@@ -381,4 +393,4 @@ def _after(before: _Known | None, fresh: _Known, limit: int) -> _Known:
         effects = merged(faded.effects, fresh.effects)
     except ValueError:  # another number of tasks: what came before was of another output
         return fresh
-    return _Known(effects, merge_tables(faded.tables, fresh.tables))
+    return _Known(effects, merge_tables(faded.tables, fresh.tables), faded.reached or fresh.reached)

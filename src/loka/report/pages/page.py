@@ -52,7 +52,7 @@ def page(
         raise LokaError("there is no record to make a page of", way_out="give at least one")
     _check_same(stats, report, plan)
     sections = [
-        _quality(validation),
+        _quality(validation, plan),
         _curves(validation),
         plan_section(plan) if plan else _none("plan", page_plan.TITLE, "plan", "loka plan"),
         frontier_section(report, plan) if report else _none("frontier", page_sites.FRONTIER, "report", "loka measure"),
@@ -93,10 +93,10 @@ def _none(identity: str, title: str, what: str, command: str) -> Html:
     return missing(identity, title, f"No {what} given: ", code(command), " writes one.")
 
 
-def _quality(validation: Validation | Comparison | None) -> Html:
+def _quality(validation: Validation | Comparison | None, plan: Plan | None) -> Html:
     if validation is None:
         return _none("quality", page_quality.QUALITY, "validation", "loka validate")
-    return page_quality.quality_section(validation)
+    return page_quality.quality_section(validation, plan)
 
 
 def _curves(validation: Validation | Comparison | None) -> Html:

@@ -5,11 +5,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from loka.core.error import Estimate
+from loka.core.records.plan import Plan
 from loka.report.pages.html import Cell, Html, code, figure, join, number, paragraph, section, table, tag, tiles
 from loka.report.pages.svg import Frame, fit, signed
+from loka.validation.arms import by_plan
 from loka.validation.compare import Comparison
 from loka.validation.paired import NE_LIMIT_PERCENT, Verdict
 from loka.validation.record import ArmVerdict, BandPoint, Validation
+from loka.validation.runs import key_of
 from loka.validation.verdicts import RowsVerdict
 
 QUALITY, CURVES = "Quality: paired runs", "Training curves of the pairs"
@@ -25,9 +28,10 @@ class Bar:
     bold: bool = False
 
 
-def quality_section(found: Validation | Comparison) -> Html:
+def quality_section(found: Validation | Comparison, plan: Plan | None = None) -> Html:
+    """`plan`: the one on the page, beside which another one's verdicts may stand."""
     if isinstance(found, Comparison):
-        return _compared(found)
+        return _compared(found, plan)
     arms = [_arm(arm, found) for arm in found.arms]
     known: list[tuple[str, object, str]] = [(a.title, a.verdict, _KIND[a.verdict]) for a in found.arms]
     known.append(("pairs", str(len(found.seeds)), ""))
@@ -42,8 +46,23 @@ def quality_section(found: Validation | Comparison) -> Html:
             f"only the precision differs. {context}"
         ),
         paragraph(f"{found.control} is {found.annealed}.") if found.annealed else None,
+        paragraph(_whose(found, plan)) if plan else None,
         *arms,
         _runs(found),
+    )
+
+
+def _whose(found: Validation, plan: Plan) -> str:
+    """Which arms ran `plan`: verdicts of another plan of the model look the same."""
+    spec = by_plan(plan)
+    ran = [arm.title for arm in found.arms if arm.key == key_of(spec, arm.task)]
+    if ran:
+        return f"The plan on this page is what {', '.join(ran)} ran."
+    others = ", ".join(f"{arm.title} ({arm.key or 'of no known digest'})" for arm in found.arms)
+    own = ", ".join(dict.fromkeys(key_of(spec, arm.task) for arm in found.arms))
+    return (
+        f"No arm ran the plan on this page ({own}): {others}. These verdicts say nothing of it; "
+        "`loka validate --arm PLAN` judges it."
     )
 
 
@@ -68,7 +87,7 @@ def _arm(arm: ArmVerdict, found: Validation) -> Html:
         parts.append(tag("div", drawn, segments, class_="grid"))
         apart = [pair.kl_percent for pair in arm.differences.values() if pair.kl_percent is not None]
         if apart:
-            each = ", ".join(f"{kl.value:.4f} +- {(kl.high - kl.low) / 3.92:.4f}" for kl in apart)
+            each = ", ".join(f"{kl.value:.3g} +- {(kl.high - kl.low) / 3.92:.2g}" for kl in apart)
             parts.append(
                 paragraph(f"KL/H between the two models of each pair, without labels, in percent of NE: {each}.")
             )
@@ -154,7 +173,9 @@ def _runs(found: Validation) -> Html:
     return table(header, rows, caption="Every run on the held-out rows", first=12)
 
 
-def _compared(found: Comparison) -> Html:
+def _compared(found: Comparison, plan: Plan | None) -> Html:
+    ran = found.context.get("plan")  # its summary; a demo names no digest
+    other = bool(plan and ran and ran != plan.summary())
     bars = [Bar(f"pair, seed {pair.seed}", pair.difference.ne_percent) for pair in found.pairs]
     if found.noise is not None:
         bars.append(Bar("noise: bf16 nudged", found.noise.ne_percent, "b"))
@@ -180,6 +201,7 @@ def _compared(found: Comparison) -> Html:
         QUALITY,
         tiles(known),
         paragraph(join([code(found.model), " by plan against bf16. ", intervals])),
+        paragraph(f"Not by the plan on this page, but by one of which it says: {ran}") if other else None,
         figure(forest(bars, NE_LIMIT_PERCENT), "Shaded: within the limit."),
         table(header, rows, caption="Every run on the held-out rows", first=12),
     )

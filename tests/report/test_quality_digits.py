@@ -1,0 +1,18 @@
+from dataclasses import replace
+
+from test_page import hostile_validation
+
+from loka.core.error import Estimate
+from loka.report.pages.page import page
+from loka.report.validation_table import validation_table
+from loka.validation.record import SeedPair
+
+
+def test_a_small_kl_of_pairs_keeps_its_digits():
+    """Four decimals said 0.0006 +- 0.0000."""
+    found = hostile_validation()
+    pair = replace(found.arms[0].pairs[0].difference, kl_percent=Estimate(6.123e-4, 5.9e-4, 6.3e-4))
+    arm = replace(found.arms[0], pairs=(SeedPair(seed=0, difference=pair),))
+    found = replace(found, arms=(arm,))
+    assert "in percent of NE: 0.000612 +- 1e-05." in page(validation=found)
+    assert "0.000612 % [0.00059, 0.00063]" in validation_table(found)
