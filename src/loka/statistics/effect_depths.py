@@ -158,6 +158,11 @@ def tables_of(layer: LinearStats) -> Tables:
     }
 
 
+def columns_in(tables: Tables) -> Tables:
+    """Those that tell hot columns; without any that say nothing."""
+    return {name: table for name, table in tables.items() if name.startswith(f"input/{_COLUMNS}") and table.any()}
+
+
 def depth_loss(layer: LinearStats, casts: Casts) -> float | None:
     """Nats a sample that quantizing the `output` GEMM with `casts` adds; None where no histogram fits."""
     samples = max((effect.count for effect in layer.effects.values()), default=0)
