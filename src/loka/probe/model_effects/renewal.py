@@ -258,7 +258,8 @@ def _read(
                 f"segments.of gives {len(places)} places in {rows.strata.segments.names} to {sensitivity.size} rows",
                 way_out="give each row one, or -1",
             )
-        rows.missed |= sensitivity.missed()
+        refused = {path for path, reason in rows.missed.items() if reason.startswith(NO_PROMISE)}
+        rows.missed |= {path: reason for path, reason in sensitivity.missed().items() if path not in refused}
         rows.size = sensitivity.size
         return found[0] if found else None
 
@@ -376,6 +377,8 @@ def _tables(found: Sequence[Found], path: str) -> Tables:
 
 
 def _kept(layer: LinearStats, reason: str) -> LinearStats:
+    if reason.startswith(NO_PROMISE):
+        return without_effects(layer, reason)
     reason = reason or layer.no_effect.removeprefix(OLD) or "the fresh rows do not tell"
     return replace(layer, no_effect=OLD + reason if layer.effects else reason, effects_by_part={})
 
