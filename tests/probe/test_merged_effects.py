@@ -1,14 +1,17 @@
 """Effects by means and hot columns of a part are not those of the merged statistics, which a plan is made from."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from ranks import on_ranks
 from torch import nn
 
 import loka
-from loka.core.numerics.effect import OTHER_PARTS
+from loka.core.numerics.effect import NO_PROMISE, OTHER_PARTS
 from loka.core.recipe import RECIPES
 from loka.core.records.drift import drift
+from loka.core.records.parts import Part
 from loka.core.records.stats_bytes import from_bytes, to_bytes
 from loka.measurement.predicted_kl import predicted_kl
 from loka.probe import gather_renewed, gather_stats, merge_stats, renew_effects
@@ -145,3 +148,23 @@ def test_effects_by_the_same_means_and_columns_stay():
     layer = merge_stats(parts).layers["0"]
     assert layer.effects.keys() == CASTS.keys()
     assert not layer.no_effect
+
+
+def test_a_part_that_refuses_any_promise_refuses_it_of_both():
+    """The other's effects were said to be those of all rows."""
+    model = tower()
+    good = window(model, 0, 0, renewed=True)
+    good = replace(good, parts={"click": Part(task="click")}, alike={"0": {"2": 0.5}})
+    with torch.no_grad():
+        model[2].weight *= 1e6
+    refused = window(model, 1, 50)
+    assert all(layer.no_effect.startswith(NO_PROMISE) and not layer.effects for layer in refused.layers.values())
+    third = window(tower(), 0, 90)
+    for parts in ([good, refused], [refused, good], [good, refused, third]):
+        both = merge_stats(parts)
+        assert not both.parts
+        assert not both.alike
+        for layer in both.layers.values():
+            assert not layer.effects
+            assert layer.no_effect.startswith(f"{NO_PROMISE}the logits are saturated")
+            assert layer.no_effect.count("leave it out, or renew_effects after merging") == 1

@@ -14,16 +14,25 @@ from dataclasses import replace
 
 import torch
 
-from loka.core.numerics.effect import OTHER_PARTS, Effect, merged
+from loka.core.numerics.effect import NO_PROMISE, OTHER_PARTS, Effect, merged
 from loka.core.recipe import Cast
 from loka.core.records.stats import LinearStats, Stats
 from loka.probe.layer_stats import with_effects, without_effects
 from loka.statistics.effect_casts import CASTS, LEARNING
 from loka.statistics.effect_depths import centre_of_input, columns_in, hot_of, is_centred, tables_of
 
+_IN_A_PART = " (so says a part that was merged: leave it out, or renew_effects after merging)"
+
 
 def with_merged_effects(both: LinearStats, a: LinearStats, b: LinearStats) -> LinearStats:
-    """`both`, a layer merged from `a` and `b` in all else, with their effects."""
+    """`both`, a layer merged from `a` and `b` in all else, with their effects.
+
+    Where one of the parts refuses any promise, the rows of both allow none.
+    """
+    refused = [part.no_effect for part in (a, b) if not part.effects and part.no_effect.startswith(NO_PROMISE)]
+    if refused:
+        other = a.effects or b.effects
+        return without_effects(both, refused[0].removesuffix(_IN_A_PART) + (_IN_A_PART if other else ""))
     apart = _apart(both, a, b)
     effects = _without(merged(a.effects, b.effects), apart)
     known = [part.no_effect for part in (a, b) if part.effects and part.no_effect]

@@ -27,6 +27,7 @@ import torch.distributed as dist
 
 from loka.core import exchange
 from loka.core.exceptions import PlanMismatch
+from loka.core.numerics.effect import NO_PROMISE
 from loka.core.records.parts import Part, joined, joined_alike, judged, tasks_in
 from loka.core.records.stats import Distribution, LinearStats, Stats
 from loka.core.records.stats_bytes import from_bytes, to_bytes
@@ -189,6 +190,8 @@ def _merge(a: Stats, b: Stats, rank: int) -> Stats:
     for path, layer in b.layers.items():
         layers[path] = _merge_layers(layers[path], layer, rank) if path in layers else layer
     layers = dict(sorted(layers.items(), key=lambda item: item[1].order))
+    every = layers.values()
+    refused = not any(layer.effects for layer in every) and any(e.no_effect.startswith(NO_PROMISE) for e in every)
     return Stats(
         model=a.model,
         steps=a.steps + b.steps,
@@ -197,9 +200,9 @@ def _merge(a: Stats, b: Stats, rank: int) -> Stats:
         skipped={path: why for path, why in {**b.skipped, **a.skipped}.items() if path not in layers},
         coverage=a.coverage or b.coverage,
         final_rate=a.final_rate if a.final_rate == b.final_rate else None,
-        parts=_parts(a, b, layers),
+        parts={} if refused else _parts(a, b, layers),
         not_clicks=a.not_clicks or b.not_clicks,
-        alike=joined_alike(a.alike, b.alike, (_effect_rows(a), _effect_rows(b))),
+        alike={} if refused else joined_alike(a.alike, b.alike, (_effect_rows(a), _effect_rows(b))),
     )
 
 
