@@ -3,6 +3,7 @@ from typer.testing import CliRunner
 
 from loka.cli.app import app
 from loka.core.exceptions import PlanMismatch
+from loka.core.numerics.effect import OTHER_PARTS
 from loka.core.records.stats import Stats
 
 
@@ -26,6 +27,8 @@ def test_folders_are_merged(two, tmp_path):
     assert done.exit_code == 0
     merged = Stats.load(tmp_path)
     assert f"{a.sampled_steps + b.sampled_steps} of {a.steps + b.steps} steps sampled" in done.output
+    assert any(layer.no_effect == OTHER_PARTS for layer in merged.layers.values()), "the seeds' models are not alike"
+    assert OTHER_PARTS in " ".join(done.output.split())
     for path, layer in merged.layers.items():
         count = sum(part.layers[path].operands["input"].numbers["count"] for part in (a, b))
         assert layer.operands["input"].numbers["count"] == count

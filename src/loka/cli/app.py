@@ -135,6 +135,9 @@ def merge(
     merged = merge_stats([Stats.load(folder) for folder in stats])
     merged.save(out)
     say(f"{merged.sampled_steps} of {merged.steps} steps sampled in {len(stats)} folders; written: {out}")
+    for reason in dict.fromkeys(layer.no_effect for layer in merged.layers.values() if layer.no_effect):
+        paths = [path for path, layer in merged.layers.items() if layer.no_effect == reason]
+        say(f"effect on KL/H of {'every site' if len(paths) == len(merged.layers) else ', '.join(paths)}: {reason}")
 
 
 @app.command()

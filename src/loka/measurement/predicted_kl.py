@@ -19,8 +19,9 @@ def predicted_kl(layer: LinearStats, recipe: Recipe) -> Estimate | None:
     """KL/H (absolute: 1e-4 is 0.01 %) of quantizing this layer's `output` GEMM alone, with its 95 % interval.
 
     Effects of several layers add up. Of casts that were not tried while probing the histograms
-    tell, with the interval that sampling left at this layer. None where the recipe has no `output`
-    GEMM, or nothing is known of the layer (`LinearStats.no_effect` says why) or of these casts.
+    tell, with the interval that sampling left at this layer; not of centred or hot ones. None where
+    the recipe has no `output` GEMM, or nothing is known of the layer (`LinearStats.no_effect` says why) or of
+    these casts.
     """
     if recipe.output is None:
         return None
@@ -28,6 +29,9 @@ def predicted_kl(layer: LinearStats, recipe: Recipe) -> Estimate | None:
     if effect is not None:
         found = effect.kl()
         return found if math.isfinite(found.value) else None
+    left = recipe.output[0]
+    if left.centred or left.hot:  # histograms are by the means and columns of their samples, not by a plan's
+        return None
     value = depth_kl(layer, recipe.output)
     if value is None:
         return None

@@ -1,8 +1,8 @@
 """Where is FP8 safe? Statistics of sampled steps, online: of tensors, and of what FP8 would cost the
 model."""
 
-from loka.probe.merging import gather_stats, merge_stats
+from loka.probe.merging import gather_renewed, gather_stats, merge_stats
 from loka.probe.model_effects.renewal import renew_effects
 from loka.probe.online import Probe
 
-__all__ = ["Probe", "gather_stats", "merge_stats", "renew_effects"]
+__all__ = ["Probe", "gather_renewed", "gather_stats", "merge_stats", "renew_effects"]

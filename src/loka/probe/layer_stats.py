@@ -13,7 +13,7 @@ from loka.core.records.stats import OPERANDS, Distribution, LinearStats, Stats
 from loka.core.signature import ModelSignature
 from loka.statistics import gaussian, matrix_normal
 from loka.statistics.depths import Depths, depths_of, with_depths
-from loka.statistics.effect_depths import NOTHING, Learnt, Tables
+from loka.statistics.effect_depths import NOTHING, PREFIX, Learnt, Tables
 from loka.statistics.sample_coherence import Picked, Samples, merge_samples, samples_in, samples_of, with_samples
 from loka.statistics.tails import (
     Cross,
@@ -176,6 +176,15 @@ def with_effects(layer: LinearStats, effects: dict[str, Effect], tables: Tables,
         tensors = {**operands[operand].tensors, tensor: table.cpu()}
         operands[operand] = replace(operands[operand], tensors=tensors)
     return replace(layer, operands=operands, effects=effects, no_effect=no_effect)
+
+
+def without_effects(layer: LinearStats, reason: str) -> LinearStats:
+    """`layer` without effects and their histograms; `reason` says why."""
+    operands = {
+        name: replace(d, tensors={n: t for n, t in d.tensors.items() if not n.startswith(PREFIX)})
+        for name, d in layer.operands.items()
+    }
+    return replace(layer, operands=operands, effects={}, no_effect=reason, effects_by_part={})
 
 
 def _seen(layer: RunningLayerStats | LinearStats) -> dict[str, Any]:

@@ -9,6 +9,7 @@ sums, moments, histograms and effects add up, in float64, and round once. What c
   any direction; the diagonal `square` is exact. Likewise `sample_factor` (statistics/sample_coherence.py).
 * A weight is one tensor, not a sample: its matrix normal (averages over time) is that of the part with
   the most snapshots, the last of equals. Data-parallel ranks hold the same one.
+* Effects of centred and hot recipes are by the means and columns of their part (probe/merged_effects.py).
 * `amax` keeps the last batches' maxima: the maximum over the parts, the latest beside the latest.
 
 Parts that overlap are counted twice: do not merge a record with one that was resumed from it. The same
@@ -16,7 +17,7 @@ record twice is refused.
 """
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import reduce
 from typing import Any
@@ -26,12 +27,13 @@ import torch.distributed as dist
 
 from loka.core import exchange
 from loka.core.exceptions import PlanMismatch
-from loka.core.numerics.effect import merged
+from loka.core.numerics.effect import NO_PROMISE
 from loka.core.records.parts import Part, joined, joined_alike, judged, tasks_in
 from loka.core.records.stats import Distribution, LinearStats, Stats
 from loka.core.records.stats_bytes import from_bytes, to_bytes
 from loka.core.signature import ModelSignature
 from loka.core.storage.codec import decode, encode
+from loka.probe.merged_effects import sharing, with_effects_of, with_merged_effects
 from loka.statistics import depths, effect_depths, gaussian, matrix_normal, sample_coherence
 
 _OWN = {
@@ -86,6 +88,26 @@ def gather_stats(stats: Stats, *, group: dist.ProcessGroup | None = None, rank: 
             stats = _merge(stats, from_bytes(exchange.receive(me + apart, group)), rank)
         apart *= 2
     return from_bytes(exchange.broadcast(to_bytes(stats) if me == 0 else b"", group))
+
+
+def gather_renewed(
+    stats: Stats, renew: Callable[[Stats], Stats], *, group: dist.ProcessGroup | None = None, rank: int = 64
+) -> Stats:
+    """`gather_stats` with renewed effects, of all ranks' rows by the means and hot columns that the ranks share.
+
+    A collective. `renew` gets `stats` with these, and returns them with effects of this rank's own fresh rows:
+    `lambda stats: renew_effects(model, stats, rows)`. Effects of each rank's own means would be of other quantizers
+    than that of the plan which follows.
+
+    Raises:
+        PlanMismatch: a rank's statistics do not merge with those of the first; on all ranks.
+        ValueError: this process is not in `group`.
+        Exception: what `renew` raises, here; the other ranks wait for it.
+    """
+    if exchange.ranks_of(group) == 1:
+        return renew(stats)
+    whole = gather_stats(stats, group=group, rank=rank)
+    return with_effects_of(whole, gather_stats(renew(sharing(stats, whole)), group=group, rank=rank))
 
 
 def _claim(stats: Stats) -> dict[str, Any]:
@@ -168,6 +190,8 @@ def _merge(a: Stats, b: Stats, rank: int) -> Stats:
     for path, layer in b.layers.items():
         layers[path] = _merge_layers(layers[path], layer, rank) if path in layers else layer
     layers = dict(sorted(layers.items(), key=lambda item: item[1].order))
+    every = layers.values()
+    refused = not any(layer.effects for layer in every) and any(e.no_effect.startswith(NO_PROMISE) for e in every)
     return Stats(
         model=a.model,
         steps=a.steps + b.steps,
@@ -176,9 +200,9 @@ def _merge(a: Stats, b: Stats, rank: int) -> Stats:
         skipped={path: why for path, why in {**b.skipped, **a.skipped}.items() if path not in layers},
         coverage=a.coverage or b.coverage,
         final_rate=a.final_rate if a.final_rate == b.final_rate else None,
-        parts=_parts(a, b, layers),
+        parts={} if refused else _parts(a, b, layers),
         not_clicks=a.not_clicks or b.not_clicks,
-        alike=joined_alike(a.alike, b.alike, (_effect_rows(a), _effect_rows(b))),
+        alike={} if refused else joined_alike(a.alike, b.alike, (_effect_rows(a), _effect_rows(b))),
     )
 
 
@@ -199,9 +223,7 @@ def _merge_layers(a: LinearStats, b: LinearStats, rank: int) -> LinearStats:
     for operand, found in b.operands.items():
         mine = operands.get(operand)
         operands[operand] = _merge_operands(mine, found, rank) if mine is not None else found
-    effects = merged(a.effects, b.effects)
-    old = [part.no_effect for part in (a, b) if part.effects and part.no_effect]
-    return replace(
+    both = replace(
         a,
         rows=max(a.rows, b.rows),
         calls=a.calls + b.calls,
@@ -211,13 +233,8 @@ def _merge_layers(a: LinearStats, b: LinearStats, rank: int) -> LinearStats:
         over_tokens=a.over_tokens or b.over_tokens,
         reads=tuple(sorted({*a.reads, *b.reads})),
         operands=operands,
-        effects=effects,
-        effects_by_part={
-            name: merged(a.effects_by_part.get(name, {}), b.effects_by_part.get(name, {}))
-            for name in {**a.effects_by_part, **b.effects_by_part}
-        },
-        no_effect="".join(old[:1]) if effects else a.no_effect or b.no_effect,
     )
+    return with_merged_effects(both, a, b)
 
 
 def _merge_operands(a: Distribution, b: Distribution, rank: int) -> Distribution:

@@ -9,3 +9,6 @@ _COMPARED: dict[str, Casts] = {"tensorwise_e4m3_pow2": (_POW2, _POW2), "rowwise_
 assert not _COMPARED.keys() & RECIPES.keys(), "a recipe needs a name of its own"
 
 CASTS: dict[str, Casts] = {**{recipe.name: recipe.output for recipe in RECIPES.values() if recipe.output}, **_COMPARED}
+
+LEARNING = frozenset(name for name, (left, _) in CASTS.items() if left.centred or left.hot)
+"""Those whose error depends on means or hot columns that the statistics tell."""

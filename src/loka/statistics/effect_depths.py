@@ -158,6 +158,16 @@ def tables_of(layer: LinearStats) -> Tables:
     }
 
 
+def columns_in(tables: Tables) -> Tables:
+    """Those that tell hot columns; without any that say nothing."""
+    return {name: table for name, table in tables.items() if name.startswith(f"input/{_COLUMNS}") and table.any()}
+
+
+def is_centred(name: str) -> bool:
+    """Whether a tensor of an operand is a histogram of x - m."""
+    return name.startswith(f"{PREFIX}depth_") and name.endswith(_CENTRED)
+
+
 def depth_loss(layer: LinearStats, casts: Casts) -> float | None:
     """Nats a sample that quantizing the `output` GEMM with `casts` adds; None where no histogram fits."""
     samples = max((effect.count for effect in layer.effects.values()), default=0)

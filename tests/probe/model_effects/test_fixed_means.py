@@ -5,8 +5,10 @@ import torch
 from torch import nn
 
 import loka
+from loka.core.recipe import RECIPES
 from loka.core.records.drift import drift
 from loka.kernels.gemm.registry import candidate_named
+from loka.statistics.effect_depths import hot_of
 from loka.train.automatic.joint_effect import joint_effect
 
 K = 96
@@ -68,6 +70,25 @@ def test_batches_of_one_domain_each_tell_what_a_fixed_vector_does(domains, how):
             plan = loka.plan(report, force={site: name, "*": "hp"})
             most = 2.0 if how == "probed" and "hot" in name else 1.5
             assert 1 / 1.5 < plan.decisions[site].kl.value / really(model, plan, held) < most, (site, name)
+
+
+@pytest.mark.parametrize("samples", [1024, 0], ids=["of the probe", "of the first batch"])
+def test_renewed_effects_are_by_the_columns_that_a_plan_takes(samples):
+    """The fresh rows' own columns went into the plan, whose layer lost up to twice what the effects said. So the same
+    rows tell the same once more, and the columns stay."""
+    torch.manual_seed(1)
+    model = calibrated(nn.Sequential(nn.Linear(K, 64), nn.ReLU(), nn.Linear(64, 1)), torch.randn(256, K))
+    with loka.Probe(model, every=1, effect_samples=samples) as probe:
+        for _ in range(4):
+            nn.functional.softplus(-model(torch.randn(256, K) + 3 * THIRD)).mean().backward()
+    stats, rows = probe.stats(), [torch.randn(256, K) + 3 * THIRD for _ in range(4)]
+    once = loka.probe.renew_effects(model, stats, rows)
+    again, others = loka.probe.renew_effects(model, once, rows), loka.probe.renew_effects(model, once, rows[::-1])
+    for name in ("rowwise_e4m3_hot32", "rowwise_e4m3_centred_hot32"):
+        layers = [stats.layers["0"]] * bool(samples) + [found.layers["0"] for found in (once, again, others)]
+        columns = [hot_of(layer, RECIPES[name].output[0])[0].tolist() for layer in layers]
+        assert all(one == columns[0] for one in columns)
+        assert again.layers["0"].effects[name].total == pytest.approx(once.layers["0"].effects[name].total, rel=1e-9)
 
 
 class Shared(nn.Module):

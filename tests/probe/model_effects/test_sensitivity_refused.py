@@ -13,8 +13,10 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 import loka
+from loka.core.numerics.effect import NO_PROMISE
 from loka.core.recipe import recipe_named
 from loka.measurement.predicted_kl import predicted_kl
+from loka.probe import renew_effects
 from loka.probe.model_effects.sample_rows import batch_of
 
 
@@ -44,6 +46,24 @@ def test_saturated_steps_promise_nothing(scale, known):
     layer = probe.stats().layers["0"]
     assert bool(layer.effects) == known
     assert ("the logits are saturated" in layer.no_effect) == (not known)
+
+
+def test_rows_that_saturate_take_the_old_effects_away():
+    """Those stayed, of a model before, and a plan by them lost 50 times its budget. The last batch has one row, which
+    tells nothing: that is no reason to forget what the others said."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(32, 48), nn.ReLU(), nn.Linear(48, 1))
+    with loka.Probe(model, every=1) as probe:
+        functional.softplus(model(torch.randn(256, 32))).mean().backward()
+    stats = probe.stats()
+    assert stats.layers["0"].effects
+    many, one = 1e6 * torch.randn(256, 32), torch.randn(1, 32)
+    for batches in ([many], [many, one]):
+        for layer in renew_effects(model, stats, batches, base_rate=0.3).layers.values():
+            assert not layer.effects
+            assert layer.no_effect.startswith(f"{NO_PROMISE}the logits are saturated")
+    (kept, _) = renew_effects(model, stats, [one], base_rate=0.3).layers.values()
+    assert kept.effects == stats.layers["0"].effects
 
 
 def test_nothing_else_that_is_learnt_changes():

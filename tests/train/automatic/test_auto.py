@@ -215,13 +215,13 @@ def test_the_probe_goes_on_while_effects_move_by_orders_of_magnitude(most, ends,
 @pytest.mark.usefixtures("without_fresh_rows")
 @pytest.mark.parametrize(("unknown", "ends"), [("", 12), ("its labels are all alike", 6)])
 def test_the_probe_goes_on_while_a_task_is_not_known_well_enough(unknown, ends, monkeypatch):
-    gathered = module.gather_stats
+    gathered = module.gather_renewed
 
-    def with_a_task(stats):
+    def with_a_task(stats, renew):
         width = 9.0 if stats.steps < 12 else 1.2
-        return replace(gathered(stats), parts={"ctr": Part(task="ctr", rows=128, width=width, unknown=unknown)})
+        return replace(gathered(stats, renew), parts={"ctr": Part(task="ctr", rows=128, width=width, unknown=unknown)})
 
-    monkeypatch.setattr(module, "gather_stats", with_a_task)
+    monkeypatch.setattr(module, "gather_renewed", with_a_task)
     monkeypatch.setattr(module, "relative_width", lambda stats: 1.2)
     monkeypatch.setattr(Auto, "_narrow", lambda self: True)
     monkeypatch.setattr(module, "_LOOK_EVERY", 2)

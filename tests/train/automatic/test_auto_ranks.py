@@ -14,7 +14,9 @@ from small_run import RandomRows, stop_at
 from torch.nn.parallel import DistributedDataParallel
 
 from loka.core.exceptions import WrongResults
+from loka.core.records.stats import Stats
 from loka.nn import sites_of
+from loka.statistics.effect_casts import CASTS
 from loka.train import train
 from loka.train.automatic.auto import Auto
 
@@ -39,7 +41,10 @@ def run(rank, folder, *, auto=AUTO, track=None, **others):
 def told(rank, folder, **others):
     """What has to be alike on both ranks, and what of this one was alone its own."""
     model, auto, result = run(rank, folder, **others)
+    layers = Stats.load(folder / "stats").layers
     alike = {
+        "effects": {path: sorted(layer.effects) for path, layer in layers.items()},
+        "unknown": {path: layer.no_effect for path, layer in layers.items() if layer.no_effect},
         "phases": [(event.phase, event.step) for event in auto.timeline.events],
         "plan": json.dumps(auto.plan.to_json()),
         "left": json.dumps(result.plan.to_json()),
@@ -131,6 +136,8 @@ def test_two_ranks_turn_to_fp8_as_one(ranks):
     first, second = (rank["straight"] for rank in ranks)
     assert first["alike"] == second["alike"]
     assert first["ne"] != second["ne"], "their rows differ"
+    assert not first["alike"]["unknown"]
+    assert all(effects == sorted(CASTS) for effects in first["alike"]["effects"].values())
     assert first["alike"]["phases"] == [("probe", 0), ("measure", PROBED), ("fp8", PROBED), ("end", STEPS)]
 
 

@@ -43,6 +43,8 @@ from loka.core.storage.codec import record, sparse
 NO_PROMISE = "nothing can be promised on KL/H: "  # begins the reason why no site's effect is known
 _WIDEST = 700.0  # exp() of more is no float
 OLD = "not by the latest sampled steps: "  # begins the reason why effects are known, but not renewed
+OTHER_PARTS = "of centred and hot recipes: merged from parts of other means or columns; renew_effects after merging"
+"""Begins the reason why effects of these recipes are not known, beside known ones of the others."""
 
 
 def _check(found: Effect) -> None:

@@ -32,6 +32,7 @@ import torch
 from loka.core.budget import total_effect, upper_bound
 from loka.core.error import Estimate, student_t_95
 from loka.core.exceptions import DataRefused, PlanMismatch
+from loka.core.numerics.effect import OTHER_PARTS
 from loka.core.numerics.hot_columns import LEFT
 from loka.core.recipe import SHARED_OPERANDS
 from loka.core.records.parts import joined_alike, lost_together
@@ -331,7 +332,8 @@ def _untold(path: str, recipe: str | None, now: Estimate | None, after: Stats) -
     reason = after.layers[path].no_effect
     if now is None:
         return f"this window has no effect of {recipe} on KL/H{_because(reason)}"
-    return reason or rows  # beside an effect: why the latest steps did not refresh it
+    # Beside this effect: why the latest steps did not refresh it; not, why those of other recipes went.
+    return reason.removeprefix(OTHER_PARTS).removeprefix("; ") or rows
 
 
 def _because(reason: str | None) -> str:

@@ -25,15 +25,13 @@ from dataclasses import dataclass, replace
 
 from loka.core.numerics.effect import Effect
 from loka.core.records.stats import Stats
-from loka.statistics.effect_casts import CASTS
+from loka.statistics.effect_casts import LEARNING
 
 _UNKNOWN = 0.5
 """Standard deviation of ln(effect) over a doubling of the steps, where no earlier model is known. In
 benchmarks/ne_prediction/interval_coverage.py effects moved over the last one by 0.30 in the median and by
 0.79 in the root of the mean square."""
 _MEDIAN_OF_CHI2 = 0.455
-
-_LEARNING = frozenset(name for name, (left, _) in CASTS.items() if left.centred or left.hot)
 
 Effects = Mapping[str, Mapping[str, Effect]]
 """By site and recipe."""
@@ -80,7 +78,7 @@ def _moved(earlier: Mapping[str, Effect], now: Mapping[str, Effect]) -> float | 
     squares = [
         math.log(effect.loss().value / before.loss().value) ** 2 - effect.sampling_variance - before.sampling_variance
         for recipe, effect in now.items()
-        if recipe not in _LEARNING
+        if recipe not in LEARNING
         and (before := earlier.get(recipe)) is not None
         and math.isfinite(effect.sampling_variance + before.sampling_variance)
     ]

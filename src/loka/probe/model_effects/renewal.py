@@ -28,20 +28,20 @@ from loka.nn.linears import find_linears, signature
 from loka.nn.site import site_forwards
 from loka.nn.unwrap import device_of, unwrap
 from loka.probe.force_eager import eager
-from loka.probe.layer_stats import with_effects
+from loka.probe.layer_stats import with_effects, without_effects
 from loka.probe.model_effects.calls import Found, step_seed
 from loka.probe.model_effects.effects_by_part import ProbedRows, alike, effects_by_part, over_batches
 from loka.probe.model_effects.error_projection import effects_of
 from loka.probe.model_effects.logits import Logits, NoEffect, called_logits, refuse
 from loka.probe.model_effects.movement import Horizon, added_variance, widened
 from loka.probe.model_effects.promise import no_promise
-from loka.probe.model_effects.sample_rows import clusters_of_rows, weights_of_rows
+from loka.probe.model_effects.sample_rows import clusters_of_rows, of_mean_one, weights_of_rows
 from loka.probe.model_effects.segment_rows import SEGMENT_ROWS, SegmentRows
 from loka.probe.model_effects.sensitivity import Sensitivity
 from loka.probe.model_effects.untouched import as_evaluated, thawed
 from loka.probe.site_trace import SiteCall, SiteNames, SiteTrace
 from loka.statistics.effect_casts import CASTS
-from loka.statistics.effect_depths import PREFIX, Learnt, Tables, centre_of_input, merge_tables, tables_of
+from loka.statistics.effect_depths import Learnt, Tables, centre_of_input, columns_in, merge_tables, tables_of
 
 Forward = Callable[[nn.Module, Any], Any]
 Clusters = Callable[[Any], torch.Tensor]
@@ -78,6 +78,8 @@ def renew_effects(
 ) -> Stats:
     """`stats` with the effects of all sites, and their histograms, replaced by those of fresh rows.
 
+    Means and hot columns, which a plan fixes, stay those of `stats`: the effects are by them. Where it has no hot
+    columns, the first batch tells them, and runs once more.
     `model` is left as it was: weights, buffers, gradients, mode and random state. Wrappers are passed by,
     so a rank may do this alone. Where the rows tell nothing of a site, its old effects stay, and
     `no_effect` says so; where KL/H itself cannot be promised (logits saturated, labels all alike or too
@@ -142,7 +144,8 @@ def renew_effects(
     strata = None if segments is None else SegmentRows(segments, wanted=segment_rows)
     if len(tasks) > 1 and logits is None:
         logits = _as_named  # whoever names its columns says what they are
-    rows = _Rows(tasks=tuple(tasks), strata=strata, labels=labels or _labels_of)
+    columns = {path: columns_in(tables_of(layer)) for path, layer in stats.layers.items()}
+    rows = _Rows(tasks=tuple(tasks), strata=strata, labels=labels or _labels_of, columns=columns)
     try:
         refuse(model)
     except NoEffect as reason:
@@ -165,6 +168,7 @@ class _Rows:
     tasks: tuple[str, ...]
     strata: SegmentRows | None
     labels: Labels
+    columns: dict[str, Tables]  # that tell the hot ones of each site, once they are known
     uniform: list[bool] = field(default_factory=list)
     places: list[torch.Tensor] = field(default_factory=list)
     found: list[Found] = field(default_factory=list)
@@ -173,6 +177,13 @@ class _Rows:
     size: int = 0  # of the latest batch
     missed: dict[str, str] = field(default_factory=dict)
     count: int = 0
+
+    def learn_columns(self, fresh: Found) -> bool:
+        """Whether it tells hot columns where none were known. They stay: a plan has one set for all rows."""
+        told = {path: columns_in(tables) for path, (_, tables) in fresh.sites.items()}
+        lacking = {path: tables for path, tables in told.items() if tables.keys() - self.columns[path].keys()}
+        self.columns |= {path: {**tables, **self.columns[path]} for path, tables in lacking.items()}
+        return bool(lacking)
 
     def require_named(self, count: int) -> None:
         if self.tasks and len(self.tasks) != count:
@@ -198,10 +209,8 @@ def _read(
     traced = {path: shape for path, shape in stats.model.layers.items() if shape.use is not None}
 
     def learnt(path: str) -> Learnt:
-        """What a plan by `stats` would fix; where these have no hot columns, by the batches before."""
-        layer = stats.layers[path]
-        centre = centre_of_input(layer).to(device_of(unwrap(model)))
-        return Learnt(centre, tables_of(layer) or _tables(rows.found, path))
+        """What a plan by the renewed statistics will fix."""
+        return Learnt(centre_of_input(stats.layers[path]).to(device_of(unwrap(model))), rows.columns[path])
 
     def probe(
         batch: Any, step: int, take: int, chosen: torch.Tensor | None, places: torch.Tensor | None
@@ -249,7 +258,8 @@ def _read(
                 f"segments.of gives {len(places)} places in {rows.strata.segments.names} to {sensitivity.size} rows",
                 way_out="give each row one, or -1",
             )
-        rows.missed |= sensitivity.missed()
+        refused = {path for path, reason in rows.missed.items() if reason.startswith(NO_PROMISE)}
+        rows.missed |= {path: reason for path, reason in sensitivity.missed().items() if path not in refused}
         rows.size = sensitivity.size
         return found[0] if found else None
 
@@ -272,7 +282,10 @@ def _read(
         if strata is not None:
             places = strata.places(batch)
         if rows.count < samples:
-            fresh = probe(batch, number + 1, min(per_batch, samples - rows.count), None, places)
+            take = min(per_batch, samples - rows.count)
+            fresh = probe(batch, number + 1, take, None, places)
+            if fresh is not None and rows.learn_columns(fresh):
+                fresh = probe(batch, number + 1, take, None, places)
             keep(batch, fresh, places, uniform=True)
             rows.count += len(fresh.picks) if fresh is not None else 0
         if strata is not None and places is not None:
@@ -296,7 +309,7 @@ def _renewed(stats: Stats, rows: _Rows, base_rate: BaseRate | None, horizon: Hor
     refused = no_promise(z, rates)
     if refused:
         reason = NO_PROMISE + refused
-        without = {p: _without(layer, reason) for p, layer in stats.layers.items()}
+        without = {p: without_effects(layer, reason) for p, layer in stats.layers.items()}
         return replace(stats, layers=without, parts={}, alike={})
     predicted = z.sigmoid()
     if rates is not None:
@@ -305,7 +318,7 @@ def _renewed(stats: Stats, rows: _Rows, base_rate: BaseRate | None, horizon: Hor
     groups = torch.cat(_of(rows.clusters, rows)).unique(return_inverse=True)[1] if rows.clusters else None
     paths = [path for path in stats.layers if any(path in found.sites for found in every)]
     changes = [over_batches(every, path) for path in paths]
-    weighing = _of_mean_one(torch.cat(_of(rows.weights, rows))) if rows.weights else None
+    weighing = of_mean_one(torch.cat(_of(rows.weights, rows))) if rows.weights else None
     known = dict(zip(paths, effects_of(changes, predicted, signed, groups, weighing), strict=True))
     now = {path: dict(zip(CASTS, effects, strict=True)) for path, effects in known.items()}
     now = {path: effects for path, effects in now.items() if any(e.count for e in effects.values())}
@@ -328,9 +341,9 @@ def _renewed(stats: Stats, rows: _Rows, base_rate: BaseRate | None, horizon: Hor
     layers = {}
     for path, layer in stats.layers.items():
         if path in now:
-            tables = _tables(every, path)
+            tables = {**_tables(every, path), **rows.columns[path]}
             effects = widened(now[path], variance + moves[path])
-            layer = with_effects(_without(layer, ""), effects, tables, "")
+            layer = with_effects(without_effects(layer, ""), effects, tables, "")
             layers[path] = replace(layer, effects_by_part=by_part.get(path, {}))
         else:
             reason = rows.missed.get(path, "no fresh row reaches it")
@@ -355,12 +368,6 @@ def _probed(rows: _Rows) -> ProbedRows:
     )
 
 
-def _of_mean_one(weights: torch.Tensor) -> torch.Tensor:
-    if not (weights.isfinite().all() and (weights >= 0).all() and weights.sum() > 0):
-        raise ValueError("weights of rows are finite, not negative, and not all 0")
-    return weights / weights.mean()
-
-
 def _tables(found: Sequence[Found], path: str) -> Tables:
     total: Tables = {}
     for batch in found:
@@ -369,15 +376,9 @@ def _tables(found: Sequence[Found], path: str) -> Tables:
     return total
 
 
-def _without(layer: LinearStats, reason: str) -> LinearStats:
-    operands = {
-        name: replace(d, tensors={n: t for n, t in d.tensors.items() if not n.startswith(PREFIX)})
-        for name, d in layer.operands.items()
-    }
-    return replace(layer, operands=operands, effects={}, no_effect=reason, effects_by_part={})
-
-
 def _kept(layer: LinearStats, reason: str) -> LinearStats:
+    if reason.startswith(NO_PROMISE):
+        return without_effects(layer, reason)
     reason = reason or layer.no_effect.removeprefix(OLD) or "the fresh rows do not tell"
     return replace(layer, no_effect=OLD + reason if layer.effects else reason, effects_by_part={})
 

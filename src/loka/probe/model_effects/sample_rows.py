@@ -79,3 +79,10 @@ def _by_row(what: str, given: torch.Tensor, rows: int) -> torch.Tensor:
     if given.shape != (rows,):
         raise DataRefused(f"{what} are {list(given.shape)} for {rows} rows", way_out="give each row one: [B]")
     return given.cpu()
+
+
+def of_mean_one(weights: torch.Tensor) -> torch.Tensor:
+    """`weights` of rows over their mean. Raises ValueError where they are negative, not finite or all 0."""
+    if not (weights.isfinite().all() and (weights >= 0).all() and weights.sum() > 0):
+        raise ValueError("weights of rows are finite, not negative, and not all 0")
+    return weights / weights.mean()

@@ -41,7 +41,7 @@ from loka.nn.unwrap import unwrap
 from loka.planner import agree
 from loka.planner import plan as plan_report
 from loka.probe import Probe
-from loka.probe.merging import gather_stats
+from loka.probe.merging import gather_renewed
 from loka.train.automatic.as_it_is import as_they_are, relative_width
 from loka.train.automatic.config import AutoConfig
 from loka.train.automatic.looks import Look, look_at, next_look, renewed
@@ -228,14 +228,15 @@ class Auto(Callback):
 
     def _end_probe(self, run: Run) -> None:
         assert self._probe is not None
-        stats = sampled = self._probe.stats()
+        stats = self._probe.stats()
         self._probe.__exit__(None, None, None)
         self._probe = None
         self._in_bf16 = self._pace.read() if self._pace else None
         run.close()  # compiled code and graphs of bf16 are of no more use
         # Beyond twice the steps so far nobody knows how a model moves.
-        stats = self._renewed(run, stats, until=min(run.steps, 2 * run.step), say=self._tell)
-        merged = replace(gather_stats(stats), final_rate=rate_factor(max(run.step - 1, 0), run.steps, run.config))
+        until = min(run.steps, 2 * run.step)
+        merged = gather_renewed(stats, lambda own: self._renewed(run, own, until=until, say=self._tell))
+        merged = replace(merged, final_rate=rate_factor(max(run.step - 1, 0), run.steps, run.config))
         vague = ", ".join(name for name, p in merged.parts.items() if not p.unknown and p.width > p.allowed)
         width = relative_width(merged)
         said = f"effects on KL/H known to a factor of {width:.2f}" if width else "no effect on KL/H known"
@@ -244,8 +245,8 @@ class Auto(Callback):
         if (vague or (width or 0.0) > _RESTLESS) and run.step < self._most(run):
             self._least = min(2 * run.step, self._most(run))
             self._tell(f"{vague or 'the model'} not known well enough for a plan: probing to step {self._least}")
-            self._looks = [*self._looks[-1:], look_at(stats)]
-            self._watch(run, sampled)
+            self._looks = [*self._looks[-1:], look_at(replace(merged, steps=stats.steps))]
+            self._watch(run, stats)
             return
         together(lambda: self._save(merged))
         self._stats = merged
