@@ -20,7 +20,8 @@ def apply(model: nn.Module, mods: Sequence[Mod], *, filter: Filter | None = None
     Args:
         model: any module.
         mods: such as [NoBias(), BlockNorm(256), HardSwish()].
-        filter: (module, fqn) -> whether the mods may touch it; all by default.
+        filter: (module, fqn) -> whether the mods may touch it; all by default. It receives the paths of sites and
+            plans, which wrappers leave out, and is asked for each path of a shared module.
 
     Raises:
         NotConverted: the model already runs a plan; revert it first.
