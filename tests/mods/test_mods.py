@@ -90,6 +90,31 @@ def test_own_types_can_be_named():
     assert isinstance(model[4], nn.Hardswish)
 
 
+def test_an_activation_in_place_stays_in_place():
+    """Its result may be dropped, and then one out of place is no activation at all."""
+
+    class Statement(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear, self.act = nn.Linear(8, 16), nn.SiLU(inplace=True)
+
+        def forward(self, x):
+            y = self.linear(x)
+            self.act(y)
+            return y
+
+    model, x = Statement(), torch.randn(3, 8, requires_grad=True)
+    mods.apply(model, [mods.HardSwish()])
+    expected = nn.functional.hardswish(model.linear(x))
+    torch.testing.assert_close(model(x), expected)
+    torch.testing.assert_close(
+        torch.autograd.grad(model(x).square().sum(), x), torch.autograd.grad(expected.square().sum(), x)
+    )
+    model = odd_mlp()
+    mods.apply(model, [mods.HardSwish()])
+    assert not model[2].inplace
+
+
 def test_training_mode_is_kept_and_converted_models_are_refused():
     model = odd_mlp().eval()
     mods.apply(model, [mods.BlockNorm(128)])

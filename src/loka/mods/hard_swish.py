@@ -30,6 +30,7 @@ class HardSwish:
             if reason:
                 kept.append(found.change("HardSwish", reason))
                 continue
-            replace_module(model, module, nn.Hardswish())
+            # A parent may drop the result of an activation in place: `self.act(y); return y`.
+            replace_module(model, module, nn.Hardswish(inplace=getattr(module, "inplace", False)))
             changed.append(found.change("HardSwish", f"{type(module).__name__} -> Hardswish"))
         return changed, kept
