@@ -3,6 +3,7 @@ import torch
 from models import Encoder, odd_mlp
 from sites import convert_layers
 from torch import nn
+from torch.nn.utils import prune
 
 from loka import mods
 from loka.core.exceptions import NotConverted
@@ -60,6 +61,37 @@ def test_modules_of_a_derived_type_are_said_to_be_kept():
     assert [(c.mod, c.path) for c in changes.kept] == [("NoBias", "0"), ("NoBias", "1"), ("BlockNorm", "1")]
     assert model[0].bias is not None
     assert type(model[1]) is Norm
+
+
+@pytest.mark.filterwarnings("ignore:`torch.nn.utils.weight_norm` is deprecated")
+@pytest.mark.parametrize(
+    "compute",
+    [lambda linear: prune.l1_unstructured(linear, "bias", 0.5), lambda linear: nn.utils.weight_norm(linear, "bias")],
+    ids=["pruned", "weight norm"],
+)
+def test_a_bias_that_is_computed_stays(compute):
+    model, x = nn.Sequential(nn.Linear(8, 32)), torch.randn(3, 8)
+    compute(model[0])
+    expected = model(x)
+    changes = mods.apply(model, [mods.NoBias()])
+    assert not changes.changed
+    assert "its bias is computed" in changes.kept[0].what
+    torch.testing.assert_close(model(x), expected, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("at", ["1", "2", "3"])
+def test_nothing_changes_where_the_filter_raises(at):
+    def filter(module, path):
+        if path == at:
+            raise RuntimeError("mine")
+        return True
+
+    model = odd_mlp()
+    before, state = list(model), list(model.state_dict())
+    with pytest.raises(RuntimeError, match="mine"):
+        mods.apply(model, [mods.HardSwish((nn.ReLU,)), *ALL], filter=filter)
+    assert all(now is then for now, then in zip(model, before, strict=True))
+    assert list(model.state_dict()) == state
 
 
 def test_a_shared_module_is_replaced_everywhere():

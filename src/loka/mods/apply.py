@@ -1,6 +1,8 @@
 """Applying mods to a model, before it is trained."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
 
 from torch import nn
 
@@ -15,7 +17,7 @@ def apply(model: nn.Module, mods: Sequence[Mod], *, filter: Filter | None = None
     """Applies `mods` in order, in place, and returns what changed.
 
     A mod changes the architecture: parameters go, and the model is to be trained with it from
-    the start. Build optimizers afterwards.
+    the start. Build optimizers afterwards. Where a mod or the filter raises, the model stays as it was.
 
     Args:
         model: any module.
@@ -32,12 +34,31 @@ def apply(model: nn.Module, mods: Sequence[Mod], *, filter: Filter | None = None
         )
     changed: list[Change] = []
     kept: list[Change] = []
-    for mod in mods:
-        did, left = mod.apply(unwrap(model), filter or _everything)
-        changed += did
-        kept += left
+    with _all_or_nothing(model):
+        for mod in mods:
+            did, left = mod.apply(unwrap(model), filter or _everything)
+            changed += did
+            kept += left
     return Changes(changed=tuple(changed), kept=tuple(kept))
 
 
 def _everything(module: nn.Module, path: str) -> bool:
     return True
+
+
+@contextmanager
+def _all_or_nothing(model: nn.Module) -> Iterator[None]:
+    """Puts submodules and parameters back where a mod or a filter raises."""
+    before: list[tuple[dict[str, Any], dict[str, Any]]] = [
+        (held, dict(held))
+        for module in model.modules()
+        for held in (module._parameters, module._modules)
+        if isinstance(held, dict)  # those of a scripted module are not, and mods leave it alone
+    ]
+    try:
+        yield
+    except BaseException:
+        for held, entries in before:
+            held.clear()
+            held.update(entries)
+        raise

@@ -30,6 +30,8 @@ class NoBias:
                 reason = FUSED_PARENT
             elif type(module) not in _KINDS:
                 reason = f"a {type(module).__name__}, which may read its bias in another way"
+            elif "bias" not in module._parameters:
+                reason = "its bias is computed from another parameter, as pruning does"
             elif isinstance(module, nn.Linear) and is_prediction(module.out_features):
                 reason = f"a prediction layer with {module.out_features} outputs"
             if reason:
@@ -42,4 +44,4 @@ class NoBias:
 
 
 def _has_bias(module: nn.Module) -> bool:
-    return isinstance(module, _KINDS) and module.bias is not None
+    return isinstance(module, _KINDS) and getattr(module, "bias", None) is not None
