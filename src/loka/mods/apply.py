@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import nn
 
-from loka.core.exceptions import NotConverted
+from loka.core.exceptions import LokaError, NotConverted
 from loka.mods.change import Change, Changes, Mod
 from loka.nn.linears import Filter
 from loka.nn.site import site_forwards
@@ -27,11 +27,13 @@ def apply(model: nn.Module, mods: Sequence[Mod], *, filter: Filter | None = None
 
     Raises:
         NotConverted: the model already runs a plan; revert it first.
+        LokaError: DistributedDataParallel or FSDP holds its parameters; apply mods before.
     """
     if site_forwards(model):
         raise NotConverted(
             "mods cannot change a converted model", way_out="loka.revert(model), then apply, probe and plan again"
         )
+    _refuse_distributed(model)
     changed: list[Change] = []
     kept: list[Change] = []
     with _all_or_nothing(model):
@@ -40,6 +42,37 @@ def apply(model: nn.Module, mods: Sequence[Mod], *, filter: Filter | None = None
             changed += did
             kept += left
     return Changes(changed=tuple(changed), kept=tuple(kept))
+
+
+# By name, as importing FSDP takes a while; `fully_shard` puts FSDPModule among the bases of a module.
+_ENGINES = {
+    "DistributedDataParallel": "DistributedDataParallel",
+    "FullyShardedDataParallel": "FullyShardedDataParallel",
+    "FSDPModule": "fully_shard",
+}
+
+
+def _refuse_distributed(model: nn.Module) -> None:
+    """Engines keep lists of parameters: one that a mod takes away would fail in the middle of a training step."""
+    held = [
+        f"{path or 'the model'}: {_ENGINES[kind.__name__]}"
+        for path, module in model.named_modules()
+        for kind in type(module).__mro__
+        if kind.__name__ in _ENGINES and kind.__module__.startswith("torch.")
+    ]
+    if not held:  # it may be a part of a model that is sharded
+        held = [f"{name}: a shard" for name, parameter in model.named_parameters() if _is_shard(parameter)]
+    if held:
+        raise LokaError(
+            "mods cannot change a model whose parameters are already distributed",
+            why=held,
+            way_out="apply mods on every rank first, then DistributedDataParallel(model) or fully_shard(model)",
+        )
+
+
+def _is_shard(parameter: nn.Parameter) -> bool:
+    """Of FSDP2 or FSDP1."""
+    return hasattr(parameter, "device_mesh") or getattr(parameter, "_fsdp_flattened", False)
 
 
 def _everything(module: nn.Module, path: str) -> bool:
