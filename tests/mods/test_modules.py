@@ -35,6 +35,16 @@ def test_inference_of_a_transformer_layer_has_the_activation_of_training(activat
         torch.testing.assert_close(model.eval()(x), trained, rtol=1e-4, atol=1e-5)
 
 
+def test_the_norm_around_transformer_layers_changes():
+    layer = nn.TransformerEncoderLayer(32, 4, 64, batch_first=True, dropout=0.0)
+    model, x = nn.TransformerEncoder(layer, 2, norm=nn.LayerNorm(32)), torch.randn(2, 5, 32)
+    changes = mods.apply(model, [mods.NoBias(), *REPLACING])
+    assert paths(changes.changed) == [("NoBias", "norm"), ("BlockNorm", "norm")]
+    trained = model(x)
+    with torch.no_grad():
+        torch.testing.assert_close(model.eval()(x), trained, rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.parametrize("model", [nn.LayerNorm(300), nn.SiLU(), compiled(nn.LayerNorm(300))], ids=type)
 def test_a_model_that_is_one_module_stays(model):
     changes = mods.apply(model, REPLACING)
