@@ -3,6 +3,7 @@ import torch
 from models import Encoder, odd_mlp
 from sites import convert_layers
 from torch import nn
+from torch.nn.utils import prune
 
 from loka import mods
 from loka.core.exceptions import NotConverted
@@ -62,6 +63,37 @@ def test_modules_of_a_derived_type_are_said_to_be_kept():
     assert type(model[1]) is Norm
 
 
+@pytest.mark.filterwarnings("ignore:`torch.nn.utils.weight_norm` is deprecated")
+@pytest.mark.parametrize(
+    "compute",
+    [lambda linear: prune.l1_unstructured(linear, "bias", 0.5), lambda linear: nn.utils.weight_norm(linear, "bias")],
+    ids=["pruned", "weight norm"],
+)
+def test_a_bias_that_is_computed_stays(compute):
+    model, x = nn.Sequential(nn.Linear(8, 32)), torch.randn(3, 8)
+    compute(model[0])
+    expected = model(x)
+    changes = mods.apply(model, [mods.NoBias()])
+    assert not changes.changed
+    assert "its bias is computed" in changes.kept[0].what
+    torch.testing.assert_close(model(x), expected, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("at", ["1", "2", "3"])
+def test_nothing_changes_where_the_filter_raises(at):
+    def filter(module, path):
+        if path == at:
+            raise RuntimeError("mine")
+        return True
+
+    model = odd_mlp()
+    before, state = list(model), list(model.state_dict())
+    with pytest.raises(RuntimeError, match="mine"):
+        mods.apply(model, [mods.HardSwish((nn.ReLU,)), *ALL], filter=filter)
+    assert all(now is then for now, then in zip(model, before, strict=True))
+    assert list(model.state_dict()) == state
+
+
 def test_a_shared_module_is_replaced_everywhere():
     act = nn.SiLU()
     model = nn.Sequential(nn.Linear(4, 4), act, nn.Linear(4, 4), act)
@@ -88,6 +120,31 @@ def test_own_types_can_be_named():
     model = odd_mlp()
     mods.apply(model, [mods.HardSwish(replace=(nn.SiLU, nn.ReLU))])
     assert isinstance(model[4], nn.Hardswish)
+
+
+def test_an_activation_in_place_stays_in_place():
+    """Its result may be dropped, and then one out of place is no activation at all."""
+
+    class Statement(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear, self.act = nn.Linear(8, 16), nn.SiLU(inplace=True)
+
+        def forward(self, x):
+            y = self.linear(x)
+            self.act(y)
+            return y
+
+    model, x = Statement(), torch.randn(3, 8, requires_grad=True)
+    mods.apply(model, [mods.HardSwish()])
+    expected = nn.functional.hardswish(model.linear(x))
+    torch.testing.assert_close(model(x), expected)
+    torch.testing.assert_close(
+        torch.autograd.grad(model(x).square().sum(), x), torch.autograd.grad(expected.square().sum(), x)
+    )
+    model = odd_mlp()
+    mods.apply(model, [mods.HardSwish()])
+    assert not model[2].inplace
 
 
 def test_training_mode_is_kept_and_converted_models_are_refused():

@@ -6,7 +6,8 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from loka.mods.change import HOOKED, Change, has_hooks
+from loka.mods.change import Change
+from loka.mods.modules import HOOKED, has_hooks, held_outside, select, still_run
 from loka.nn.linears import Filter
 
 
@@ -29,16 +30,29 @@ class AttentionNorm:
 
     def apply(self, model: nn.Module, filter: Filter) -> tuple[list[Change], list[Change]]:
         changed, kept = [], []
-        for path, module in list(model.named_modules()):
-            if isinstance(module, nn.MultiheadAttention) and filter(module, path):
-                kept.append(Change(mod="AttentionNorm", path=path, what="it has no place for a norm"))
-            for place in self.places:
-                found = getattr(module, place, None)
-                if type(found) is not nn.Identity or not filter(module, path):
-                    continue
-                if has_hooks(found):
-                    kept.append(Change(mod="AttentionNorm", path=path, what=f"{place}: {HOOKED}"))
+        outside = held_outside(model)
+        for found in select(model, filter, self._may_hold):
+            if isinstance(found.module, nn.MultiheadAttention):
+                kept.append(found.change("AttentionNorm", "it has no place for a norm"))
+            for place in self._free(found.module):
+                identity = found.module._modules[place]
+                assert identity is not None
+                reason = found.split
+                if has_hooks(identity):
+                    reason = HOOKED
+                elif identity in outside:
+                    reason = still_run(outside[identity])
+                if reason:
+                    kept.append(found.change("AttentionNorm", f"{place}: {reason}"))
                 else:
-                    setattr(module, place, UnitRMS())
-                    changed.append(Change(mod="AttentionNorm", path=path, what=f"{place} -> UnitRMS"))
+                    setattr(found.module, place, UnitRMS())
+                    changed.append(found.change("AttentionNorm", f"{place} -> UnitRMS"))
         return changed, kept
+
+    def _may_hold(self, module: nn.Module) -> bool:
+        return isinstance(module, nn.MultiheadAttention) or bool(self._free(module))
+
+    def _free(self, module: nn.Module) -> list[str]:
+        """Of its own: `getattr` would find those of a module inside a wrapper too."""
+        held = dict(module._modules.items())
+        return [place for place in self.places if type(held.get(place)) is nn.Identity]

@@ -1,10 +1,12 @@
 """BlockNorm: LayerNorm and RMSNorm become parameter-free RMSNorm over blocks (mod 2)."""
 
 from dataclasses import dataclass
+from typing import cast
 
 from torch import nn
 
-from loka.mods.change import FUSED_PARENT, HOOKED, Change, fused_parents, has_hooks, replace_module
+from loka.mods.change import Change
+from loka.mods.modules import FUSED_PARENT, fused_children, held_outside, irreplaceable, replace_module, select
 from loka.nn.block_norm import BlockNorm as BlockNormModule
 from loka.nn.linears import Filter
 
@@ -17,25 +19,23 @@ class BlockNorm:
 
     def apply(self, model: nn.Module, filter: Filter) -> tuple[list[Change], list[Change]]:
         changed, kept = [], []
-        owned = fused_parents(model)
-        for path, module in list(model.named_modules()):
-            if not isinstance(module, (nn.LayerNorm, nn.RMSNorm)) or not filter(module, path):
-                continue
+        fused, outside = fused_children(model), held_outside(model)
+        for found in select(model, filter, lambda module: isinstance(module, (nn.LayerNorm, nn.RMSNorm))):
+            module = cast(nn.LayerNorm | nn.RMSNorm, found.module)
             shape = tuple(module.normalized_shape)
-            reason = None
-            if path in owned:
+            reason = found.split
+            if module in fused:
                 reason = FUSED_PARENT
             elif type(module) not in (nn.LayerNorm, nn.RMSNorm):
                 reason = f"a {type(module).__name__}, which may do more than norm"
-            elif has_hooks(module):
-                reason = HOOKED
             elif len(shape) != 1:
                 reason = f"it normalizes {len(shape)} dimensions together: {shape}"
+            reason = reason or irreplaceable(model, module, outside)
             if reason:
-                kept.append(Change(mod="BlockNorm", path=path, what=reason))
+                kept.append(found.change("BlockNorm", reason))
                 continue
             new = BlockNormModule(shape[0], self.block)
-            replace_module(model, path, new)
+            replace_module(model, module, new)
             what = f"{type(module).__name__}({shape[0]}) -> BlockNorm({new.extra_repr()})"
-            changed.append(Change(mod="BlockNorm", path=path, what=what))
+            changed.append(found.change("BlockNorm", what))
         return changed, kept

@@ -41,38 +41,3 @@ class Mod(Protocol):
     def apply(self, model: nn.Module, filter: Filter) -> tuple[list[Change], list[Change]]:
         """Changes `model` in place; returns what changed and what was kept, with reasons."""
         ...
-
-
-def fused_parents(model: nn.Module) -> set[str]:
-    """Paths inside modules whose fused path reads their children's parameters directly.
-
-    nn.TransformerEncoderLayer hands `linear1.bias` and `norm1.weight` to one fused kernel in
-    inference; a child without them would crash it.
-    """
-    owners = (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer, nn.MultiheadAttention)
-    return {
-        f"{path}.{inner}" if path else inner
-        for path, module in model.named_modules()
-        if isinstance(module, owners)
-        for inner, _ in module.named_modules()
-        if inner
-    }
-
-
-FUSED_PARENT = "its parent reads its parameters directly"
-HOOKED = "it has hooks, which a module in its place would lack"
-
-
-def has_hooks(module: nn.Module) -> bool:
-    """Of any kind that torch keeps on a module: forward, backward, state dict."""
-    return any(value for name, value in vars(module).items() if name.endswith("_hooks"))
-
-
-def replace_module(model: nn.Module, path: str, new: nn.Module) -> None:
-    """Puts `new` at `path`, and wherever else the same module is registered."""
-    old = model.get_submodule(path)
-    for parent in model.modules():
-        for name, child in list(parent._modules.items()):  # named_children hides repeats
-            if child is old:
-                setattr(parent, name, new)
-    new.train(old.training)

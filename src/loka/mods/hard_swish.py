@@ -4,7 +4,8 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from loka.mods.change import HOOKED, Change, has_hooks, replace_module
+from loka.mods.change import Change
+from loka.mods.modules import fused_children, held_outside, irreplaceable, replace_module, select
 from loka.nn.linears import Filter
 
 
@@ -19,13 +20,17 @@ class HardSwish:
 
     def apply(self, model: nn.Module, filter: Filter) -> tuple[list[Change], list[Change]]:
         changed, kept = [], []
-        for path, module in list(model.named_modules()):
-            if type(module) not in self.replace or not path or not filter(module, path):
+        fused, outside = fused_children(model), held_outside(model)
+        for found in select(model, filter, lambda module: type(module) in self.replace):
+            module = found.module
+            reason = found.split
+            if module in fused:
+                reason = "its parent's fused path computes the activation that it was built with"
+            reason = reason or irreplaceable(model, module, outside)
+            if reason:
+                kept.append(found.change("HardSwish", reason))
                 continue
-            if has_hooks(module):
-                kept.append(Change(mod="HardSwish", path=path, what=HOOKED))
-            else:
-                replace_module(model, path, nn.Hardswish())
-                what = f"{type(module).__name__} -> Hardswish"
-                changed.append(Change(mod="HardSwish", path=path, what=what))
+            # A parent may drop the result of an activation in place: `self.act(y); return y`.
+            replace_module(model, module, nn.Hardswish(inplace=getattr(module, "inplace", False)))
+            changed.append(found.change("HardSwish", f"{type(module).__name__} -> Hardswish"))
         return changed, kept
