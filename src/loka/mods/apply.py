@@ -8,7 +8,7 @@ from torch import nn
 
 from loka.core.exceptions import LokaError, NotConverted
 from loka.mods.change import Change, Changes, Mod
-from loka.nn.linears import Filter
+from loka.nn.linears import Filter, is_shard
 from loka.nn.site import site_forwards
 from loka.nn.unwrap import unwrap
 
@@ -61,18 +61,13 @@ def _refuse_distributed(model: nn.Module) -> None:
         if kind.__name__ in _ENGINES and kind.__module__.startswith("torch.")
     ]
     if not held:  # it may be a part of a model that is sharded
-        held = [f"{name}: a shard" for name, parameter in model.named_parameters() if _is_shard(parameter)]
+        held = [f"{name}: a shard" for name, parameter in model.named_parameters() if is_shard(parameter)]
     if held:
         raise LokaError(
             "mods cannot change a model whose parameters are already distributed",
             why=held,
             way_out="apply mods on every rank first, then DistributedDataParallel(model) or fully_shard(model)",
         )
-
-
-def _is_shard(parameter: nn.Parameter) -> bool:
-    """Of FSDP2 or FSDP1."""
-    return hasattr(parameter, "device_mesh") or getattr(parameter, "_fsdp_flattened", False)
 
 
 def _everything(module: nn.Module, path: str) -> bool:

@@ -61,7 +61,7 @@ def signature(model: nn.Module, *, like: ModelSignature | None = None) -> ModelS
             assert shape.use is not None
             held = [p for name, p in parameters.items() if _is_of(shape.use.key, name)]
             if shape.use.caller in callers and any(
-                p.numel() >= shape.in_features * shape.out_features or _is_sharded(p) for p in held
+                p.numel() >= shape.in_features * shape.out_features or is_shard(p) for p in held
             ):
                 layers[path] = shape
     return ModelSignature(name=class_name(model), layers=layers)
@@ -71,8 +71,8 @@ def _is_of(key: str, parameter: str) -> bool:
     return key == parameter or (key.startswith(parameter) and key[len(parameter)] in ".[~")
 
 
-def _is_sharded(parameter: nn.Parameter) -> bool:
-    """Whether FSDP2 or FSDP1 holds the rest of it on other ranks."""
+def is_shard(parameter: nn.Parameter) -> bool:
+    """Whether FSDP2 or FSDP1 holds the rest of a parameter on other ranks."""
     return hasattr(parameter, "device_mesh") or getattr(parameter, "_fsdp_flattened", False)
 
 
