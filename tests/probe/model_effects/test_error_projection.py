@@ -30,7 +30,10 @@ def heavy(*shape, seed):
 def test_the_change_is_that_of_the_quantized_product(part, dtype, monkeypatch):
     monkeypatch.setattr(changes, "_PART", part)  # all recipes and samples at once; or one by one
     given, weight = heavy(140, 150, seed=0).to(dtype), heavy(20, 150, seed=1).to(dtype)
-    grads, rows = heavy(140, 20, seed=2).to(dtype), torch.randperm(140)[:12].view(4, 3)
+    grads = heavy(140, 20, seed=2).to(dtype)
+    # Of these rows none has a number halfway between two of INT8, as one draw in four has in bfloat16: which is the
+    # nearer one is then decided by a last bit.
+    rows = torch.randperm(140, generator=torch.Generator().manual_seed(0))[:12].view(4, 3)
     found = changes_of(given, weight, grads, rows, CASTS)
     for at, (left, right) in enumerate(CASTS):
         m = centre_of_rows(given) if left.centred else torch.zeros(150)
