@@ -224,9 +224,9 @@ class Residual(nn.Module):
         return x + self.down(torch.relu(self.up(x)))
 
 
-def test_dynamo_does_not_give_up_on_many_blocks_of_a_class(monkeypatch):
+@torch._dynamo.config.patch(recompile_limit=2)
+def test_dynamo_does_not_give_up_on_many_blocks_of_a_class():
     """Sites have names, so that each block has a program of its own; Dynamo keeps eight of a frame, and two here."""
-    monkeypatch.setattr(torch._dynamo.config, "recompile_limit", 2)
     deep, x = nn.Sequential(*(Residual() for _ in range(4))), torch.randn(32, 32)
     loka.convert(deep, plan_for(deep, x))
     backend = JointBackend()
