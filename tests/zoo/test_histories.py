@@ -247,7 +247,7 @@ def test_models_learn_whether_the_item_is_in_the_history(name, steps):
     assert normalized_entropy(float(loss), float(label.mean())) < 0.85
 
 
-@pytest.mark.parametrize("name", TAKE_HISTORIES)
+@pytest.mark.parametrize("name", sweep(TAKE_HISTORIES, ("hstu", "dhen")))
 def test_models_learn_from_rows_without_a_history(name):
     vocab = (20, 30, 15, 25)
     rows = 10_000 if name == "kunlun" else 5_000  # its layers narrow the tokens, and learn later

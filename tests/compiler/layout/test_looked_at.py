@@ -50,7 +50,6 @@ WAYS = [(case, dynamic, grad) for case in LOOKS for dynamic in (True, False) for
 IN_EVERY_RUN = [
     ("views", True, True),
     ("a slice and all", True, True),
-    ("views of what follows", True, True),
     ("a cast and its transpose", False, False),
     ("strided", False, True),
     ("complex", False, True),

@@ -119,7 +119,7 @@ def test_programs_match_the_twin(name, rows, features, device):
     check(case, leaves, rows, given, exact=name in EXACT)
 
 
-@pytest.mark.parametrize("name", sweep(CASES, list(CASES)[1::2]))
+@pytest.mark.parametrize("name", sweep(CASES, list(CASES)[1::3]))
 def test_rows_that_are_not_ordinary_stay_apart(name, device):
     for rows, features in ((50, 600), (64, 64)):
         case = CASES[name](features)
@@ -252,7 +252,7 @@ def test_every_number_of_an_fp8_leaf_is_read(device):
         check(case, [x], 16, (None, None, None), exact=True)
 
 
-@pytest.mark.parametrize("block", sweep((4, 5, 8, 30, 120, 300, 600), (5, 30, 600)))
+@pytest.mark.parametrize("block", sweep((4, 5, 8, 30, 120, 300, 600), (5, 600)))
 def test_blocks_of_all_sizes(block, device):
     case = block_norm(600, block)
     leaves, given = all_of(case, 33, device)

@@ -70,6 +70,7 @@ def test_auto_without_fresh_rows_says_so(seen):
     assert any("no row is left that was not trained on" in line for line in said)
 
 
+@pytest.mark.slow  # test_auto.py has one of labels that are all alike in every run
 def test_auto_promises_nothing_on_labels_that_are_all_equal(seen):
     class Clickless(RandomRows):
         def batches(self, batch_size, *, start=0):
