@@ -9,6 +9,7 @@ from unittest import mock
 import command_line
 import pytest
 import test_torchrun
+import torch
 import torch.distributed as dist
 from models import as_gathered, forced_plan
 from ranks import on_ranks
