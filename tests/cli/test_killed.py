@@ -173,6 +173,7 @@ def test_sigterm_counts_where_a_library_speaks_of_ctrl_c(tmp_path, monkeypatch):
     loka("doctor", cwd=tmp_path, fails=143)
 
 
+@pytest.mark.slow
 def test_a_killed_demo_watches_every_step_again(net, tmp_path, monkeypatch):
     """SIGKILL during the probed run, after a checkpoint; the rerun's statistics cover all of its steps."""
     command = ("demo", "--model", net, "--rows", 18_000, "--batch-size", 64, "--pairs", 1, "--out", "out")

@@ -68,6 +68,7 @@ def test_train_on_columns_of_ones_own_and_judge_on_another_file(folder):
     assert "steps sampled" in text
 
 
+@pytest.mark.slow
 def test_demo_and_validate_take_them_too(folder):
     given = ("--data", "train.csv", "--schema", "schema.json", "--test-data", "test.csv", *FEW)
     text = loka("validate", "--arm", "naive", "--model", "dlrm", "--pairs", 1, *given, cwd=folder, fails=4)

@@ -101,6 +101,7 @@ def test_two_tasks_are_said_to_need_more_pairs_than_one():
     assert "24 pairs pass" in two
 
 
+@pytest.mark.slow
 def test_a_sequential_validation_is_announced(tmp_path):
     shown = call(
         *("validate", "--arm", "nudged", *SMALL[:-2], "--pairs", 5, "--sequential"),

@@ -8,6 +8,7 @@ import torch
 from click_files import assert_same, gather, lines, write_csv, write_tsv
 from conversions import ALL, HASHED, ROWS, contents, criteo_parquet
 from forked import run_script
+from sweeps import sweep
 from with_pyarrow import pa, parquet
 
 from loka.core.exceptions import DataRefused
@@ -85,7 +86,7 @@ def test_threads_change_nothing(tmp_path, path):
     assert contents(folders[0]) == contents(folders[1])
 
 
-@pytest.mark.parametrize("holdout", [0.0, 0.2])
+@pytest.mark.parametrize("holdout", sweep((0.0, 0.2), [0.2]))
 def test_a_frequency_vocabulary_is_that_of_the_training_rows(tmp_path, holdout, path):
     convert(path, tmp_path / "out", vocabulary=Frequency(min_count=2, max_size=12, holdout=holdout))
     train = ALL - round(ALL * holdout)

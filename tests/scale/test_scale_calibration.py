@@ -234,6 +234,7 @@ REFUSED = {
 }
 
 
+@pytest.mark.slow
 def test_two_ranks_write_what_a_forecast_reads_or_refuse_together(tmp_path):
     told = on_ranks(job, 2, tmp_path)
     for name, text in REFUSED.items():

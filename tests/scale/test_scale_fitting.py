@@ -22,6 +22,7 @@ def steps(*engines, planned=True):
     ]
 
 
+@pytest.mark.slow
 def test_a_measured_step_is_told_as_it_was_measured():
     """Whatever was guessed of what lies between GEMMs; and its notes say how far off that was."""
     for share in (0.1, 1.0):

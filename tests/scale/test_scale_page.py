@@ -29,6 +29,7 @@ def test_bars_and_lines_are_the_records_numbers(tmp_path):
     assert "--network too" in run("scale", "dcnv2", "--page", "page.html", cwd=tmp_path, fails=2)
 
 
+@pytest.mark.slow
 def test_the_search(monkeypatch):
     class Trial(dict):
         def suggest_categorical(self, name, values):

@@ -129,6 +129,7 @@ def test_tables_that_cannot_be(options):
         across(**options)
 
 
+@pytest.mark.slow
 def test_the_command(tmp_path):
     ask = ("scale", "dcnv2", "--network", EXAMPLE, "--gpus", 8)
     text = run(*ask, "--table", "2x1000x16", "--table", "1x50x8", "--ids", 2, cwd=tmp_path)

@@ -55,6 +55,7 @@ def test_draws_have_the_depths_of_the_real_rows():
         assert (errors["gaussian"] - errors["real"]).abs()[2] > 0.4  # zeros: a Gaussian has none
 
 
+@pytest.mark.slow
 def test_draws_have_the_rows_and_columns_of_the_real_ones():
     batches = [gradient_like(512, 60, seed) for seed in range(1, 9)]
     drawn = sampler(learn(batches), CPU)(4096, torch.Generator().manual_seed(3))

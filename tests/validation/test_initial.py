@@ -61,6 +61,7 @@ def test_runs_of_another_model_of_that_name_are_refused(build, named, killed, tm
     again(SmallModel)
 
 
+@pytest.mark.slow
 def test_initial_states_are_the_same_in_another_process():
     code = "import json, torch; from small_run import SmallModel; from loka.validation.initial import initial_state\n"
     code += "torch.manual_seed(3); print(json.dumps(initial_state(SmallModel())))"

@@ -71,6 +71,7 @@ TABLE_5 = {
 }
 
 
+@pytest.mark.slow
 def test_wukong_sizes_are_near_their_papers_table():
     """What the table leaves open, above all the count of embeddings, is worth more in the small sizes.
 

@@ -119,6 +119,7 @@ def placed(rank, folder):
     return {"left out": "_features_order_tensor" in there - kept}
 
 
+@pytest.mark.slow
 def test_how_features_lie_in_shards_is_no_state(tmp_path):
     """It is of one placement: put into another, ids went to the wrong tables, and a bare model has no place for it."""
     assert on_ranks(placed, 2, tmp_path) == [{"left out": True}] * 2

@@ -49,7 +49,6 @@ LOOKS = {
 WAYS = [(case, dynamic, grad) for case in LOOKS for dynamic in (True, False) for grad in (True, False)]
 IN_EVERY_RUN = [
     ("views", True, True),
-    ("a slice and all", True, True),
     ("a cast and its transpose", False, False),
     ("strided", False, True),
     ("complex", False, True),

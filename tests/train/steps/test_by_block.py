@@ -67,6 +67,7 @@ def trains_alike(device):
     assert (others - logits).square().mean().sqrt() < 0.03 * logits.std()
 
 
+@pytest.mark.slow  # it takes half a minute; on a GPU its twin runs
 def test_a_step_by_block_trains_alike_on_a_cpu(monkeypatch):
     """Inductor makes no graphs there: what is left is all that LoKA does for them."""
     monkeypatch.setattr("loka.train.steps.extent.has_graphs", lambda device: True)
