@@ -20,10 +20,10 @@
 
 // The largest difference where both are finite, and why the two are no answers to the same rows, or nothing.
 double difference(const torch::Tensor& found, const torch::Tensor& expected, std::string& why) {
-  std::ostringstream told;
+  std::ostringstream text;
   if (found.dtype() != expected.dtype() || found.sizes() != expected.sizes()) {
-    told << found.dtype() << " " << found.sizes() << ", the server's " << expected.dtype() << " " << expected.sizes();
-    why = told.str();
+    text << found.dtype() << " " << found.sizes() << ", the server's " << expected.dtype() << " " << expected.sizes();
+    why = text.str();
     return 0;
   }
   if (found.numel() == 0) return 0;
@@ -33,9 +33,9 @@ double difference(const torch::Tensor& found, const torch::Tensor& expected, std
   const auto one = real(found), other = real(expected);
   const auto finite = one.isfinite();
   const auto unlike = (finite != other.isfinite()).sum().item<int64_t>();
-  if (unlike) told << unlike << " of " << one.numel() << " entries are finite in one of the two only";
-  else if (!finite.any().item<bool>()) told << "no entry is finite, which proves nothing";
-  why = told.str();
+  if (unlike) text << unlike << " of " << one.numel() << " entries are finite in one of the two only";
+  else if (!finite.any().item<bool>()) text << "no entry is finite, which proves nothing";
+  why = text.str();
   return why.empty() ? (one - other).masked_select(finite).abs().max().item<double>() : 0;
 }
 
@@ -79,8 +79,8 @@ int main(int count, char** arguments) {
   try {
     return compare(count, arguments);
   } catch (const std::exception& error) {
-    const std::string told = error.what();  // of torch with a trace of C++ behind its first line
-    std::cerr << "score: " << told.substr(0, told.find('\n')) << "\n";
+    const std::string text = error.what();  // of torch with a trace of C++ behind its first line
+    std::cerr << "score: " << text.substr(0, text.find('\n')) << "\n";
     return 2;
   }
 }

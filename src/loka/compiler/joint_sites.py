@@ -15,6 +15,7 @@ import torch
 from torch.fx import Graph, Node
 
 from loka.compiler.nodes import args_of
+from loka.core.recipe import recipe_in
 from loka.core.records.report import REGION, REGION_INT8
 from loka.kernels.gemm.registry import candidate_named
 from loka.nn.site_ops import Candidates, site_backward, site_forward
@@ -38,7 +39,7 @@ def misfit(in_features: int, out_features: int) -> str | None:
 
 def unjoined(candidate: str) -> str | None:
     """Why a GEMM by this candidate cannot be in a region, or None."""
-    recipe = candidate.partition("@")[0].rpartition(":")[2]
+    recipe = recipe_in(candidate)
     if recipe not in _KERNELS:
         return f"{candidate} is none of {', '.join(_KERNELS)}, by which regions quantize"
     if candidate_named(candidate).kernel.name not in _KERNELS[recipe]:

@@ -184,6 +184,11 @@ RECIPES: dict[str, Recipe] = {
 }
 
 
+def recipe_in(candidate: str) -> str:
+    """The recipe's name in "kernel:recipe" or "kernel:recipe@algorithm"; "hp" as it is."""
+    return candidate.partition("@")[0].rpartition(":")[2]
+
+
 def recipe_named(name: str) -> Recipe:
     """Raises UnknownName, listing the known recipes."""
     if name not in RECIPES:

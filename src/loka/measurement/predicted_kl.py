@@ -6,13 +6,13 @@ from collections.abc import Iterable, Mapping
 from loka.compiler.joint_sites import ARMS
 from loka.core.error import Estimate
 from loka.core.numerics.effect import Effect, joint_loss
-from loka.core.recipe import RECIPES, Casts, Recipe
+from loka.core.recipe import RECIPES, Casts, Recipe, recipe_in
 from loka.core.records.parts import WHOLE, tasks_in
 from loka.core.records.stats import LinearStats, Stats
 from loka.statistics.effect_casts import CASTS
 from loka.statistics.effect_depths import depth_loss
 
-REGION_RECIPES = tuple(output.rpartition(":")[2] for output, *_ in ARMS.values())
+REGION_RECIPES = tuple(recipe_in(output) for output, *_ in ARMS.values())
 
 
 def predicted_kl(layer: LinearStats, recipe: Recipe) -> Estimate | None:

@@ -5,7 +5,7 @@ from collections.abc import Iterable
 
 from loka.core.error import Estimate
 from loka.core.exceptions import LokaError
-from loka.core.recipe import RECIPES, Gemm
+from loka.core.recipe import RECIPES, Gemm, recipe_in
 from loka.core.records.plan import Plan
 from loka.core.records.report import HP, Report
 from loka.core.records.stats import Stats
@@ -56,7 +56,7 @@ def require_planned_from(plan: Plan, stats: Stats) -> None:
 def _others(predicted: Iterable[tuple[str, str, Estimate]], stats: Stats) -> list[str]:
     lines = []
     for path, candidate, there in predicted:
-        recipe = RECIPES.get(candidate.partition("@")[0].rpartition(":")[2])
+        recipe = RECIPES.get(recipe_in(candidate))
         layer = stats.layers.get(path)
         here = predicted_kl(layer, recipe) if layer is not None and recipe is not None else None
         if recipe is not None and (here is None or not math.isclose(here.value, there.value, rel_tol=_SAME)):

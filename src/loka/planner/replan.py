@@ -5,7 +5,7 @@ from dataclasses import replace
 
 from loka.core.error import Estimate
 from loka.core.exceptions import LokaError, PlanMismatch
-from loka.core.recipe import Gemm
+from loka.core.recipe import Gemm, recipe_in
 from loka.core.records.parts import WHOLE, joined_alike
 from loka.core.records.plan import Plan
 from loka.core.records.report import HP, Report
@@ -28,7 +28,7 @@ def with_effects(
         measurements, in_regions = dict(site.measurements), dict(site.region_kl)
         if site.problem.gemm is Gemm.OUTPUT:
             for candidate, measured in site.measurements.items():
-                recipe = candidate.partition("@")[0].rpartition(":")[2]
+                recipe = recipe_in(candidate)
                 effect = effects.get(site.path, {}).get(recipe)
                 if candidate != HP and not measured.unsupported and effect is not None:
                     measurements[candidate] = replace(measured, errors={**measured.errors, "ne": effect})

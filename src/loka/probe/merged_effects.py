@@ -105,8 +105,8 @@ def _without_centred_histograms(layer: LinearStats) -> LinearStats:
 def _sharing(own: LinearStats, whole: LinearStats) -> LinearStats:
     without = without_effects(whole, "").operands
     shared = replace(own, operands={**own.operands, "input": without["input"], "weight": without["weight"]})
-    told = tables_of(whole)
-    tables = {name: table for name, table in tables_of(own).items() if name in told} | columns_in(told)
+    known = tables_of(whole)
+    tables = {name: table for name, table in tables_of(own).items() if name in known} | columns_in(known)
     return replace(
         with_effects(shared, {}, tables, ""),
         effects={name: effect for name, effect in own.effects.items() if name in whole.effects},

@@ -13,7 +13,7 @@ from loka.core.device import Fingerprint
 from loka.core.error import Estimate
 from loka.core.exceptions import FileRefused
 from loka.core.problem import Problem
-from loka.core.recipe import RECIPES, Gemm
+from loka.core.recipe import RECIPES, Gemm, recipe_in
 from loka.core.records.coverage import Coverage
 from loka.core.records.parts import WHOLE
 from loka.core.records.report import HP, site_name
@@ -108,7 +108,7 @@ class Plan(
     def output_recipes(self) -> dict[str, str]:
         """By layer, the recipe of its `output` GEMM where that is FP8."""
         return {
-            d.path: d.candidate.partition("@")[0].rpartition(":")[2]
+            d.path: recipe_in(d.candidate)
             for d in self.decisions.values()
             if d.problem.gemm is Gemm.OUTPUT and d.candidate != HP
         }
@@ -220,7 +220,7 @@ def _show(estimate: Estimate | None, pattern: str) -> str:
 
 
 def _in_integers(candidate: str) -> bool:
-    recipe = RECIPES.get(candidate.partition("@")[0].rpartition(":")[2])
+    recipe = RECIPES.get(recipe_in(candidate))
     return recipe is not None and recipe.output is not None and recipe.output[0].format.uniform
 
 

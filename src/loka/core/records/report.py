@@ -11,7 +11,7 @@ from loka.core.device import Fingerprint
 from loka.core.error import Estimate
 from loka.core.numerics.effect import OLD
 from loka.core.problem import Problem
-from loka.core.recipe import Gemm
+from loka.core.recipe import Gemm, recipe_in
 from loka.core.records.coverage import Coverage
 from loka.core.records.parts import WHOLE, Part
 from loka.core.signature import ModelSignature
@@ -91,7 +91,7 @@ class SiteReport:
         found = self.stand_in(candidate)
         if found is None or found.unsupported or candidate in self.measurements:
             return found
-        kl = self.kl_of_recipe(_recipe(candidate))
+        kl = self.kl_of_recipe(recipe_in(candidate))
         errors = {name: error for name, error in found.errors.items() if name != "ne"}
         errors |= {"ne": kl[WHOLE]} if WHOLE in kl else {}
         return replace(found, errors=errors, kl_by_part={part: each for part, each in kl.items() if part != WHOLE})
@@ -106,14 +106,10 @@ class SiteReport:
     def kl_of_recipe(self, recipe: str) -> Mapping[str, Estimate]:
         """The predicted KL/H of a recipe at this site, by part, whichever kernel runs it."""
         for name, found in self.measurements.items():
-            if _recipe(name) == recipe and not found.unsupported:
+            if recipe_in(name) == recipe and not found.unsupported:
                 whole = {WHOLE: found.errors["ne"]} if "ne" in found.errors else {}
                 return {**whole, **found.kl_by_part}
         return self.region_kl.get(recipe, {})
-
-
-def _recipe(candidate: str) -> str:
-    return candidate.partition("@")[0].rpartition(":")[2]
 
 
 @record(ignore=None)  # what earlier versions timed of several layers as one

@@ -14,7 +14,7 @@ from loka.compiler.joint_sites import ARMS
 from loka.core.budget import Budget, upper_bound
 from loka.core.error import Estimate
 from loka.core.exceptions import EffectUnknown, UnknownName
-from loka.core.recipe import Gemm
+from loka.core.recipe import Gemm, recipe_in
 from loka.core.records.parts import WHOLE, lost_together, part_name, segments_in, tasks_in
 from loka.core.records.plan import Plan, known_effect
 from loka.core.records.report import HP, REGION, Measurement, Report, SiteReport
@@ -110,8 +110,7 @@ def without_own_kl(site: SiteReport, name: str, limits: Limits) -> str | None:
         return None
     if not any(own.kl_of(part) is None and alike.kl_of(part) is not None for part in limits):
         return None
-    recipe = name.rpartition(":")[2]
-    return f"the report does not hold the KL/H of {recipe}, which a region runs; {_MEASURE_AGAIN}"
+    return f"the report does not hold the KL/H of {recipe_in(name)}, which a region runs; {_MEASURE_AGAIN}"
 
 
 _MEASURE_AGAIN = "measure again (`loka measure STATS --out REPORT`), and where that does not tell it, probe again"

@@ -17,13 +17,21 @@ from loka.statistics.effect_depths import NOTHING, Learnt, Tables, effect_tables
 class Step:
     """A sampled step. `picks` where its output showed no logits: of training's gradient, in `pending`.
 
-    `reached`: the sites at whose outputs some gradient was other than 0.
+    `gradients`: of each call's site, whether one at its output is other than 0, on the device.
     """
 
     batch: int = 0
     picks: torch.Tensor | None = None
     pending: dict[str, tuple[torch.Tensor, Tables]] = field(default_factory=dict)
-    reached: set[str] = field(default_factory=set)
+    gradients: list[tuple[str, torch.Tensor]] = field(default_factory=list)
+
+    def reached(self) -> set[str]:
+        """The sites at whose outputs some gradient was other than 0. Waits for the device, once for all sites."""
+        if not self.gradients:
+            return set()
+        paths, flags = zip(*self.gradients, strict=True)
+        found = torch.stack([flag.to(flags[0].device) for flag in flags]).tolist()
+        return {path for path, some in zip(paths, found, strict=True) if some}
 
 
 @dataclass(frozen=True)
@@ -98,8 +106,7 @@ def changes_at(
     with unseen(), torch.no_grad(), torch.autocast(grad.device.type, enabled=False):
         grads = grad if of_all else call.rows(grad)
         grads = grads.reshape(-1, grads.shape[-1])
-        if grads.any():
-            call.step.reached.add(call.path)
+        call.step.gradients.append((call.path, grads.any()))
         rows = rows_of(call.given.shape[:-1], grads, picks.to(grad.device), batch, of_all=of_all)
         given = call.given.reshape(-1, call.given.shape[-1]).to(call.dtype)
         changes = changes_of(given, weight, grads, rows, tuple(CASTS.values()), learnt)

@@ -180,8 +180,8 @@ class _Rows:
 
     def learn_columns(self, fresh: Found) -> bool:
         """Whether it tells hot columns where none were known. They stay: a plan has one set for all rows."""
-        told = {path: columns_in(tables) for path, (_, tables) in fresh.sites.items()}
-        lacking = {path: tables for path, tables in told.items() if tables.keys() - self.columns[path].keys()}
+        fresh_columns = {path: columns_in(tables) for path, (_, tables) in fresh.sites.items()}
+        lacking = {path: tables for path, tables in fresh_columns.items() if tables.keys() - self.columns[path].keys()}
         self.columns |= {path: {**tables, **self.columns[path]} for path, tables in lacking.items()}
         return bool(lacking)
 

@@ -185,11 +185,11 @@ class Sensitivity:
             if grad is not None:
                 self._add(found, call, grad, picks, z.shape[0], mixing=mixing)
         if self._sink is None:
-            self._note(found, p, signed, self._step.reached)
+            self._note(found, p, signed, self._step.reached())
             return
         tasks = range(z.shape[1]) if self._by_task and z.shape[1] > 1 else ()
         alone = [self._of_task(task, model, z, picks, calls, edges, signed) for task in tasks]
-        unreached = {path: found.pop(path)[0] for path in found.keys() - self._step.reached}
+        unreached = {path: found.pop(path)[0] for path in found.keys() - self._step.reached()}
         self._missed |= dict.fromkeys(unreached, _UNREACHED)
         self._sink(Found(found, picks, z.detach()[picks.to(z.device)], signed, alone, unreached))
 
@@ -330,7 +330,7 @@ class Sensitivity:
             if step.picks is not None and self._base_rate is not None:
                 pending, step.pending = step.pending, {}
                 tasks = len(self._base_rate) if isinstance(self._base_rate, Sequence) else 1
-                self._note(pending, torch.empty(len(step.picks), tasks), None, step.reached)
+                self._note(pending, torch.empty(len(step.picks), tasks), None, step.reached())
         missed, self._missed = self._missed, {}
         self._reasons |= missed
         for path in missed.keys() & self._known.keys():

@@ -48,8 +48,6 @@ UNITS = 8
 nothing. A sum of 500 terms in another order is off by a random walk of roundings, about 5 units, and exp or tanh
 by vectors by one or two."""
 
-_TRACING = threading.Lock()
-"""Around export and compile: both patch torch for as long as they run, and two at once refuse each other's models."""
 _KEEPING = threading.Lock()  # of two that go to one path, the file and the checksum of the same one stay
 
 
@@ -160,13 +158,15 @@ def package_version(
             why=["torch takes files without .pt2 for ones that it cannot load"],
             way_out=f"name it {path}.pt2",
         )
+    from torch._dynamo.convert_frame import compile_lock  # here, as it takes a while to import
+
     run = Runner(form=card.form, autocast=None if card.autocast is None else getattr(torch, card.autocast))
     with writing(path):  # asked before it is compiled, which takes minutes
         path.parent.mkdir(parents=True, exist_ok=True)
         beside = tempfile.TemporaryDirectory(dir=path.parent)
     with beside as folder:
         joined = sum(site.weight.joined is not None for site in frozen_sites(version.module).values())
-        with _TRACING:
+        with compile_lock:  # export and compile patch torch as they run: two at once refuse each other's models
             made = _compiled(Path(folder), card, _exported(version.module, plan, run), joined, batch, device)
         found = _checked(made, path, card, version, run, batch, device, joined)
         with _KEEPING, writing(path):
