@@ -23,7 +23,7 @@ from loka.compiler.emit import COPY, Emitter, ordered
 from loka.compiler.gemms import Gemms, Weight
 from loka.compiler.joint_sites import JointSite, sites_in
 from loka.compiler.kept import keep_compared
-from loka.compiler.layout.strides import settle
+from loka.compiler.layout.strides import hold, settle
 from loka.compiler.layout.tokens import keep_tokens
 from loka.compiler.marks import connected, mark_runs
 from loka.compiler.nodes import args_of, mark_backward, value_of
@@ -45,6 +45,7 @@ def join_sites(graph: Graph) -> dict[str, str]:
     if not sites:
         if apart:
             keep_compared(Emitter(graph))
+            hold(graph)
         return apart
     mark_backward(graph)
     emitter = Emitter(graph)
@@ -83,6 +84,7 @@ def join_sites(graph: Graph) -> dict[str, str]:
     call_scaled_mm(emitter)
     keep_compared(emitter)
     graph.eliminate_dead_code()
+    hold(graph)
     return apart
 
 

@@ -5,7 +5,8 @@ from converted import assert_as_good, converted, plan_for, run
 from joint import JointBackend
 from torch import nn
 
-from loka.kernels.edge.op import edge
+from loka.kernels.edge import op
+from loka.kernels.edge.op import edge, lying
 from loka.kernels.edge.program import Kind, program_of
 
 
@@ -42,3 +43,23 @@ def test_leaves_lie_in_rows():
                         copies += [leaf] if leaf.target is torch.ops.aten.clone.default else []
     assert copies
     assert_as_good(joined, by_site, model, found, run(by_site, x), run(model, x))
+
+
+def test_inductor_lays_what_an_op_reads(monkeypatch, tmp_path):
+    """It takes a clone for values alone, and laid the copy as it liked: the op made another one."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    x = torch.randn(6, 8, 32)
+    model = Attended()
+    joined = converted(model, plan_for(model, x))
+    read = []
+
+    def run_program(program, leaves, rows, *scales):
+        laid = lying(program, leaves, rows)
+        read.extend(one.data_ptr() == other.data_ptr() for one, other in zip(leaves, laid, strict=True))
+        return on_cpu(program, leaves, rows, *scales)
+
+    on_cpu = op.run_program
+    monkeypatch.setattr(op, "run_program", run_program)
+    run(torch.compile(joined), x)
+    assert read
+    assert all(read)

@@ -9,7 +9,8 @@ from typing import Any
 
 import torch
 from torch._ops import HigherOrderOperator, OpOverload
-from torch.fx import Node
+from torch.fx import Graph, Node
+from torch.fx.node import map_arg
 
 from loka.compiler.emit import COPY, VIEW, Emitter, fake_of, strides_of
 from loka.compiler.nodes import in_backward, is_tensor, value_of
@@ -46,6 +47,18 @@ def settle(emitter: Emitter) -> None:
             changed.add(node)
         elif strides_of(back.meta["val"]) != strides_of(before):  # what was there lay with gaps
             changed.add(back)
+
+
+def hold(graph: Graph) -> None:
+    """Has Inductor lay what LoKA's ops read as its fake value lies.
+
+    For ops that a pass puts into a graph it lays tensors as it likes, a clone too, unless their nodes say what eager
+    code would have given them. An op would copy what does not suit it, and no kernel of Inductor's could write that
+    copy in its own place.
+    """
+    for node in graph.nodes:
+        if isinstance(node.target, OpOverload) and node.target.namespace == "loka":
+            node.meta["eager_input_vals"] = map_arg((node.args, node.kwargs), value_of)
 
 
 def is_looked_at(node: Node) -> bool:
