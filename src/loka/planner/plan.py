@@ -18,33 +18,23 @@ from typing import Literal
 from loka.core.annealing import annealing_note
 from loka.core.budget import Budget
 from loka.core.exceptions import NoKernelFits, UnknownName
-from loka.core.recipe import SHARED_OPERANDS, Gemm, recipe_named
+from loka.core.recipe import Gemm, recipe_named
 from loka.core.records.parts import WHOLE
 from loka.core.records.plan import IN_REGION, Decision, Plan
 from loka.core.records.report import HP, REGION, Report, SiteReport, site_name
 from loka.core.signature import ModelSignature
 from loka.kernels.gemm.registry import require_legal
 from loka.nn.linears import is_prediction
-from loka.planner.choice.layer_choice import (
-    Choice,
-    Layer,
-    Option,
-    Savings,
-    allowed_choices,
-    best_of,
-    combine,
-    option_of,
-    speedup_of,
-    tied,
-)
-from loka.planner.choice.limits import Cost, Limits, beyond_second_order, cost_of, fits, limits_of, other_than_the_sum
-from loka.planner.choice.ne_budget import Granted, grant, is_forced
+from loka.planner.choice.layer_choice import Layer, Option, option_of
+from loka.planner.choice.limits import Cost, Limits, beyond_second_order, limits_of, other_than_the_sum
+from loka.planner.choice.ne_budget import Granted, grant
 from loka.planner.choice.together import within_together
-from loka.planner.choice.untimed import least_effect, most_exact, ties
+from loka.planner.choice.untimed import least_effect, most_exact
 from loka.planner.decision import decision_of
 from loka.planner.package_target import plan_package
 from loka.planner.placing import not_neighbours
-from loka.planner.regions import in_region, regions_of, unsupported
+from loka.planner.regions import regions_of, unsupported
+from loka.planner.settle import no_candidate, settle
 
 
 def plan(
@@ -171,7 +161,7 @@ def _decisions(
     decided = {
         decision.site: decision
         for path, layer in layers.items()
-        for decision in _settle(layer, report, budget, limits, () if granted is None else granted[path])
+        for decision in settle(layer, budget, limits, () if granted is None else granted[path])
     }
     return {name: decided[name] for name in report.sites}
 
@@ -188,18 +178,20 @@ def _open_layer(
     fixed: dict[Gemm, Decision] = {}
     rejected: dict[Gemm, dict[str, str]] = {}
     options: dict[Gemm, dict[str, Option]] = {}
+    by_rule = False
     for site in sites:
         gemm = site.problem.gemm
         decision = _fixed(site, report, budget, force)
+        by_rule = by_rule or decision is not None
         if decision is None:
             decision, options[gemm], rejected[gemm] = _admit(site, budget, limits, timed=report.timed)
         if decision is not None:
             fixed[gemm] = decision
             known = option_of(site, decision.candidate) if decision.candidate in site.measurements else None
             options[gemm] = {decision.candidate: known} if known else {}
-    by_rule = "its neighbours in a region and it slow each other down" if joined is None else None
-    by_rule = "a GEMM of it is decided by rule" if fixed else by_rule
-    regions, why_not = ((), {REGION: by_rule}) if by_rule else regions_of(sites, report, budget, limits, joined or ())
+    why = "its neighbours in a region and it slow each other down" if joined is None else ""
+    why = "a GEMM of it is decided by rule" if by_rule else why
+    regions, why_not = ((), {REGION: why}) if why else regions_of(sites, report, budget, limits, joined or ())
     if report.timed:
         for reasons in rejected.values():
             reasons.update(why_not)
@@ -211,53 +203,6 @@ def _open_layer(
         savings=report.quantize_once_savings.get(sites[0].path, {}),
         regions=regions,
     )
-
-
-def _settle(layer: Layer, report: Report, budget: Budget, limits: Limits, granted: Cost) -> list[Decision]:
-    """Decides the sites of one layer, its `output` GEMM among what costs no more than `granted`, by limit."""
-    fixed, savings = dict(layer.fixed), layer.savings
-    options = {gemm: dict(each) for gemm, each in layer.options.items()}
-    rejected = {gemm: dict(each) for gemm, each in layer.rejected.items()}
-    for site in layer.sites:
-        gemm = site.problem.gemm
-        if is_forced(fixed.get(gemm)):
-            continue
-        for name in [fixed[gemm].candidate] if gemm in fixed else list(options.get(gemm, ())):
-            cost = cost_of(site, name, limits)
-            if fits(cost, granted):
-                continue
-            part = next(p for p, mine, theirs in zip(limits, cost, granted, strict=True) if mine > theirs)
-            spends = site.measurements[name].kl_of(part)
-            reason = f"KL/H{f' of {part}' if part else ''} {spends} is better spent elsewhere"
-            if gemm in fixed:
-                fixed[gemm] = _no_candidate(site, budget, {**fixed[gemm].rejected, name: reason})
-            else:
-                del options[gemm][name]
-                rejected[gemm][name] = reason
-    if not options:
-        return [fixed[site.problem.gemm] for site in layer.sites]
-
-    def costs(region: Choice, site: SiteReport) -> Cost:
-        return cost_of(site, region.options[site.problem.gemm].name, limits)
-
-    regions = [r for r in layer.regions if all(fits(costs(r, site), granted) for site in layer.sites)]
-    least = budget.min_speedup
-    choice = best_of(allowed_choices(options, savings, min_speedup=least, fixed=set(fixed), regions=regions))
-    for region in regions:
-        if region.arm == choice.arm:
-            continue
-        for reasons in rejected.values():
-            reasons[str(region.arm)] = (
-                f"speed-up in a region {region.region}, below what is chosen or {budget.min_speedup:g}"
-            )
-    if choice.region is not None:
-        return [in_region(site, choice, rejected[site.problem.gemm]) for site in layer.sites]
-    return [
-        replace(fixed[gemm], saved_us=choice.saved_at(gemm))
-        if (gemm := site.problem.gemm) in fixed
-        else _chosen(site, choice, options[gemm], savings, budget, rejected[gemm])
-        for site in layer.sites
-    ]
 
 
 def _fixed(site: SiteReport, report: Report, budget: Budget, force: Mapping[str, str]) -> Decision | None:
@@ -305,61 +250,17 @@ def _admit(
         else:
             rejected[name] = reason
     if not admitted:
-        return _no_candidate(site, budget, rejected), {}, rejected
+        return no_candidate(site, budget, rejected), {}, rejected
     if not timed:
         chosen, why, lost = most_exact(admitted)
         if limits and site.problem.gemm is Gemm.OUTPUT:
             chosen, why, lost = least_effect(site, admitted, limits)
         others = [name for name in admitted if name != chosen]
-        runner_up = max(others, key=lambda name: admitted[name].errors["sqnr_db"].value, default=HP)
+        runner_up = min(others, key=lambda name: (-admitted[name].errors["sqnr_db"].value, name), default=HP)
         decision = decision_of(site, chosen, why, {**rejected, **lost})
         return replace(decision, runner_up=runner_up), {}, rejected
     options = {name: option_of(site, name) for name in (HP, *admitted)}
     return None, {name: option for name, option in options.items() if option}, rejected
-
-
-def _chosen(
-    site: SiteReport,
-    choice: Choice,
-    options: Mapping[str, Option],
-    savings: Savings,
-    budget: Budget,
-    rejected: dict[str, str],
-) -> Decision:
-    gemm = site.problem.gemm
-    name = choice.options[gemm].name
-    others, tied_with = dict[str, float](), list[str]()
-    for other, option in options.items():
-        if other in (name, HP):
-            continue
-        instead = combine({**choice.options, gemm: option}, savings)
-        speedup = speedup_of(instead, gemm, options[HP])
-        others[other] = instead.microseconds
-        if not speedup.low >= budget.min_speedup:
-            rejected[other] = f"speed-up {speedup} is below {budget.min_speedup:g}"
-        elif tied(instead, choice) and tied(choice, instead):
-            tied_with.append(other)
-            rejected[other] = f"tied with {name}, which comes first"
-        elif instead.microseconds < choice.microseconds:
-            rejected[other] = f"faster than {name}, but another GEMM of the layer would not earn its place"
-        else:
-            rejected[other] = f"slower: {site.measurements[other].microseconds} us"
-    if name == HP:
-        return _no_candidate(site, budget, rejected)
-    reason = "fastest within the budget" + ties(tied_with) + _shares(choice, gemm)
-    decision = decision_of(site, name, reason, rejected)
-    runner_up = min(others, key=lambda other: others[other], default=HP)
-    return replace(decision, runner_up=runner_up, saved_us=choice.saved_at(gemm))
-
-
-def _shares(choice: Choice, gemm: Gemm) -> str:
-    parts = [
-        f"{tensor} with {other} ({choice.saved[tensor].value:.1f} us saved)"
-        for tensor, ((first, _), (second, _)) in SHARED_OPERANDS.items()
-        if tensor in choice.saved and gemm in (first, second)
-        for other in ((second,) if gemm is first else (first,))
-    ]
-    return f"; shares the quantization of {', '.join(parts)}" if parts else ""
 
 
 def _kept(site: SiteReport, model: ModelSignature, budget: Budget) -> str | None:
@@ -370,28 +271,3 @@ def _kept(site: SiteReport, model: ModelSignature, budget: Budget) -> str | None
     if budget.keep_prediction and is_prediction(outputs):
         return f"{outputs} outputs: taken for a prediction layer"
     return None
-
-
-def _no_candidate(site: SiteReport, budget: Budget, rejected: Mapping[str, str]) -> Decision:
-    if budget.on_miss == "raise":
-        raise NoKernelFits(
-            f"{site.name}  ({site.problem})",
-            why=[f"{name}  {reason}" for name, reason in rejected.items()],
-            way_out='keep it in hp (Budget(on_miss="keep")), or lower min_sqnr_db or min_speedup',
-        )
-    runnable = [name for name, m in site.measurements.items() if name != HP and not m.unsupported]
-    reason = "no candidate is within the budget" if runnable else "no candidate can run here"
-    closest = _closest(site, runnable)
-    if closest:
-        reason = f"{reason}; {closest}: {rejected[closest]}"
-    return decision_of(site, HP, reason, rejected)
-
-
-def _closest(site: SiteReport, runnable: list[str]) -> str | None:
-    def rank(name: str) -> float:
-        measured = site.measurements[name]
-        if measured.microseconds:
-            return measured.microseconds.value
-        return -measured.errors["sqnr_db"].value
-
-    return min(runnable, key=rank) if runnable else None

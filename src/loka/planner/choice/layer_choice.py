@@ -178,17 +178,19 @@ def earns(choice: Choice, gemm: Gemm, hp: Option, min_speedup: float) -> bool:
 
 
 def _fastest_by_casts(options: Mapping[str, Option]) -> list[Option]:
-    """hp, then of each pair of casts, on which alone savings depend: the fastest, what is tied
-    with it, and the one whose time is most surely short, which may earn its place where they do not."""
+    """hp, then of each pair of casts, on which alone savings depend, those to which none is preferred whatever the
+    rest of the layer: none is faster by more than a tie and as surely short, so that it earns its place too."""
     by_casts: dict[tuple[str, str] | None, list[Option]] = {}
     for option in options.values():
         by_casts.setdefault(option.casts, []).append(option)
     kept = [*by_casts.pop(None, [])]
     for several in by_casts.values():
-        fastest = min(option.time.value for option in several)
-        surest = min(several, key=lambda option: (option.time.high, option.name))
-        kept += [o for o in several if o.time.value <= fastest * (1 + TIE) or o is surest]
+        kept += [option for option in several if not any(_preferred(other, option) for other in several)]
     return kept
+
+
+def _preferred(other: Option, option: Option) -> bool:
+    return other.time.value * (1 + TIE) < option.time.value and other.time.high <= option.time.high
 
 
 def _order(choice: Choice) -> tuple[int, tuple[str, ...]]:
