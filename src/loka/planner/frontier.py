@@ -20,6 +20,7 @@ from loka.core.storage.codec import encode, named, sparse
 from loka.core.storage.files import write_record
 from loka.core.table import format_table
 from loka.planner.choice.limits import WAY_OUT, spent_of
+from loka.planner.decision import saved_us
 from loka.planner.plan import plan
 
 _UNLIMITED = 1e9  # no model loses so much
@@ -164,15 +165,9 @@ def base_time(report: Report) -> float:
 
 def saved_time(made: Plan) -> float:
     """What the plan saves of `base_time`, in the same unit."""
-    saved = 0.0
-    for decision in made.decisions.values():
-        if decision.candidate == HP:
-            continue
-        if not made.timed:
-            saved += decision.problem.m * decision.problem.n * decision.problem.k
-        elif decision.microseconds and decision.hp_microseconds:
-            saved += decision.hp_microseconds.value - decision.microseconds.value + decision.saved_us
-    return saved
+    if made.timed:
+        return sum(map(saved_us, made.decisions.values()))
+    return sum(float(d.problem.m * d.problem.n * d.problem.k) for d in made.decisions.values() if d.candidate != HP)
 
 
 def _range(report: Report, parts: Sequence[str], largest: float, count: int) -> list[float]:

@@ -20,7 +20,7 @@ from loka.core.budget import Budget
 from loka.core.exceptions import NoKernelFits, UnknownName
 from loka.core.recipe import Gemm, recipe_named
 from loka.core.records.parts import WHOLE
-from loka.core.records.plan import IN_REGION, Decision, Plan
+from loka.core.records.plan import Decision, Plan
 from loka.core.records.report import HP, REGION, Report, SiteReport, site_name
 from loka.core.signature import ModelSignature
 from loka.kernels.gemm.registry import require_legal
@@ -31,8 +31,8 @@ from loka.planner.choice.ne_budget import Granted, grant
 from loka.planner.choice.together import within_together
 from loka.planner.choice.untimed import least_effect, most_exact
 from loka.planner.decision import decision_of
+from loka.planner.neighbours import Decided, choose_joined
 from loka.planner.package_target import plan_package
-from loka.planner.placing import not_neighbours
 from loka.planner.regions import regions_of, unsupported
 from loka.planner.settle import no_candidate, settle
 
@@ -107,27 +107,19 @@ def plan(
 
 def _spent(
     report: Report, budget: Budget, limits: Limits, force: Mapping[str, str], layers: Mapping[str, list[SiteReport]]
-) -> tuple[Granted | None, dict[str, Decision]]:
-    """Decisions where the sums of effects keep `limits`.
+) -> Decided:
+    """Decisions where the sums of effects keep `limits`."""
 
-    A layer's time in a region goes by which of its neighbours are `joined`: all at first, then fewer, until those that
-    are chosen are those that were assumed. One that was left out for a slow neighbour may come back where that one
-    stays away; left out twice, it stays out, so that the rounds end.
-    """
-    joined, left, out = set(layers), set[str](), set[str]()
-    while True:
-        opened = {
-            path: _open_layer(sites, report, budget, limits, force, None if path in out else joined)
-            for path, sites in layers.items()
-        }
+    def open_layer(path: str, joined: Collection[str] | None) -> Layer:
+        return _open_layer(layers[path], report, budget, limits, force, joined)
+
+    def decide(opened: Mapping[str, Layer]) -> tuple[Granted | None, dict[str, Decision]]:
         granted = grant(report, budget, limits, opened) if limits else None
-        decisions = _decisions(report, opened, budget, limits, granted.layers if granted else None)
-        inside = {d.path for d in decisions.values() if d.reason.startswith(IN_REGION)}
-        if joined == inside or not report.times_in_chains:
-            return granted, decisions
-        gone = joined - inside
-        out, left = out | (gone & left), left | gone
-        joined = joined & inside if gone else joined | set(not_neighbours(report.reads, inside - joined))
+        return granted, _decisions(report, opened, budget, limits, granted.layers if granted else None)
+
+    return choose_joined(
+        layers, report.reads, open_layer, decide, placed=bool(report.times_in_chains), limited=bool(limits)
+    )
 
 
 def _matches(site: SiteReport, pattern: str) -> bool:
@@ -201,6 +193,7 @@ def _open_layer(
         options={gemm: each for gemm, each in options.items() if each},
         rejected=rejected,
         savings=report.quantize_once_savings.get(sites[0].path, {}),
+        min_speedup=budget.min_speedup,
         regions=regions,
     )
 

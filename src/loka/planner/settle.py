@@ -1,6 +1,7 @@
 """A layer's decisions once its share of the budget is granted: what runs, and why each other candidate lost."""
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Mapping
 from dataclasses import replace
 
 from loka.core.budget import Budget
@@ -8,7 +9,7 @@ from loka.core.exceptions import NoKernelFits
 from loka.core.recipe import SHARED_OPERANDS, Gemm
 from loka.core.records.plan import Decision
 from loka.core.records.report import HP, SiteReport
-from loka.planner.choice.layer_choice import Choice, Layer, Option, allowed_choices, best_of, combine, speedup_of, tied
+from loka.planner.choice.layer_choice import Choice, Layer, Option, best_of, combine, speedup_of, tied
 from loka.planner.choice.limits import Cost, Limits, cost_of, fits
 from loka.planner.choice.ne_budget import is_forced
 from loka.planner.choice.untimed import ties
@@ -40,21 +41,21 @@ def settle(layer: Layer, budget: Budget, limits: Limits, granted: Cost) -> list[
     too_dear = {
         str(region.arm): spends for region in layer.regions if (spends := _region(layer, region, limits, granted))
     }
-    affordable = [region for region in layer.regions if region.arm not in too_dear]
-    choice = best_of(_allowed(layer, within, budget, affordable))
-    bought = any(dear.values()) or too_dear
-    everything = _allowed(layer, layer.options, budget, layer.regions) if bought else []
+    affordable = layer
+    if any(dear.values()) or too_dear:
+        affordable = replace(layer, options=within, regions=[r for r in layer.regions if r.arm not in too_dear])
+    choice = best_of(affordable.allowed)
     for region in layer.regions:
         if region.arm != choice.arm:
             arm = str(region.arm)
             why = f"speed-up in a region {region.region}, below what is chosen or {budget.min_speedup:g}"
-            if arm in too_dear and region in everything and _saves(region, choice):
+            if arm in too_dear and region in layer.allowed and _saves(region, choice):
                 why = f"{too_dear[arm]} is better spent elsewhere"
             for reasons in rejected.values():
                 reasons[arm] = why
     for gemm, names in dear.items():
         for name, spends in names.items():
-            if any(c.arm is None and c.options[gemm].name == name and _saves(c, choice) for c in everything):
+            if any(c.arm is None and c.options[gemm].name == name and _saves(c, choice) for c in layer.allowed):
                 rejected[gemm][name] = f"{spends} is better spent elsewhere"
     if choice.region is not None:
         return [in_region(site, choice, rejected[site.problem.gemm]) for site in layer.sites]
@@ -81,13 +82,6 @@ def no_candidate(
         why = "no candidate can run here" if asked else "no candidate was measured"
     closest = _closest(site, runnable)
     return decision_of(site, HP, f"{why}; {closest}: {rejected[closest]}" if closest else why, rejected)
-
-
-def _allowed(
-    layer: Layer, options: Mapping[Gemm, Mapping[str, Option]], budget: Budget, regions: Sequence[Choice]
-) -> list[Choice]:
-    fixed = set(layer.fixed)
-    return allowed_choices(options, layer.savings, min_speedup=budget.min_speedup, fixed=fixed, regions=regions)
 
 
 def _beyond(site: SiteReport, name: str, limits: Limits, granted: Cost) -> str:
@@ -174,6 +168,7 @@ def _closest(site: SiteReport, runnable: list[str]) -> str | None:
         measured = site.measurements[name]
         if measured.microseconds:
             return measured.microseconds.value, name
-        return -measured.errors["sqnr_db"].value, name
+        sqnr = measured.errors["sqnr_db"].value
+        return (math.inf if math.isnan(sqnr) else -sqnr), name
 
     return min(runnable, key=rank) if runnable else None

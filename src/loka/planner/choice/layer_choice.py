@@ -16,6 +16,7 @@ rank and every run decides alike.
 import itertools
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from loka.compiler.joint_sites import ARMS
 from loka.core.error import Estimate
@@ -72,7 +73,15 @@ class Layer:
     options: Mapping[Gemm, Mapping[str, Option]]
     rejected: Mapping[Gemm, Mapping[str, str]]
     savings: Savings
-    regions: tuple[Choice, ...] = ()  # all GEMMs as parts of a region, where that was timed and is allowed
+    min_speedup: float
+    regions: Sequence[Choice] = ()  # all GEMMs as parts of a region, where that was timed and is allowed
+
+    @cached_property
+    def allowed(self) -> list[Choice]:
+        fixed = set(self.fixed)
+        return allowed_choices(
+            self.options, self.savings, min_speedup=self.min_speedup, fixed=fixed, regions=self.regions
+        )
 
 
 def option_of(site: SiteReport, name: str) -> Option | None:
