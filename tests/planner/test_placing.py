@@ -160,6 +160,13 @@ def test_one_of_two_that_slow_each_other_down_is_planned_where_the_other_gains_b
     assert plan.decisions["b/output"].rejected["region"] == "its neighbours in a region and it slow each other down"
 
 
+def test_a_search_ends_where_more_is_said_to_be_saved_than_all_takes():
+    much = {"grad_output": {"e4m3_row+e4m3_row": Estimate(1e6, 1e6, 1e6)}}
+    made = report_of("a", "b", reads={"b": ("a",)})
+    made = dataclasses.replace(made, quantize_once_savings={"a": much, "b": much})
+    assert inside(loka.plan(made)) == set()
+
+
 US = st.integers(200, 400).map(float)
 
 

@@ -136,7 +136,8 @@ def _climbed(model: _Model, joined: frozenset[str], moves: Iterable[frozenset[st
         moved = False
         for move in moves:
             tried = model.gaining(joined ^ move)
-            if model.expected(tried) < model.expected(joined) * (1 - 1e-9):
+            now = model.expected(joined)
+            if model.expected(tried) < now - 1e-9 * abs(now):  # what is saved may be more than all takes
                 joined, moved = tried, True
     return joined
 
