@@ -104,9 +104,12 @@ def frontier(
             site costs to what all together do, over four decades at most.
 
     Raises:
-        LokaError: no site of the report has an estimate of its KL/H.
+        LokaError: no site of the report has an estimate of its KL/H, or there is no limit to plan at.
     """
-    budget = budget or Budget()
+    budget = Budget() if budget is None else budget
+    limits = None if limits is None else list(limits)
+    if limits is not None and not limits:
+        raise LokaError("limits names no limit of KL/H", way_out="some, such as (0, 1e-5, 1e-4), or leave it out")
     everything = plan(report, replace(budget, ne=_UNLIMITED))
     tasks = tasks_in(report.parts)
     parts = tasks or (WHOLE,)

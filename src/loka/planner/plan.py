@@ -65,8 +65,10 @@ def plan(
         return plan_package(report, budget, force=force, decide=plan)
     if target != "python":
         raise UnknownName(f"no target is called {target!r}", way_out="python or package")
-    budget = budget or Budget()
-    force = dict(force or {})
+    budget = Budget() if budget is None else budget
+    if not isinstance(budget, Budget):
+        raise ValueError(f"the budget is {budget!r}; it must be a loka.Budget, such as loka.Budget(ne=1e-4)")
+    force = _checked(force)
     _check_patterns(report, {"force": tuple(force), "keep": budget.keep})
     limits = limits_of(budget, report)
     layers: dict[str, list[SiteReport]] = {}
@@ -129,6 +131,15 @@ def _matches(site: SiteReport, pattern: str) -> bool:
 def _fits(name: str, pattern: str) -> bool:
     """Also the very name: brackets of `w[:64]` stand for a set of characters in a pattern."""
     return name == pattern or fnmatchcase(name, pattern)
+
+
+def _checked(force: Mapping[str, str] | None) -> dict[str, str]:
+    given = {} if force is None else force
+    if not isinstance(given, Mapping) or not all(isinstance(text, str) for pair in given.items() for text in pair):
+        raise ValueError(
+            f"force is {given!r}; it must map patterns of sites to candidates, such as {{'*/output': 'hp'}}"
+        )
+    return dict(given)
 
 
 def _check_patterns(report: Report, patterns: Mapping[str, tuple[str, ...]]) -> None:
