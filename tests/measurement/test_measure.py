@@ -10,7 +10,7 @@ from timers import kernel
 from torch import nn
 
 import loka
-from loka.core.exceptions import FileRefused, UnknownName
+from loka.core.exceptions import FileRefused, LokaError, UnknownName
 from loka.core.numerics.reference import scaled_mm
 from loka.core.recipe import Gemm
 from loka.core.storage.alone import InUse
@@ -257,3 +257,11 @@ def test_operands_are_drawn_in_float32_whatever_the_default(stats):
     finally:
         torch.set_default_dtype(before)
     assert found.sites == expected.sites
+
+
+def test_times_and_rows_that_cannot_be_are_refused_before_anything_runs(stats):
+    for limit in (float("nan"), -1.0):
+        with pytest.raises(LokaError, match=f"time_limit is {limit}"):
+            loka.measure(stats, device="cpu", time_limit=limit)
+    with pytest.raises(LokaError, match="no GEMM takes more than 2147483647"):
+        stats.for_inference(batch=1e300)

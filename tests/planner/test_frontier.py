@@ -144,3 +144,8 @@ def test_limits_cover_four_decades_at_most():
     found = frontier(report)
     assert [len(point.fp8) for point in found.points] == [0, 1, 2]
     assert found.points[1].budget == pytest.approx(1e-7)
+
+
+def test_a_frontier_without_a_limit_is_refused():
+    with pytest.raises(LokaError, match="names no limit"):
+        frontier(outputs(**THREE), limits=())

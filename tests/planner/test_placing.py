@@ -5,6 +5,7 @@ layers each takes 300 us in hp and 240 in FP8. So between others it takes 290 an
 """
 
 import dataclasses
+import math
 
 import pytest
 from hypothesis import given, settings
@@ -17,6 +18,7 @@ from loka.compiler.joint_sites import IN_REGIONS
 from loka.core.error import Estimate
 from loka.core.recipe import Gemm
 from loka.core.records.report import HP, REGION, REGION_INT8, Measurement, Report
+from loka.planner.frontier import saved_time
 from loka.planner.placing import times_at
 
 FAST, SLOW = "torch_fast:rowwise_e4m3", "torch:rowwise_e4m3"
@@ -146,6 +148,25 @@ def test_neighbours_that_slow_each_other_down_are_not_both_planned(chain_us):
     assert inside(loka.plan(made, loka.Budget(keep=("a",)))) == {"b"}
 
 
+def test_one_of_two_that_slow_each_other_down_is_planned_where_the_other_gains_by_it_alone():
+    """Alone in a region a gains 50 us and b none; side by side b gains 30 and a loses 20."""
+    made = report_of("a", "b", reads={"b": ("a",)})
+    cells = {"a": times(280.0, 330.0), "b": times(330.0, 330.0)}
+    chains = {"a": times(330.0, 310.0), "b": times(280.0, 310.0)}
+    made = dataclasses.replace(made, region_times=cells, times_in_chains=chains)
+    plan = loka.plan(made)
+    assert inside(plan) == {"a"}
+    assert plan.decisions["a/output"].speedup.value == pytest.approx(330 / 280)
+    assert plan.decisions["b/output"].rejected["region"] == "its neighbours in a region and it slow each other down"
+
+
+def test_a_search_ends_where_more_is_said_to_be_saved_than_all_takes():
+    much = {"grad_output": {"e4m3_row+e4m3_row": Estimate(1e6, 1e6, 1e6)}}
+    made = report_of("a", "b", reads={"b": ("a",)})
+    made = dataclasses.replace(made, quantize_once_savings={"a": much, "b": much})
+    assert inside(loka.plan(made)) == set()
+
+
 US = st.integers(200, 400).map(float)
 
 
@@ -170,3 +191,27 @@ def test_a_report_keeps_them(tmp_path):
     made.save(tmp_path / "report.json")
     assert Report.load(tmp_path / "report.json") == made
     assert "in a compiled region among others a takes" in str(made)
+
+
+def regions_alone(made, budget, joined):
+    """Microseconds by plan, the layers in regions being those; infinite where a layer would be in none beside them."""
+    total = 0.0
+    for path in made.region_times:
+        found = times_at(made, path, joined)
+        saved = found[HP].microseconds.value * (1 - 1 / found[REGION].speedup.value)
+        if path in joined and (saved <= 0 or found[REGION].speedup.low < budget.min_speedup):
+            return math.inf
+        total += 300 - saved * (path in joined)
+    return total
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.data())
+def test_of_two_neighbours_those_are_in_regions_that_save_most(data):
+    made = report_of("a", "b", reads={"b": ("a",)})
+    cells, chains = ({p: times(data.draw(US), data.draw(US)) for p in "ab"} for _ in range(2))
+    made = dataclasses.replace(made, region_times=cells, times_in_chains=chains)
+    budget = loka.Budget()
+    best = min(regions_alone(made, budget, set(joined)) for joined in ("", "a", "b", "ab"))
+    by_plan = 600 - saved_time(loka.plan(made, budget))
+    assert by_plan == pytest.approx(best)

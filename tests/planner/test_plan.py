@@ -69,7 +69,7 @@ def test_bf16_stays_when_nothing_is_worth_having():
     decision = decide({FAST: measured(28, 96)})
     assert decision.candidate == "hp"
     assert "speed-up" in decision.reason
-    assert decide({}).reason == "no candidate can run here"
+    assert decide({}).reason == "no candidate was measured"
     assert decide({FAST: measured(28, 95, noise=0.2)}).candidate == "hp", "a doubt stays in bf16"
 
 
@@ -249,3 +249,14 @@ def test_without_times_the_runner_up_is_the_next_in_exactness():
         assert set(decision.rejected) == set(ranked[1:])
     alone = loka.plan(report({names[0]: measured(34.0)}, timed=False)).decisions["fc/output"]
     assert (alone.candidate, alone.runner_up) == (names[0], "hp")
+
+
+@pytest.mark.parametrize("given", [{"budget": "paper"}, {"budget": 0}, {"force": {"*": None}}, {"force": ["*"]}])
+def test_what_is_no_budget_and_what_forces_nothing_is_refused_by_name(given):
+    with pytest.raises(ValueError, match=f"{next(iter(given))} is "):
+        loka.plan(report({FAST: measured(28, 60)}), **given)
+
+
+def test_a_plan_of_which_nothing_was_timed_states_no_speed():
+    summary = loka.plan(report({FAST: measured(28, 60)}), force={"*": "fbgemm:rowwise_e4m3"}).summary()
+    assert summary.endswith("None of what it runs was timed: no speed is claimed.")

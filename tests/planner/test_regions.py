@@ -268,7 +268,8 @@ def test_a_tight_budget_takes_the_region_that_saves_most_and_refuses_the_other()
     one = loka.plan(report, loka.Budget(ne=1.5e-4))
     assert one.candidates("a") == dict(zip(map(str, Gemm), IN_REGIONS, strict=True))
     assert one.decisions["b/output"].candidate == HP
-    assert one.decisions["b/output"].rejected[FAST].endswith("is better spent elsewhere")
+    assert one.decisions["b/output"].rejected[FAST].startswith("speed-up 1.031"), "by itself it gains too little"
+    assert one.decisions["b/output"].rejected[REGION] == f"KL/H {effect(1e-4)} is better spent elsewhere"
     assert one.kl.value == pytest.approx(1e-4)
     none = loka.plan(report, loka.Budget(ne=5e-5))
     assert not {d.candidate for d in none.decisions.values()} & set(IN_REGIONS)

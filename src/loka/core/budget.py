@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, TypeGuard
@@ -77,6 +78,9 @@ class Budget:
                 raise ValueError(f"{name} is {limit!r}; an increase allowed is 0 or more (ne: or None for no limit)")
         if not (_finite(self.min_speedup) and self.min_speedup >= 0):
             raise ValueError(f"min_speedup is {self.min_speedup!r}; a ratio of times is a finite number, 0 or more")
+        for name in ("keep_prediction", "regions"):
+            if not isinstance(getattr(self, name), bool):  # "no" would be true
+                raise ValueError(f"{name} is {getattr(self, name)!r}; it must be True or False")
         if not (isinstance(self.keep, (tuple, list)) and all(isinstance(pattern, str) for pattern in self.keep)):
             raise ValueError(f"keep is {self.keep!r}; it must be a tuple of patterns")
         object.__setattr__(self, "keep", tuple(self.keep))  # a list would not be equal to what is loaded
@@ -95,7 +99,9 @@ class Budget:
 
 def _finite(value: object) -> TypeGuard[float]:
     """Of Python's own numbers alone: a plan with another kind, such as float32 of numpy, has no form in JSON."""
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    if not isinstance(value, (int, float)) or isinstance(value, bool):
+        return False
+    return abs(value) <= sys.float_info.max  # of an int with 400 digits math.isfinite raises
 
 
 _ONE_SIDED, _TWO_SIDED = 1.644854, 1.959964  # standard errors that 95 % lie below, or between

@@ -79,7 +79,7 @@ def measure(
 
     Raises:
         UnknownName: a candidate that does not exist.
-        LokaError: no step was sampled, so nothing was learnt.
+        LokaError: no step was sampled, so nothing was learnt; a time limit below 0, or nan.
         InUse: another process measures into `out`.
     """
     if not stats.layers:
@@ -88,6 +88,8 @@ def measure(
             why=[f"{path}: {reason}" for path, reason in stats.skipped.items()],
             way_out="probe at least one step, with gradients enabled",
         )
+    if time_limit is not None and not time_limit >= 0:
+        raise LokaError(f"time_limit is {time_limit}; seconds, 0 or more", way_out="leave it out for no limit")
     deadline = None if time_limit is None else time.monotonic() + time_limit
     device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     settings = settings or Settings()

@@ -24,3 +24,10 @@ def decision_of(site: SiteReport, candidate: str, reason: str, rejected: Mapping
         rejected=rejected,
         kl_by_part=(site.measured(candidate) or measured).kl_by_part,
     )
+
+
+def saved_us(decision: Decision) -> float:
+    """Of what the site takes in hp; 0 where it was not timed."""
+    if decision.candidate == HP or not decision.microseconds or not decision.hp_microseconds:
+        return 0.0
+    return decision.hp_microseconds.value - decision.microseconds.value + decision.saved_us

@@ -20,6 +20,7 @@ from loka.core.storage.codec import encode, named, sparse
 from loka.core.storage.files import write_record
 from loka.core.table import format_table
 from loka.planner.choice.limits import WAY_OUT, spent_of
+from loka.planner.decision import saved_us
 from loka.planner.plan import plan
 
 _UNLIMITED = 1e9  # no model loses so much
@@ -103,9 +104,12 @@ def frontier(
             site costs to what all together do, over four decades at most.
 
     Raises:
-        LokaError: no site of the report has an estimate of its KL/H.
+        LokaError: no site of the report has an estimate of its KL/H, or there is no limit to plan at.
     """
-    budget = budget or Budget()
+    budget = Budget() if budget is None else budget
+    limits = None if limits is None else list(limits)
+    if limits is not None and not limits:
+        raise LokaError("limits names no limit of KL/H", way_out="some, such as (0, 1e-5, 1e-4), or leave it out")
     everything = plan(report, replace(budget, ne=_UNLIMITED))
     tasks = tasks_in(report.parts)
     parts = tasks or (WHOLE,)
@@ -164,15 +168,9 @@ def base_time(report: Report) -> float:
 
 def saved_time(made: Plan) -> float:
     """What the plan saves of `base_time`, in the same unit."""
-    saved = 0.0
-    for decision in made.decisions.values():
-        if decision.candidate == HP:
-            continue
-        if not made.timed:
-            saved += decision.problem.m * decision.problem.n * decision.problem.k
-        elif decision.microseconds and decision.hp_microseconds:
-            saved += decision.hp_microseconds.value - decision.microseconds.value + decision.saved_us
-    return saved
+    if made.timed:
+        return sum(map(saved_us, made.decisions.values()))
+    return sum(float(d.problem.m * d.problem.n * d.problem.k) for d in made.decisions.values() if d.candidate != HP)
 
 
 def _range(report: Report, parts: Sequence[str], largest: float, count: int) -> list[float]:

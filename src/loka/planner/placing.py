@@ -16,7 +16,7 @@ from loka.core.records.report import CHAINED, HP, Measurement, Report
 def times_at(report: Report, path: str, joined: Collection[str]) -> Mapping[str, Measurement]:
     """Of a layer by arm, as `Report.region_times`, in a region with those of its neighbours that are `joined`."""
     cell, chain = report.region_times.get(path, {}), report.times_in_chains.get(path, {})
-    ends = _ends(report.reads, path, joined)
+    ends = ends_of(report.reads, path, joined)
     if ends == 2 or not _timed(cell, HP) or not _timed(chain, HP):
         return cell
     share = (1 - ends / 2) * CHAINED / (CHAINED - 1)  # of the chain's time; the rest is the cell's, below zero too
@@ -31,12 +31,13 @@ def not_neighbours(reads: Mapping[str, Collection[str]], paths: Collection[str])
     """Those of `paths`, by name, of which none feeds another: each first one keeps out its neighbours."""
     taken: list[str] = []
     for path in sorted(paths):
-        if _ends(reads, path, taken) == 2:
+        if ends_of(reads, path, taken) == 2:
             taken.append(path)
     return taken
 
 
-def _ends(reads: Mapping[str, Collection[str]], path: str, joined: Collection[str]) -> int:
+def ends_of(reads: Mapping[str, Collection[str]], path: str, joined: Collection[str]) -> int:
+    """How many of a layer's two sides have no neighbour that is `joined`."""
     fed = any(other in joined for other in reads.get(path, ()))
     feeds = any(path in reads.get(other, ()) for other in joined)
     return 2 - fed - feeds

@@ -18,33 +18,23 @@ from typing import Literal
 from loka.core.annealing import annealing_note
 from loka.core.budget import Budget
 from loka.core.exceptions import NoKernelFits, UnknownName
-from loka.core.recipe import SHARED_OPERANDS, Gemm, recipe_named
+from loka.core.recipe import Gemm, recipe_named
 from loka.core.records.parts import WHOLE
-from loka.core.records.plan import IN_REGION, Decision, Plan
+from loka.core.records.plan import Decision, Plan
 from loka.core.records.report import HP, REGION, Report, SiteReport, site_name
 from loka.core.signature import ModelSignature
 from loka.kernels.gemm.registry import require_legal
 from loka.nn.linears import is_prediction
-from loka.planner.choice.layer_choice import (
-    Choice,
-    Layer,
-    Option,
-    Savings,
-    allowed_choices,
-    best_of,
-    combine,
-    option_of,
-    speedup_of,
-    tied,
-)
-from loka.planner.choice.limits import Cost, Limits, beyond_second_order, cost_of, fits, limits_of, other_than_the_sum
-from loka.planner.choice.ne_budget import Granted, grant, is_forced
+from loka.planner.choice.layer_choice import Layer, Option, option_of
+from loka.planner.choice.limits import Cost, Limits, beyond_second_order, limits_of, other_than_the_sum
+from loka.planner.choice.ne_budget import Granted, grant
 from loka.planner.choice.together import within_together
-from loka.planner.choice.untimed import least_effect, most_exact, ties
+from loka.planner.choice.untimed import least_effect, most_exact
 from loka.planner.decision import decision_of
+from loka.planner.neighbours import Decided, choose_joined
 from loka.planner.package_target import plan_package
-from loka.planner.placing import not_neighbours
-from loka.planner.regions import in_region, regions_of, unsupported
+from loka.planner.regions import regions_of, unsupported
+from loka.planner.settle import no_candidate, settle
 
 
 def plan(
@@ -75,8 +65,10 @@ def plan(
         return plan_package(report, budget, force=force, decide=plan)
     if target != "python":
         raise UnknownName(f"no target is called {target!r}", way_out="python or package")
-    budget = budget or Budget()
-    force = dict(force or {})
+    budget = Budget() if budget is None else budget
+    if not isinstance(budget, Budget):
+        raise ValueError(f"the budget is {budget!r}; it must be a loka.Budget, such as loka.Budget(ne=1e-4)")
+    force = _checked(force)
     _check_patterns(report, {"force": tuple(force), "keep": budget.keep})
     limits = limits_of(budget, report)
     layers: dict[str, list[SiteReport]] = {}
@@ -117,27 +109,19 @@ def plan(
 
 def _spent(
     report: Report, budget: Budget, limits: Limits, force: Mapping[str, str], layers: Mapping[str, list[SiteReport]]
-) -> tuple[Granted | None, dict[str, Decision]]:
-    """Decisions where the sums of effects keep `limits`.
+) -> Decided:
+    """Decisions where the sums of effects keep `limits`."""
 
-    A layer's time in a region goes by which of its neighbours are `joined`: all at first, then fewer, until those that
-    are chosen are those that were assumed. One that was left out for a slow neighbour may come back where that one
-    stays away; left out twice, it stays out, so that the rounds end.
-    """
-    joined, left, out = set(layers), set[str](), set[str]()
-    while True:
-        opened = {
-            path: _open_layer(sites, report, budget, limits, force, None if path in out else joined)
-            for path, sites in layers.items()
-        }
+    def open_layer(path: str, joined: Collection[str] | None) -> Layer:
+        return _open_layer(layers[path], report, budget, limits, force, joined)
+
+    def decide(opened: Mapping[str, Layer]) -> tuple[Granted | None, dict[str, Decision]]:
         granted = grant(report, budget, limits, opened) if limits else None
-        decisions = _decisions(report, opened, budget, limits, granted.layers if granted else None)
-        inside = {d.path for d in decisions.values() if d.reason.startswith(IN_REGION)}
-        if joined == inside or not report.times_in_chains:
-            return granted, decisions
-        gone = joined - inside
-        out, left = out | (gone & left), left | gone
-        joined = joined & inside if gone else joined | set(not_neighbours(report.reads, inside - joined))
+        return granted, _decisions(report, opened, budget, limits, granted.layers if granted else None)
+
+    return choose_joined(
+        layers, report.reads, open_layer, decide, placed=bool(report.times_in_chains), limited=bool(limits)
+    )
 
 
 def _matches(site: SiteReport, pattern: str) -> bool:
@@ -147,6 +131,15 @@ def _matches(site: SiteReport, pattern: str) -> bool:
 def _fits(name: str, pattern: str) -> bool:
     """Also the very name: brackets of `w[:64]` stand for a set of characters in a pattern."""
     return name == pattern or fnmatchcase(name, pattern)
+
+
+def _checked(force: Mapping[str, str] | None) -> dict[str, str]:
+    given = {} if force is None else force
+    if not isinstance(given, Mapping) or not all(isinstance(text, str) for pair in given.items() for text in pair):
+        raise ValueError(
+            f"force is {given!r}; it must map patterns of sites to candidates, such as {{'*/output': 'hp'}}"
+        )
+    return dict(given)
 
 
 def _check_patterns(report: Report, patterns: Mapping[str, tuple[str, ...]]) -> None:
@@ -171,7 +164,7 @@ def _decisions(
     decided = {
         decision.site: decision
         for path, layer in layers.items()
-        for decision in _settle(layer, report, budget, limits, () if granted is None else granted[path])
+        for decision in settle(layer, budget, limits, () if granted is None else granted[path])
     }
     return {name: decided[name] for name in report.sites}
 
@@ -188,18 +181,20 @@ def _open_layer(
     fixed: dict[Gemm, Decision] = {}
     rejected: dict[Gemm, dict[str, str]] = {}
     options: dict[Gemm, dict[str, Option]] = {}
+    by_rule = False
     for site in sites:
         gemm = site.problem.gemm
         decision = _fixed(site, report, budget, force)
+        by_rule = by_rule or decision is not None
         if decision is None:
             decision, options[gemm], rejected[gemm] = _admit(site, budget, limits, timed=report.timed)
         if decision is not None:
             fixed[gemm] = decision
             known = option_of(site, decision.candidate) if decision.candidate in site.measurements else None
             options[gemm] = {decision.candidate: known} if known else {}
-    by_rule = "its neighbours in a region and it slow each other down" if joined is None else None
-    by_rule = "a GEMM of it is decided by rule" if fixed else by_rule
-    regions, why_not = ((), {REGION: by_rule}) if by_rule else regions_of(sites, report, budget, limits, joined or ())
+    why = "its neighbours in a region and it slow each other down" if joined is None else ""
+    why = "a GEMM of it is decided by rule" if by_rule else why
+    regions, why_not = ((), {REGION: why}) if why else regions_of(sites, report, budget, limits, joined or ())
     if report.timed:
         for reasons in rejected.values():
             reasons.update(why_not)
@@ -209,55 +204,9 @@ def _open_layer(
         options={gemm: each for gemm, each in options.items() if each},
         rejected=rejected,
         savings=report.quantize_once_savings.get(sites[0].path, {}),
+        min_speedup=budget.min_speedup,
         regions=regions,
     )
-
-
-def _settle(layer: Layer, report: Report, budget: Budget, limits: Limits, granted: Cost) -> list[Decision]:
-    """Decides the sites of one layer, its `output` GEMM among what costs no more than `granted`, by limit."""
-    fixed, savings = dict(layer.fixed), layer.savings
-    options = {gemm: dict(each) for gemm, each in layer.options.items()}
-    rejected = {gemm: dict(each) for gemm, each in layer.rejected.items()}
-    for site in layer.sites:
-        gemm = site.problem.gemm
-        if is_forced(fixed.get(gemm)):
-            continue
-        for name in [fixed[gemm].candidate] if gemm in fixed else list(options.get(gemm, ())):
-            cost = cost_of(site, name, limits)
-            if fits(cost, granted):
-                continue
-            part = next(p for p, mine, theirs in zip(limits, cost, granted, strict=True) if mine > theirs)
-            spends = site.measurements[name].kl_of(part)
-            reason = f"KL/H{f' of {part}' if part else ''} {spends} is better spent elsewhere"
-            if gemm in fixed:
-                fixed[gemm] = _no_candidate(site, budget, {**fixed[gemm].rejected, name: reason})
-            else:
-                del options[gemm][name]
-                rejected[gemm][name] = reason
-    if not options:
-        return [fixed[site.problem.gemm] for site in layer.sites]
-
-    def costs(region: Choice, site: SiteReport) -> Cost:
-        return cost_of(site, region.options[site.problem.gemm].name, limits)
-
-    regions = [r for r in layer.regions if all(fits(costs(r, site), granted) for site in layer.sites)]
-    least = budget.min_speedup
-    choice = best_of(allowed_choices(options, savings, min_speedup=least, fixed=set(fixed), regions=regions))
-    for region in regions:
-        if region.arm == choice.arm:
-            continue
-        for reasons in rejected.values():
-            reasons[str(region.arm)] = (
-                f"speed-up in a region {region.region}, below what is chosen or {budget.min_speedup:g}"
-            )
-    if choice.region is not None:
-        return [in_region(site, choice, rejected[site.problem.gemm]) for site in layer.sites]
-    return [
-        replace(fixed[gemm], saved_us=choice.saved_at(gemm))
-        if (gemm := site.problem.gemm) in fixed
-        else _chosen(site, choice, options[gemm], savings, budget, rejected[gemm])
-        for site in layer.sites
-    ]
 
 
 def _fixed(site: SiteReport, report: Report, budget: Budget, force: Mapping[str, str]) -> Decision | None:
@@ -305,61 +254,17 @@ def _admit(
         else:
             rejected[name] = reason
     if not admitted:
-        return _no_candidate(site, budget, rejected), {}, rejected
+        return no_candidate(site, budget, rejected), {}, rejected
     if not timed:
         chosen, why, lost = most_exact(admitted)
         if limits and site.problem.gemm is Gemm.OUTPUT:
             chosen, why, lost = least_effect(site, admitted, limits)
         others = [name for name in admitted if name != chosen]
-        runner_up = max(others, key=lambda name: admitted[name].errors["sqnr_db"].value, default=HP)
+        runner_up = min(others, key=lambda name: (-admitted[name].errors["sqnr_db"].value, name), default=HP)
         decision = decision_of(site, chosen, why, {**rejected, **lost})
         return replace(decision, runner_up=runner_up), {}, rejected
     options = {name: option_of(site, name) for name in (HP, *admitted)}
     return None, {name: option for name, option in options.items() if option}, rejected
-
-
-def _chosen(
-    site: SiteReport,
-    choice: Choice,
-    options: Mapping[str, Option],
-    savings: Savings,
-    budget: Budget,
-    rejected: dict[str, str],
-) -> Decision:
-    gemm = site.problem.gemm
-    name = choice.options[gemm].name
-    others, tied_with = dict[str, float](), list[str]()
-    for other, option in options.items():
-        if other in (name, HP):
-            continue
-        instead = combine({**choice.options, gemm: option}, savings)
-        speedup = speedup_of(instead, gemm, options[HP])
-        others[other] = instead.microseconds
-        if not speedup.low >= budget.min_speedup:
-            rejected[other] = f"speed-up {speedup} is below {budget.min_speedup:g}"
-        elif tied(instead, choice) and tied(choice, instead):
-            tied_with.append(other)
-            rejected[other] = f"tied with {name}, which comes first"
-        elif instead.microseconds < choice.microseconds:
-            rejected[other] = f"faster than {name}, but another GEMM of the layer would not earn its place"
-        else:
-            rejected[other] = f"slower: {site.measurements[other].microseconds} us"
-    if name == HP:
-        return _no_candidate(site, budget, rejected)
-    reason = "fastest within the budget" + ties(tied_with) + _shares(choice, gemm)
-    decision = decision_of(site, name, reason, rejected)
-    runner_up = min(others, key=lambda other: others[other], default=HP)
-    return replace(decision, runner_up=runner_up, saved_us=choice.saved_at(gemm))
-
-
-def _shares(choice: Choice, gemm: Gemm) -> str:
-    parts = [
-        f"{tensor} with {other} ({choice.saved[tensor].value:.1f} us saved)"
-        for tensor, ((first, _), (second, _)) in SHARED_OPERANDS.items()
-        if tensor in choice.saved and gemm in (first, second)
-        for other in ((second,) if gemm is first else (first,))
-    ]
-    return f"; shares the quantization of {', '.join(parts)}" if parts else ""
 
 
 def _kept(site: SiteReport, model: ModelSignature, budget: Budget) -> str | None:
@@ -370,28 +275,3 @@ def _kept(site: SiteReport, model: ModelSignature, budget: Budget) -> str | None
     if budget.keep_prediction and is_prediction(outputs):
         return f"{outputs} outputs: taken for a prediction layer"
     return None
-
-
-def _no_candidate(site: SiteReport, budget: Budget, rejected: Mapping[str, str]) -> Decision:
-    if budget.on_miss == "raise":
-        raise NoKernelFits(
-            f"{site.name}  ({site.problem})",
-            why=[f"{name}  {reason}" for name, reason in rejected.items()],
-            way_out='keep it in hp (Budget(on_miss="keep")), or lower min_sqnr_db or min_speedup',
-        )
-    runnable = [name for name, m in site.measurements.items() if name != HP and not m.unsupported]
-    reason = "no candidate is within the budget" if runnable else "no candidate can run here"
-    closest = _closest(site, runnable)
-    if closest:
-        reason = f"{reason}; {closest}: {rejected[closest]}"
-    return decision_of(site, HP, reason, rejected)
-
-
-def _closest(site: SiteReport, runnable: list[str]) -> str | None:
-    def rank(name: str) -> float:
-        measured = site.measurements[name]
-        if measured.microseconds:
-            return measured.microseconds.value
-        return -measured.errors["sqnr_db"].value
-
-    return min(runnable, key=rank) if runnable else None

@@ -21,6 +21,10 @@ def exactly(value):
     return Estimate(value, value, value)
 
 
+def unsure(value, spread):
+    return Estimate(value, value / (1 + spread), value * (1 + spread))
+
+
 def test_a_loser_by_itself_wins_beside_its_neighbours():
     """grad_weight takes 104 us of its own, and 22 less where grad_output is read once: 82, 1.22x."""
     sites = {GIN: {ROW: measured(28, 70, noise=0.001)}, GWT: {ROW: measured(28, 104, noise=0.001)}}
@@ -106,7 +110,19 @@ def test_patterns_may_name_any_site_of_the_model():
     assert plan.decisions["fc/output"].candidate == ROW
 
 
+def test_what_surely_earns_its_place_is_not_lost_to_a_slower_one_that_is_surer_yet():
+    """The fastest is in doubt; the next is within its interval surely fast enough, and not the surest."""
+    doubt = dataclasses.replace(measured(28, 50), speedup=Estimate(2.0, 0.9, 2.2))
+    enough = dataclasses.replace(measured(28, 60), speedup=Estimate(100 / 60, 1.2, 1.7))
+    surest = measured(28, 80, noise=0.001)
+    names = ["fbgemm:rowwise_e4m3", ROW, "torch_fast:rowwise_e4m3"]
+    decision = loka.plan(layer_report({OUT: dict(zip(names, (doubt, enough, surest), strict=True))})).decisions
+    assert decision["fc/output"].candidate == ROW
+    assert decision["fc/output"].rejected["torch_fast:rowwise_e4m3"].startswith("slower: 80 ")
+
+
 times = st.floats(10, 300)
+spread = st.sampled_from([0.0, 0.05, 0.5, 1.0])
 casts = st.sampled_from(["e4m3_row", "e4m3_tensor"])
 
 
@@ -116,7 +132,7 @@ def layers(draw):
     for gemm in Gemm:
         high = Option(name="hp", time=exactly(draw(times)), casts=None)
         low = [
-            Option(name=f"k{i}", time=exactly(draw(times)), casts=(draw(casts), draw(casts)))
+            Option(name=f"k{i}", time=unsure(draw(times), draw(spread)), casts=(draw(casts), draw(casts)))
             for i in range(draw(st.integers(0, 4)))
         ]
         options[gemm] = {option.name: option for option in (high, *low)}

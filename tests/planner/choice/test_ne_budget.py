@@ -40,7 +40,17 @@ def test_a_doubtful_effect_costs_its_upper_end():
     assert chosen(loka.plan(report, Budget(ne=1.5e-5))) == {"sure": ROW, "unsure": "hp"}
 
 
-@pytest.mark.parametrize("limit", [{"ne": Fraction(1, 10**4)}, {"min_sqnr_db": "25"}, {"min_speedup": "1"}])
+@pytest.mark.parametrize(
+    "limit",
+    [
+        {"ne": Fraction(1, 10**4)},
+        {"ne": 10**400},
+        {"min_sqnr_db": "25"},
+        {"min_speedup": "1"},
+        {"regions": "no"},
+        {"keep_prediction": 0},
+    ],
+)
 def test_a_limit_that_no_file_could_hold_is_refused_by_name(limit):
     """A plan with it was made, and could not be saved."""
     with pytest.raises(ValueError, match=f"{next(iter(limit))} is "):

@@ -168,6 +168,8 @@ class Plan(
         known = [(d.hp_microseconds, d.microseconds, d.saved_us) for d in self.decisions.values()]
         before = [hp.value for hp, us, _ in known if hp and us]
         after = [us.value - saved for hp, us, saved in known if hp and us]
+        if not after:
+            return f"{text}. None of what it runs was timed: no speed is claimed.{self._spent()}"
         left = f" {len(known) - len(after)} sites were not timed." if len(after) < len(known) else ""
         joined = any(d.reason.startswith(IN_REGION) for d in self.decisions.values())
         around = ", regions in cells of single layers: loka.confirm times whole steps" if joined else ""

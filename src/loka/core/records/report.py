@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -170,9 +171,19 @@ class Report(RecordFile, kind="loka-report", version=2, way_out="measure again w
         for name, site in report.sites.items():
             if site.path not in report.model.layers:
                 raise ValueError(f"site {name} is of no layer of the model")
+            if name != site.name:
+                raise ValueError(f"site {name} is {site.name}")
+            if HP not in site.measurements or site.measurements[HP].unsupported:
+                raise ValueError(f"{name}: {HP} was not measured")
             for candidate, measured in site.measurements.items():
                 if not measured.unsupported and not {"sqnr_db", "mere"} <= measured.errors.keys():
                     raise ValueError(f"{name}: {candidate} has neither errors nor a reason")
+            _require_times(name, site.measurements)
+        for times in (report.region_times, report.times_in_chains):
+            for path, arms in times.items():
+                _require_times(f"{path} in a region", arms)
+        if not all(-1 <= r <= 1 for others in report.alike.values() for r in others.values()):
+            raise ValueError("alike has a correlation that cannot be")
         return report
 
     def __str__(self) -> str:
@@ -203,6 +214,14 @@ class Report(RecordFile, kind="loka-report", version=2, way_out="measure again w
         for path, reason in self.no_effect.items():
             layers.setdefault(reason, []).append(path)
         return [_unknown(", ".join(paths), why) for why, paths in layers.items()]
+
+
+def _require_times(where: str, measurements: Mapping[str, Measurement]) -> None:
+    """Plans divide by them, and compare their ends. An end may be 0 or infinite, as of few rounds."""
+    for name, measured in measurements.items():
+        for what, time in (("microseconds", measured.microseconds), ("speed-up", measured.speedup)):
+            if time is not None and not (0 < time.value < math.inf and 0 <= time.low <= time.value <= time.high):
+                raise ValueError(f"{where}: {name} has {what} that cannot be, {time}")
 
 
 def _region_line(path: str, times: Mapping[str, Measurement], arm: str, among: str) -> str | None:

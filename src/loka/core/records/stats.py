@@ -36,6 +36,7 @@ from loka.core.storage.files import (
 )
 
 _KIND, _VERSION, _RECORD = "loka-stats", 1, "stats.json"
+_MOST_ROWS = 2**31 - 1  # of a GEMM: libraries count its sides in 32 bits
 _WAY_OUT = "probe again, or use a copy of the folder; a running probe rewrites it at its next save"
 
 OPERANDS = ("input", "weight", "grad_output")
@@ -148,6 +149,12 @@ class Stats:
         """
         if not 0 < batch < math.inf:
             raise LokaError(f"batch is {batch}; it is a share of the probed rows, above 0")
+        most = max((layer.rows for layer in self.layers.values()), default=0) * batch
+        if most > _MOST_ROWS:
+            raise LokaError(
+                f"batch is {batch}: {most:.3g} rows, and no GEMM takes more than {_MOST_ROWS}",
+                way_out="a share of the probed rows by which a batch has as many rows as requests bring",
+            )
         layers = {
             path: replace(
                 layer,

@@ -16,6 +16,7 @@ rank and every run decides alike.
 import itertools
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from loka.compiler.joint_sites import ARMS
 from loka.core.error import Estimate
@@ -72,7 +73,15 @@ class Layer:
     options: Mapping[Gemm, Mapping[str, Option]]
     rejected: Mapping[Gemm, Mapping[str, str]]
     savings: Savings
-    regions: tuple[Choice, ...] = ()  # all GEMMs as parts of a region, where that was timed and is allowed
+    min_speedup: float
+    regions: Sequence[Choice] = ()  # all GEMMs as parts of a region, where that was timed and is allowed
+
+    @cached_property
+    def allowed(self) -> list[Choice]:
+        fixed = set(self.fixed)
+        return allowed_choices(
+            self.options, self.savings, min_speedup=self.min_speedup, fixed=fixed, regions=self.regions
+        )
 
 
 def option_of(site: SiteReport, name: str) -> Option | None:
@@ -178,17 +187,19 @@ def earns(choice: Choice, gemm: Gemm, hp: Option, min_speedup: float) -> bool:
 
 
 def _fastest_by_casts(options: Mapping[str, Option]) -> list[Option]:
-    """hp, then of each pair of casts, on which alone savings depend: the fastest, what is tied
-    with it, and the one whose time is most surely short, which may earn its place where they do not."""
+    """hp, then of each pair of casts, on which alone savings depend, those to which none is preferred whatever the
+    rest of the layer: none is faster by more than a tie and as surely short, so that it earns its place too."""
     by_casts: dict[tuple[str, str] | None, list[Option]] = {}
     for option in options.values():
         by_casts.setdefault(option.casts, []).append(option)
     kept = [*by_casts.pop(None, [])]
     for several in by_casts.values():
-        fastest = min(option.time.value for option in several)
-        surest = min(several, key=lambda option: (option.time.high, option.name))
-        kept += [o for o in several if o.time.value <= fastest * (1 + TIE) or o is surest]
+        kept += [option for option in several if not any(_preferred(other, option) for other in several)]
     return kept
+
+
+def _preferred(other: Option, option: Option) -> bool:
+    return other.time.value * (1 + TIE) < option.time.value and other.time.high <= option.time.high
 
 
 def _order(choice: Choice) -> tuple[int, tuple[str, ...]]:

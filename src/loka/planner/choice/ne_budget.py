@@ -20,7 +20,7 @@ from loka.core.records.report import HP, Report, SiteReport
 from loka.planner.choice.knapsack import Way, spend
 from loka.planner.choice.knapsack_several import Choice, Spent, spend_several
 from loka.planner.choice.layer_choice import Choice as LayerChoice
-from loka.planner.choice.layer_choice import Layer, allowed_choices, best_of, tied
+from loka.planner.choice.layer_choice import Layer, best_of, tied
 from loka.planner.choice.limits import Cost, Limits, cost_of, fits, regions_without_kl
 
 
@@ -34,7 +34,7 @@ class Granted:
 
 def grant(report: Report, budget: Budget, limits: Limits, layers: Mapping[str, Layer]) -> Granted:
     """Spends `limits` (planner/choice/limits.py) over `layers`."""
-    ways = {path: _layer_ways(path, layer, budget, limits) for path, layer in layers.items()}
+    ways = {path: _layer_ways(layer, limits) for path, layer in layers.items()}
     notes = (*report.unknown_effects(), *(regions_without_kl(report, limits) if budget.regions else ()))
     if len(limits) == 1:
         (limit,) = limits.values()
@@ -70,7 +70,7 @@ def is_forced(decision: Decision | None) -> bool:
     return decision is not None and decision.reason.startswith("forced by")
 
 
-def _layer_ways(path: str, layer: Layer, budget: Budget, limits: Limits) -> list[Choice]:
+def _layer_ways(layer: Layer, limits: Limits) -> list[Choice]:
     """The best choice for each effect that `output` can have, where spending more also saves time."""
     none = (0.0,) * len(limits)
     output = next((site for site in layer.sites if site.problem.gemm is Gemm.OUTPUT), None)
@@ -81,11 +81,8 @@ def _layer_ways(path: str, layer: Layer, budget: Budget, limits: Limits) -> list
             return [Choice(name=HP, time=0.0, effects=spent)]
         work = _work(output)
         return [Choice(name=HP, time=2 * work, effects=none), Choice(name=decided.candidate, time=work, effects=spent)]
-    allowed = allowed_choices(
-        layer.options, layer.savings, min_speedup=budget.min_speedup, fixed=set(layer.fixed), regions=layer.regions
-    )
     levels: dict[Cost, list[LayerChoice]] = {}
-    for choice in allowed:
+    for choice in layer.allowed:
         option = choice.options.get(Gemm.OUTPUT)
         cost = cost_of(output, option.name, limits) if output and option else spent
         levels.setdefault(cost, []).append(choice)
