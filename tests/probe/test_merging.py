@@ -81,9 +81,11 @@ def in_a_group_of_three(rank, folder):
 
 
 def learnt(seed, **options):
-    net = nn.Sequential(nn.Linear(5, 3), nn.Linear(3, 1))
+    with torch.random.fork_rng():
+        torch.manual_seed(100 + seed)
+        net = nn.Sequential(nn.Linear(5, 3), nn.Linear(3, 1))
     with loka.Probe(net, every=1, seed=seed, **options) as probe, torch.random.fork_rng():
-        torch.manual_seed(seed)
+        torch.manual_seed(100 + seed)
         for _ in range(2):
             net(torch.randn(20, 5)).sum().backward()
     return probe.stats()

@@ -71,11 +71,14 @@ def with_effects_of(whole: Stats, found: Stats) -> Stats:
 
 
 def _apart(both: LinearStats, *parts: LinearStats) -> frozenset[str]:
-    """The recipes whose effects are by other means or columns than those of `both`."""
+    """The recipes whose effects are by other means or columns than those of `both`, or went from a part for that: what
+    is left of them would be of the other's rows alone, of which rows by the order of merging."""
     casts = {CASTS[name][0] for name in LEARNING}
     other = {left for left in casts for part in parts if part.effects and not _alike(left, part, both)}
     found = {name for part in parts for name in part.effects}
-    return frozenset(name for name in LEARNING & found if CASTS[name][0] in other)
+    before = [part.effects.keys() for part in parts if part.effects and part.no_effect.startswith(OTHER_PARTS)]
+    gone = {name for known in before for name in LEARNING - known}
+    return frozenset(name for name in LEARNING & found if CASTS[name][0] in other or name in gone)
 
 
 def _alike(left: Cast, one: LinearStats, other: LinearStats) -> bool:

@@ -14,7 +14,7 @@ hot columns are others now. A window's own effects are those of the means and co
 a layer costs by those of the plan is more:
 
     now  = effect of the window * left * (1 + off)
-    off  = sum_k (mean_k - m_k)^2 / sum_k var_k                    of energy that the recipe meant to leave
+    off  = error by the plan's means / by the window's, less 1     core/records/recipe_drift.py
     left = error with the plan's columns / with the hottest now
 
 A falling amax does no harm: scales follow. One unsafe window closes a layer;
@@ -33,10 +33,10 @@ from loka.core.budget import total_effect, upper_bound
 from loka.core.error import Estimate, student_t_95
 from loka.core.exceptions import DataRefused, PlanMismatch
 from loka.core.numerics.effect import OTHER_PARTS
-from loka.core.numerics.hot_columns import LEFT
 from loka.core.recipe import SHARED_OPERANDS
 from loka.core.records.parts import joined_alike, lost_together
 from loka.core.records.plan import Plan, known_effect
+from loka.core.records.recipe_drift import columns_left, off_centre
 from loka.core.records.report import HP
 from loka.core.records.stats import OPERANDS, Distribution, Stats
 from loka.core.signature import MODEL_OPTIONS
@@ -49,9 +49,9 @@ GRADIENT = "grad_output"
 class Limits:
     """When the drift guard closes a layer, and after how many safe windows it opens it again.
 
-    `ne` is the budget that effects are small against where the plan has none. `centre`: the share of its input's
-    variance that means may add behind a centred recipe (a quarter at most where nothing moved); columns of a hot
-    one may leave `growth` times what the hottest would.
+    `ne` is the budget that effects are small against where the plan has none. `centre`: the share that means
+    which moved may add to the error of a centred recipe; columns of a hot one may leave `growth` times what the
+    hottest would.
     """
 
     amax_octaves: float = 1.0
@@ -248,8 +248,9 @@ def _layer(
         planned = plan.decisions.get(f"{path}/output")
         if old is None and planned is not None:
             old = known_effect(planned.kl)
-    off = _off_centre(plan.centres[path], learnt_now.get("input")) if path in plan.centres else 0.0
-    left = _left(plan.hot_columns.get(path, ()), recipe, learnt_now.get("input"))
+    given, weight = learnt_now.get("input"), learnt_now.get("weight")
+    off = off_centre(plan.centres.get(path, ()), recipe, given, weight)
+    left = columns_left(plan.hot_columns.get(path, ()), recipe, given)
     if new is not None:
         new = Estimate(*(left * (1 + off) * each if each else each for each in (new.value, new.low, new.high)))
     unsafe = []
@@ -267,7 +268,7 @@ def _layer(
         if grown and upper_bound(new) > negligible:
             unsafe.append(f"its KL/H grew {new.value / max(old.value, 1e-300):.1f} times")
     if off > limits.centre:
-        unsafe.append(f"means moved from those that are taken off its input: by {off:.0%} of its variance; plan again")
+        unsafe.append(f"means moved from those that are taken off: they add {off:.0%} to its error; plan again")
     if left > limits.growth:
         unsafe.append(f"its hot columns are others now: they leave {left:.1f} times the error; plan again")
     return LayerDrift(
@@ -296,30 +297,6 @@ def _moved_alike(shifts: Mapping[str, Mapping[str, Shift]]) -> dict[str, float]:
     found = {path: moved for path, moved in told.items() if moved is not None}
     others = {path: [moved for other, moved in found.items() if other != path] or [found[path]] for path in found}
     return {path: statistics.median(moved) for path, moved in others.items()}
-
-
-def _off_centre(centre: Sequence[float], learnt: Distribution | None) -> float:
-    """|mean now - m|^2 over the variance now, of all columns. A column without an m adds a quarter at most, as
-    planned: its mean is below half a standard deviation (core/numerics/centring.py)."""
-    if learnt is None or not {"mean", "square"} <= learnt.tensors.keys():
-        return 0.0
-    mean = learnt.tensors["mean"].double()
-    off = float((mean - mean.new_tensor(centre)).square().sum())
-    variance = float(learnt.tensors["square"].double().sum()) / max(learnt.numbers.get("count", 0), 1)
-    return off / variance if variance > 0 else math.inf if off > 0 else 0.0
-
-
-def _left(columns: Sequence[int], recipe: str | None, learnt: Distribution | None) -> float:
-    """The error that these columns' residuals leave, over what those of the hottest now would: 1 as planned."""
-    if learnt is None or recipe is None or not columns:
-        return 1.0
-    table = learnt.tensors.get("effect_columns_centred" if "_centred" in recipe else "effect_columns")
-    if table is None or not table.any():
-        return 1.0
-    heat = table.sum(dim=1)
-    taken = (heat[list(columns)].sum(), heat.topk(len(columns)).values.sum())
-    ours, best = (float(heat.sum() - (1 - LEFT) * each) for each in taken)
-    return ours / best
 
 
 def _untold(path: str, recipe: str | None, now: Estimate | None, after: Stats) -> str:

@@ -45,7 +45,8 @@ class Part:
     `width` is what a budget is charged for all layers together over their estimate, by the reference recipe:
     2 says that the upper end is twice the estimate; inf where nothing is known. At most `allowed` counts as
     known. `unknown` says why no KL/H can be stated at all, such as labels that are all alike; "" else.
-    `alike`: correlations of the changes that two layers make to its logit, such as of those that round one tensor.
+    `alike`: correlations of the changes that two layers make to its logit, such as of those that round one tensor:
+    of the reference recipe by layers, and where another's differ, by layers `in_recipe`.
     """
 
     task: str = ""
@@ -85,13 +86,26 @@ class Part:
         return f"{self.name}: KL/H known to a factor of {self.width:.2f}, from {self.rows} rows"
 
 
+def in_recipe(path: str, recipe: str) -> str:
+    """The name in `alike` of a layer whose changes are those of `recipe`; the reference's have the layer's own."""
+    return path if recipe == REFERENCE else f"{path}@{recipe}"
+
+
 def beyond_sum(
     alike: Mapping[str, Mapping[str, float]], recipes: Mapping[str, str], effects: Mapping[str, float]
 ) -> float:
     """What layers lose together beyond the sum of their `effects`: 2 r sqrt(a b) of each two in one recipe, which is
     exact to first order. Below zero where changes cancel (`Part.alike`)."""
-    pairs = ((a, b, r) for a, others in alike.items() for b, r in others.items() if a in effects and b in effects)
-    return math.fsum(2 * r * math.sqrt(effects[a] * effects[b]) for a, b, r in pairs if recipes[a] == recipes[b])
+    own = {in_recipe(path, recipes[path]): path for path in effects}
+    found: dict[frozenset[str], float] = {}
+    for one, others in alike.items():
+        for other, r in others.items():
+            if one in own and other in own:
+                if recipes[own[one]] == recipes[own[other]]:
+                    found[frozenset((own[one], own[other]))] = r
+            elif one in effects and other in effects and recipes[one] == recipes[other]:
+                found.setdefault(frozenset((one, other)), r)
+    return math.fsum(2 * r * math.sqrt(math.prod(effects[path] for path in pair)) for pair, r in found.items())
 
 
 def lost_together(

@@ -10,7 +10,8 @@ import torch
 
 from loka.core.numerics.effect import Effect
 from loka.core.numerics.label_rate import BaseRate, LabelRate, TaskRates, task_rates
-from loka.core.records.parts import REFERENCE, Part, judged
+from loka.core.recipe import RECIPES
+from loka.core.records.parts import REFERENCE, Part, in_recipe, judged
 from loka.probe.model_effects.calls import Found
 from loka.probe.model_effects.error_projection import effects_of
 from loka.probe.model_effects.movement import widened
@@ -21,6 +22,7 @@ from loka.statistics.effect_casts import CASTS
 ALIKE = 0.1
 """The least correlation that is kept; and four standard errors of one."""
 _PAIRS = 20_000
+_OTHERS = 20  # times fewer of each other recipe
 _OF_ALL_PARTS = 400_000  # pairs: a record holds two million values at most
 
 
@@ -116,21 +118,52 @@ def _effects(
 def alike(
     paths: Sequence[str], changes: Sequence[torch.Tensor], weighing: torch.Tensor | None, pairs: int = _PAIRS
 ) -> dict[str, dict[str, float]]:
-    """Correlations of s over rows, in the reference recipe, of each two layers: those that chance does not make,
-    and of more than `pairs`, which 200 layers have, those that say most of the joint effect."""
-    s = torch.stack([each[:, list(CASTS).index(REFERENCE)] for each in changes]).double().nan_to_num(0, 0, 0)
+    """Correlations of s over rows of each two layers: in the reference recipe those that chance does not make, in
+    others those that differ from these. INT8 steps of a heavy-tailed tensor agree where e4m3's do not.
+
+    Of more than `pairs`, which 200 layers have, those that say most of the joint effect; in other recipes of fewer.
+    """
+    reference, _ = both = _correlations(changes, REFERENCE, weighing)
+    found: dict[str, dict[str, float]] = {}
+    least = max(ALIKE, 4 / len(changes[0]) ** 0.5)
+    kept = _add(found, paths, REFERENCE, *both, torch.zeros_like(reference), pairs, least)
+    for recipe in (name for name in CASTS if name in RECIPES and name != REFERENCE):
+        _add(found, paths, recipe, *_correlations(changes, recipe, weighing), kept, max(pairs // _OTHERS, 1), least)
+    return found
+
+
+def _correlations(
+    changes: Sequence[torch.Tensor], recipe: str, weighing: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """r, above the diagonal, and the product of both sizes, [layers, layers]."""
+    s = torch.stack([each[:, list(CASTS).index(recipe)] for each in changes]).double().nan_to_num(0, 0, 0)
     s = s if weighing is None else s * weighing.sqrt()
     size = s.norm(dim=1, keepdim=True)
     s = s / size.clamp_min(1e-300)
-    both, least = (s @ s.t()).clamp(-1, 1).triu(1), max(ALIKE, 4 / s.shape[1] ** 0.5)
-    at = (both.abs() > least).nonzero()
+    return (s @ s.t()).clamp(-1, 1).triu(1), size * size.t()
+
+
+def _add(
+    found: dict[str, dict[str, float]],
+    paths: Sequence[str],
+    recipe: str,
+    r: torch.Tensor,
+    sizes: torch.Tensor,
+    known: torch.Tensor,
+    pairs: int,
+    least: float,
+) -> torch.Tensor:
+    """Adds to `found` those `pairs` at most whose `r` is not `known`; what is known then [layers, layers]."""
+    off = (r - known).abs()
+    at = (off > least).nonzero()
     if len(at) > pairs:
-        weight = (both * size * size.t()).abs()[at[:, 0], at[:, 1]]
-        at = at[weight.topk(pairs).indices.sort().values]
-    found: dict[str, dict[str, float]] = {}
-    for (a, b), one in zip(at.tolist(), both[at[:, 0], at[:, 1]].tolist(), strict=True):
-        found.setdefault(paths[a], {})[paths[b]] = round(one, 3)
-    return found
+        at = at[(off * sizes)[at[:, 0], at[:, 1]].topk(pairs).indices.sort().values]
+    first, second = at[:, 0], at[:, 1]
+    for a, b, one in zip(first.tolist(), second.tolist(), r[first, second].tolist(), strict=True):
+        found.setdefault(in_recipe(paths[a], recipe), {})[in_recipe(paths[b], recipe)] = round(one, 3)
+    known = known.clone()
+    known[first, second] = r[first, second]
+    return known
 
 
 def over_batches(found: Sequence[Found], path: str, task: int | None = None) -> torch.Tensor:
