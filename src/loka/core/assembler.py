@@ -53,11 +53,11 @@ def _keep(tool: str) -> None:
     except ImportError:  # without Triton
         return
     found, target = getattr(knobs.nvidia, tool).path, _TOOLS[tool]
-    if _keeps(found, target, "") is not False:
+    if keeps_constants(found, target) is not False:
         return
     script, variable = str(Path(__file__).with_name(f"{tool}.sh")), f"TRITON_{tool.upper()}_PATH"
     try:
-        kept = _keeps(script, target, found)
+        kept = keeps_constants(script, target, found)
         why = {None: "assembles nothing", False: "drops them too"}.get(kept)
     except OSError as error:
         why = str(error)
@@ -76,20 +76,17 @@ def _keep(tool: str) -> None:
         workers.shutdown_compile_workers()  # they have the environment of before
 
 
-def keeps_constants(ptxas: str, target: str) -> bool | None:
+@functools.cache
+def keeps_constants(ptxas: str, target: str, behind: str = "") -> bool | None:
     """Whether the code of a sum of which one half is read depends on what is added; None where nothing is assembled.
 
     Args:
+        ptxas: path of an assembler, or of the script beside this file that runs one.
         target: a GPU, as `sm_90`.
+        behind: the assembler that the script runs; where it is "", the environment names it.
 
     Raises OSError where `ptxas` cannot be run.
     """
-    return _keeps(ptxas, target, "")
-
-
-@functools.cache
-def _keeps(ptxas: str, target: str, behind: str) -> bool | None:
-    """`behind`: the assembler that `ptxas`, a script of ours, runs; by the environment where that is ""."""
     environment = {**os.environ, **({f"LOKA_{tool.upper()}": behind for tool in _TOOLS} if behind else {})}
     with tempfile.TemporaryDirectory() as folder:
         running = []  # side by side: a process takes as long to begin as to assemble

@@ -59,7 +59,7 @@ def signature(model: nn.Module, *, like: ModelSignature | None = None) -> ModelS
         parameters = dict(named_parameters(model))
         for path, shape in traced.items():
             assert shape.use is not None
-            held = [p for name, p in parameters.items() if _is_of(shape.use.key, name)]
+            held = [p for name, p in parameters.items() if is_view_of(shape.use.key, name)]
             if shape.use.caller in callers and any(
                 p.numel() >= shape.in_features * shape.out_features or is_shard(p) for p in held
             ):
@@ -67,7 +67,8 @@ def signature(model: nn.Module, *, like: ModelSignature | None = None) -> ModelS
     return ModelSignature(name=class_name(model), layers=layers)
 
 
-def _is_of(key: str, parameter: str) -> bool:
+def is_view_of(key: str, parameter: str) -> bool:
+    """Whether `key` names a parameter or a view of it, such as `w[:64]` or `w.chunk(2)[1]` of `w` (graph/views.py)."""
     return key == parameter or (key.startswith(parameter) and key[len(parameter)] in ".[~")
 
 
