@@ -145,7 +145,9 @@ def model_builder(name: str) -> Build:
                 f"cannot call {name}", why=[str(error)], way_out=f"it is called with {' and '.join(given)}"
             ) from error
         if not isinstance(model, nn.Module):
-            raise LokaError(f"{name} returned a {type(model).__name__}, not an nn.Module")
+            raise LokaError(
+                f"{name} returned a {type(model).__name__}, not an nn.Module", way_out="return the model that it builds"
+            )
         return model
 
     return built
@@ -216,7 +218,7 @@ def steps_between(every: str, option: str) -> int | Literal["auto"]:
     if every == "auto":
         return "auto"
     if not every.isdecimal() or int(every) < 1:
-        raise UnknownName(f"{option} {every!r}", way_out="a number from 1 on, or auto")
+        raise UnknownName(f"{option} {every!r} is no number of steps", way_out="a number from 1 on, or auto")
     return int(every)
 
 
@@ -261,7 +263,7 @@ def choose_device(name: str | None) -> str:
     """ "cuda" where there is a GPU, else "cpu"; a named one must exist."""
     device = name or ("cuda" if torch.cuda.is_available() else "cpu")
     if device.partition(":")[0] not in ("cpu", "cuda"):
-        raise UnknownName(f"--device {device!r}", way_out="cpu, cuda, or cuda:1")
+        raise UnknownName(f"--device {device!r} is no device", way_out="cpu, cuda, or cuda:1")
     if torch.device(device).type == "cuda" and not torch.cuda.is_available():
         raise LokaError(f"--device {device}: torch sees no GPU here", way_out="leave --device out, or say cpu")
     return device
@@ -288,7 +290,7 @@ def train_config(**fields: object) -> TrainConfig:
     for name, known in NAMED.items():
         names = get_args(known)
         if fields.get(name, names[0]) not in names:
-            raise UnknownName(f"--{name} {fields[name]!r}", way_out=f"one of {', '.join(names)}")
+            raise UnknownName(f"--{name} {fields[name]!r} is not known", way_out=f"one of {', '.join(names)}")
     try:
         return TrainConfig(**fields)  # type: ignore[arg-type]
     except ValueError as error:

@@ -76,7 +76,7 @@ def check_engine(engine: str, dense: str, exchange: str, config: TrainConfig, *,
     ask for what is not there."""
     for option, value, names in (("engine", engine, ENGINES), ("dense", dense, DENSE), ("qcomm", exchange, EXCHANGES)):
         if value not in names:
-            raise UnknownName(f"--{option} {value!r}", way_out=f"one of {', '.join(names)}")
+            raise UnknownName(f"--{option} {value!r} is not known", way_out=f"one of {', '.join(names)}")
     if engine == "torchrec" and dense == "fsdp2":
         raise LokaError(
             "--engine torchrec keeps the dense part whole on every rank, and --dense fsdp2 shards it",
