@@ -1,9 +1,9 @@
 """freeze: from a model, a plan and calibration rows to a server. The model stays as it was.
 
-Calibration rows serve three ends: static scales for recipes that need one (their largest |x|, doubled; FP8 is
-floating point, so a doubled range costs nothing but half of the smallest magnitudes), the alarm's ranges, and
-the errors on the card. Recipes with a scale for a row or a part of a row keep their current scales: see
-serve/sites.py.
+Calibration rows serve three purposes. They give static scales to the recipes that need one: the largest |x| times two,
+which costs nothing but the smallest magnitudes, since FP8 is floating point. They give the alarm its ranges. And they
+give the errors on the card. Recipes with a scale for a row, or for a part of a row, keep computing their scales from
+each request: see serve/sites.py.
 """
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -188,7 +188,7 @@ def freeze(
 def _weights(
     precise: nn.Module, skeleton: nn.Module, plan: Plan, run: Runner, rows: list[torch.Tensor], *, joined: bool
 ) -> dict[str, FrozenWeight]:
-    """Found as each refresh will find them: in a tree that new weights were put into."""
+    """The weights of the FP8 sites, found as each refresh finds them: in a tree that new weights were put into."""
 
     def call(tree: nn.Module) -> None:
         if any(leaf.is_meta for leaf in leaves(run(tree, rows))):
@@ -272,7 +272,9 @@ def _run_all(tree: nn.Module, batches: Sequence[Sequence[torch.Tensor]], run: Ru
 
 
 def _calibrate(precise: nn.Module, plan: Plan, batches: Sequence[Sequence[torch.Tensor]], run: Runner) -> _Found:
-    """Raises ServeRefused where a site's input is not finite, or zero in all rows."""
+    """Runs the calibration rows. Raises ServeRefused where the input of a site is not finite, or is
+    zero in all rows.
+    """
     seen: dict[str, list[torch.Tensor]] = {}
 
     def note(name: str, candidate: str, rows: torch.Tensor, weight: torch.Tensor) -> None:
@@ -322,7 +324,7 @@ def _frozen(
     in_hp: Mapping[str, Collection[int]],
     call: Callable[[nn.Module], list[Any]],
 ) -> tuple[nn.Module, list[Any], list[str], list[str]]:
-    """The tree, what it answers, the weights that it does without, and why not more."""
+    """The frozen tree, its answers, the keys of the weights that it drops, and why it keeps the others."""
     whole = frozen_tree(share(precise), plan, weights, scales, (), in_hp)
     answers = call(whole)
     keys, kept = droppable(whole, weights, in_hp)
@@ -344,7 +346,7 @@ def _frozen(
 
 
 def _answer_errors(answers: Sequence[Any], plain: Sequence[Any]) -> tuple[AnswerError, ...]:
-    """Of each output, over all batches."""
+    """The error of each output, over all batches."""
     low, high = (zip(*map(leaves, outputs), strict=True) for outputs in (answers, plain))
     return tuple(
         error_of(*(torch.cat([leaf.flatten() for leaf in column]) for column in pair))
