@@ -216,7 +216,7 @@ class Auto(Callback):
         return self.config.least_steps or max(int(run.steps * run.config.warmup), 100)
 
     def _half(self, run: Run) -> int:
-        """Of the way to where the probe may end first."""
+        """Half of the way to the step at which the probe may end first."""
         return max(min(self._least_steps(run), self._most(run)) // 2, 1)
 
     def _most(self, run: Run) -> int:
@@ -337,7 +337,7 @@ class Auto(Callback):
         return "\n".join(reasons) or None
 
     def _reach_verdict(self, run: Run) -> None:
-        """Goes back to bf16 where steps by the plan are not faster, as rank 0 times them."""
+        """Goes back to bf16 where steps by the plan are not faster, by the times that rank 0 takes."""
         self._verdict_at = 0
         assert self.plan is not None
         assert self._pace is not None
@@ -373,7 +373,9 @@ class Auto(Callback):
         return Budget()
 
     def _tracked(self, run: Run, alive: Callable[[], object]) -> Track:
-        """Progress that Ctrl-C gets through: it is deferred to between two steps, and so is measuring."""
+        """A progress display that lets Ctrl-C through. Ctrl-C is otherwise deferred to the end of a step, and measuring
+        is work between two steps.
+        """
 
         def track(items: Iterable[Any], description: str, total: int) -> Iterator[Any]:
             for item in self._track(items, description, total) if self._track else items:
