@@ -1,8 +1,8 @@
-"""ptxas of CUDA 12.8 to 13.0 drops constants, so that kernels of Triton are wrong without a word.
+"""Works around ptxas of CUDA 12.8 to 13.0, which drops constants, so that Triton kernels are wrong without an error.
 
-Of a packed addition, two 16-bit sums of which the program reads one, it adds zero (triton#11581). LLVM packs small
-indices so: a compiled InterFormer attended to events that its rows do not have (docs/log.md). It takes no GPU to see:
-two programs that differ in a constant become the same code.
+In a packed addition, which is two 16-bit sums, ptxas adds zero where the program reads only one of them (triton#11581).
+LLVM packs small indices in this way: a compiled InterFormer attended to events that its rows do not have (docs/log.md).
+No GPU is needed to see it: two programs that differ in a constant become the same code.
 """
 
 import functools
@@ -34,9 +34,9 @@ _PROGRAM = """.version 8.7
 
 
 def keep_constants() -> None:
-    """Where its ptxas drops constants, Triton assembles through ptxas.sh from here on: packed additions are split.
+    """Where ptxas drops constants, Triton assembles through ptxas.sh from here on, which splits packed additions.
 
-    The environment says so to Inductor's workers, and to processes that this one starts.
+    The environment tells Inductor's workers, and processes that this one starts, to do the same.
 
     Raises:
         WrongResults: the script cannot run, or constants are dropped nevertheless.

@@ -1,4 +1,4 @@
-"""Putting sites into a model, and taking them out."""
+"""Puts sites into a model, and takes them out."""
 
 import contextlib
 from collections.abc import Callable, Container, Mapping, Sequence
@@ -128,6 +128,9 @@ def _hot(path: str, output: str, layer: LinearShape, columns: Sequence[int]) -> 
 
 
 def use_of(path: str, shape: LinearShape) -> WeightUse:
+    """How a site reads its weight: `shape.use`, or for a module with a weight of its own that weight in its linear
+    form.
+    """
     if shape.use is not None:
         return shape.use
     return WeightUse(caller=path, key=f"{path}.weight" if path else "weight", form="linear")
@@ -193,8 +196,9 @@ _HOOK = "loka_hook"
 
 
 def _stay_in_python(module: nn.Module, args: tuple[object, ...]) -> None:
-    """A hook that does nothing. Its presence keeps nn.TransformerEncoderLayer out of the fused
-    inference path, which reads the weights of its layers itself and would pass sites by."""
+    """A hook that does nothing. Its presence keeps nn.TransformerEncoderLayer out of the fused inference path, which
+    reads the weights of its layers itself and would bypass sites.
+    """
 
 
 def _keep_out_of_fused_inference(model: nn.Module) -> None:

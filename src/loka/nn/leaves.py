@@ -1,9 +1,9 @@
-"""Modules whose whole forward is one GEMM with their own weight: its replacement calls the site at once.
+"""Modules whose whole forward is one GEMM with their own weight. Their replacement calls the site directly.
 
     nn.Linear   y = x W^T + b,  W [N, K]      Conv1D of Hugging Face  y = x W + b,  W [K, N]
     nn.Conv1d with a kernel of one            every position is a row
 
-No function mode is entered for them, which spares host time and compiles inside activation checkpoints.
+No function mode is entered for them, which saves host time and compiles inside activation checkpoints.
 """
 
 import torch
@@ -65,7 +65,7 @@ def _rows_of_nested(forward: LinearForward, input: torch.Tensor) -> torch.Tensor
 
 
 def leaf_forward(module: nn.Module) -> type[LinearForward] | None:
-    """What may replace the forward of `module`, or None where it is no such module."""
+    """The class that may replace the forward of `module`, or None where it is no such module."""
     if "forward" in module.__dict__ or not isinstance(weight_of(module), torch.Tensor):
         return None
     own = type(module).forward
