@@ -94,11 +94,7 @@ def freeze(
     check_plans(plan)
     if autocast not in (None, torch.bfloat16, torch.float16):
         raise ServeRefused(f"autocast={autocast!r} casts nothing", way_out="torch.bfloat16, torch.float16, or None")
-    if isinstance(calibration, (torch.Tensor, Mapping)):
-        raise ServeRefused("calibration is one request", way_out="give a list of requests, such as [rows]")
-    batches = list(calibration)
-    if not batches:
-        raise _too_few(0)
+    batches = _requests(calibration)
     precise = own_copy(model)
     for each in [plan] if isinstance(plan, Plan) else plan.values():
         check(precise, each, (Gemm.OUTPUT,))
@@ -127,15 +123,7 @@ def freeze(
     check_apart(model, lambda: run(precise, rows[0]))
     graphs = wants_graphs(graphs, device, scratch)
     weights = _weights(precise, skeleton, plan, run, form.check_rows(device), joined=graphs)
-    lost = [path for path in found.peaks if path not in weights]
-    if lost:
-        raise ServeRefused(
-            "these sites run for calibration rows and not for the rows that refresh finds weights by "
-            "(numbers between theirs, drawn one by one)",
-            why=lost,
-            way_out="plan again with them forced to 'hp'",
-        )
-    weights = {path: weights[path] for path in weights if path in found.peaks}
+    weights = _reached(weights, found)
     scales = found.scales(fp8)
     plain = _run_all(precise, rows, run)
     _errors(precise, plan, rows, run, found, weights, scales)
@@ -227,6 +215,16 @@ def _too_few(rows: int) -> ServeRefused:
     )
 
 
+def _requests(calibration: Iterable[Request]) -> list[Request]:
+    """Raises ServeRefused for a single request in the place of several, and for none."""
+    if isinstance(calibration, (torch.Tensor, Mapping)):
+        raise ServeRefused("calibration is one request", way_out="give a list of requests, such as [rows]")
+    found = list(calibration)
+    if not found:
+        raise _too_few(0)
+    return found
+
+
 def _check_rows(batches: Sequence[Sequence[torch.Tensor]]) -> None:
     count = sum(batch[0].shape[0] for batch in batches)
     if count < LEAST_ROWS:
@@ -240,6 +238,8 @@ def _check_rows(batches: Sequence[Sequence[torch.Tensor]]) -> None:
 
 @dataclass
 class _Found:
+    """By site, of the calibration rows: row maxima of the input, and energies of the output and of its error."""
+
     peaks: dict[str, torch.Tensor] = field(default_factory=dict)
     signal: dict[str, float] = field(default_factory=dict)
     noise: dict[str, float] = field(default_factory=dict)
@@ -269,6 +269,19 @@ class _Found:
 
 def _run_all(tree: nn.Module, batches: Sequence[Sequence[torch.Tensor]], run: Runner) -> list[Any]:
     return [mapped(run(tree, batch), torch.clone) for batch in batches]  # copied: a model may write over its answer
+
+
+def _reached(weights: dict[str, FrozenWeight], found: _Found) -> dict[str, FrozenWeight]:
+    """The weights of the sites that calibration rows reached. Raises ServeRefused where one of these has no weight."""
+    lost = [path for path in found.peaks if path not in weights]
+    if lost:
+        raise ServeRefused(
+            "these sites run for calibration rows and not for the rows that refresh finds weights by "
+            "(numbers between theirs, drawn one by one)",
+            why=lost,
+            way_out="plan again with them forced to 'hp'",
+        )
+    return {path: weight for path, weight in weights.items() if path in found.peaks}
 
 
 def _calibrate(precise: nn.Module, plan: Plan, batches: Sequence[Sequence[torch.Tensor]], run: Runner) -> _Found:

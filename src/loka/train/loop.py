@@ -37,7 +37,7 @@ from loka.train.config import Precision, TrainConfig
 from loka.train.interrupt import deferred_interrupt
 from loka.train.length import Length, batches_from, last_parts, unused_batches
 from loka.train.metrics import Quality, normalized_entropy, only
-from loka.train.ranks import alone_together, require_alike_told, require_as_one, together
+from loka.train.ranks import alone_together, require_alike_told, require_as_one, require_same_steps, together
 from loka.train.run import Callback, Run
 from loka.train.running import Reading
 from loka.train.schedule import rate_factor
@@ -180,15 +180,7 @@ def train(
     rhythm = Rhythm(config.checkpoint_every)
     saves = rhythm if checkpoints else "no checkpoints"
     parts = f", the last batches in {last_parts(source, config, length)} parts" if config.accumulate > 1 else ""
-    _, told = together(lambda: f"{length.steps} steps{parts}, a log line every {config.log_every}, {saves}")
-    if len(set(told)) > 1:
-        raise DataRefused(
-            "the ranks would take different numbers of steps or parts of them, or log or save at different ones, and "
-            "wait for each other",
-            why=[f"rank {rank}: {what}" for rank, what in enumerate(told)],
-            way_out="give all equally many rows (or set max_rows), one log_every and checkpoint_every, and "
-            "all a folder for checkpoints or none",
-        )
+    require_same_steps(f"{length.steps} steps{parts}, a log line every {config.log_every}, {saves}")
     of_config = config.identity(ranks=ranks_of())
     require_alike_told({name: value for name, value in of_config.items() if name != "seed"})
     identity = {

@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from loka.core.exceptions import LokaError
+from loka.core.exceptions import DataRefused, LokaError
 from loka.core.exchange import gather, ranks_of
 from loka.core.storage.alone import alone_in
 from loka.core.timing import first_line
@@ -121,6 +121,19 @@ def require_alike_told(fields: Mapping[str, Any]) -> None:
             "the ranks train by different configurations, so they would not train one model, or wait for each other",
             why=differences,
             way_out="give all ranks the same TrainConfig; its seed alone may differ",
+        )
+
+
+def require_same_steps(what: str) -> None:
+    """Raises DataRefused on all ranks where `what`, the steps that a rank is about to take, differs. A collective."""
+    _, told = together(lambda: what)
+    if len(set(told)) > 1:
+        raise DataRefused(
+            "the ranks would take different numbers of steps or parts of them, or log or save at different ones, and "
+            "wait for each other",
+            why=[f"rank {rank}: {theirs}" for rank, theirs in enumerate(told)],
+            way_out="give all equally many rows (or set max_rows), one log_every and checkpoint_every, and "
+            "all a folder for checkpoints or none",
         )
 
 
