@@ -83,7 +83,7 @@ def test_the_root_of_what_is_convex_and_rises(pieces, wanted):
         (lambda: across(gpus=(4,), engines=("ddp",), measured=steps("fsdp2")), "at most one for each of ddp"),
         (lambda: across(gpus=(4,), measured=steps("ddp", "ddp")), "there is one for each engine"),
         (lambda: across(gpus=(16,), measured=[replace(steps("ddp")[0], gpus=12)]), "12 GPUs do not fill nodes of 8"),
-        (lambda: across(**MANY, measured=[replace(steps("hsdp/8")[0], gpus=8)]), "8 GPUs are not two or more groups of 8"),
+        (lambda: across(**MANY, measured=[replace(steps("hsdp/8")[0], gpus=8)]), "8 GPUs are not two or more groups"),
         (
             lambda: across(gpus=(4,), network=network(inside=(2, 1)), measured=steps("ddp")),
             "its collectives alone are told to take",
