@@ -151,7 +151,7 @@ def _knee(points: Sequence[Point]) -> Point:
 
 
 def base_time(report: Report) -> float:
-    """All measured sites in hp: microseconds, or multiplications where nothing was timed."""
+    """The time of all measured sites in hp: in microseconds, or in multiplications where nothing was timed."""
     total = 0.0
     for site in report.sites.values():
         if report.timed:
@@ -163,7 +163,7 @@ def base_time(report: Report) -> float:
 
 
 def saved_time(made: Plan) -> float:
-    """What the plan saves of `base_time`, in the same unit."""
+    """How much of `base_time` the plan saves, in the same unit."""
     saved = 0.0
     for decision in made.decisions.values():
         if decision.candidate == HP:
