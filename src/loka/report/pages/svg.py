@@ -18,7 +18,7 @@ _TICKS = 5  # marks of an axis, about
 
 @dataclass(frozen=True, kw_only=True)
 class Scale:
-    """From data to pixels. With `log` data are positive."""
+    """Maps values of the data to pixels. With `log` the values are positive."""
 
     low: float
     high: float
@@ -57,7 +57,7 @@ def _linear_ticks(low: float, high: float, count: int) -> list[float]:
 
 
 def fit(values: Sequence[float], *, log: bool = False, include: Sequence[float] = ()) -> tuple[float, float]:
-    """A range that holds all finite values with some air."""
+    """A range that holds all finite values, with a margin."""
     finite = [v for v in (*values, *include) if math.isfinite(v) and (v > 0 or not log)]
     if not finite:
         return (1.0, 10.0) if log else (0.0, 1.0)
