@@ -47,7 +47,7 @@ def lower_backward(
     """
     trained = [site for site in sites if site.backward is not None]
     waiting = _scaled_by_readers(gemms, trained)
-    # What a GEMM's epilogue wrote is not read beside the bytes of its Z, which have its signs too.
+    # Backward does not read what a GEMM's epilogue wrote: the bytes of Z, which it reads anyway, have the signs too.
     found = {site.x: low[site.node] for site in trained}
     compared = {x: own for x, own in found.items() if own.by_rows and own.data is not None}
     edges = _edges(emitter.graph, trained, compared)

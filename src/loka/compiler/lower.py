@@ -50,7 +50,7 @@ def join_sites(graph: Graph) -> dict[str, str]:
     emitter = Emitter(graph)
     gemms = Gemms(emitter, {op for site in sites for op in (site.node, site.backward) if op is not None})
     weights = _quantize_weights(emitter, sites)
-    first: dict[Node, Low] = {}  # by the input as it was found
+    first: dict[Node, Low] = {}  # by the input of a site, as the graph had it at first
     products: dict[Node, Product] = {}  # by the node of a site
     for site in sites:
         with emitter.like(site.node):

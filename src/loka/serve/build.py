@@ -69,7 +69,9 @@ def load_precise(
         f"{key} is {has}, the model has {form}" for key, has in given.items() if has != (form := _form(tensors[key]))
     ]
     copies = OrderedDict[str, Any]((key, state.get(key, value)) for key, value in wanted.items())
-    versions = getattr(state, "_metadata", getattr(wanted, "_metadata", None))  # of how modules write their state
+    versions = getattr(
+        state, "_metadata", getattr(wanted, "_metadata", None)
+    )  # the versions of the form in which modules write their state
     if versions is not None:
         copies._metadata = versions  # type: ignore[attr-defined]
     shared: dict[int, str] = {}

@@ -118,7 +118,7 @@ def freeze(
     found = _calibrate(precise, plan, rows, run)
     if digest(rows) != content:
         raise ServeRefused("this model's forward writes to its inputs", way_out="let it write to a copy, `x.clone()`")
-    # After calibration: what forward makes in its first call alone, no later one writes.
+    # After calibration, so that attributes which forward only makes in its first call do not count.
     scratch = written_attributes(precise, lambda: run(precise, rows[0]))
     check_apart(model, lambda: run(precise, rows[0]))
     graphs = wants_graphs(graphs, device, scratch)

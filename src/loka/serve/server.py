@@ -306,7 +306,7 @@ class Server:
         if not isinstance(state, Mapping):
             raise ServeRefused(f"a {type(state).__name__} is no state dict", way_out="give model.state_dict()")
         whole, held = OrderedDict(state), self._current.module.state_dict()
-        if hasattr(state, "_metadata"):  # versions of how its modules write their state
+        if hasattr(state, "_metadata"):  # the versions of the form in which its modules write their state
             whole._metadata = state._metadata  # type: ignore[attr-defined]
         for pattern in [keep] if isinstance(keep, str) else keep:
             matching = [key for key in held if fnmatchcase(key, pattern)]

@@ -110,7 +110,7 @@ def steps_of(node: Node, values: list[Value], push: Callable[[Step], int]) -> Va
         return values[0]
     if target in _PASSED_ON:
         is_truth = value_of(args_of(node)[0]).dtype == torch.bool and value_of(node).dtype != torch.bool
-        # Two truths add up to 2, and have a difference; of booleans "add" is their "or".
+        # A boolean becomes a number here: as numbers two of them add up to 2, as booleans "add" is their "or".
         return push(Step("where", (values[0], 1.0, 0.0))) if is_truth else values[0]
     if target is aten.pow.Tensor_Scalar:
         power = float(args_of(node)[1])

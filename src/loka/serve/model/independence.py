@@ -72,12 +72,14 @@ def check_independent(
     """
     whole = [torch.cat(column) for column in zip(*batches, strict=True)]
     differs = torch.stack([(c != c[:1])[:, None].flatten(1).any(1) for c in whole]).any(0)
-    differs[0] = True  # beside it rows unlike it: of rows alike another order shows nothing
+    differs[0] = True  # and the rows that differ from it: among equal rows another order would show nothing
     picked = differs.nonzero()[:128, 0]
     batch, count = [column[picked] for column in whole], len(picked)
     answer = run(tree, pad(batch, 2 * count + 1, form))
     other = [column.flip(0) for column in batch]
-    beside = [torch.cat([a, b, b[-1:]]) for a, b in zip(batch, other, strict=True)]  # no last row like padding's
+    beside = [
+        torch.cat([a, b, b[-1:]]) for a, b in zip(batch, other, strict=True)
+    ]  # the last rows are unlike those of padding
     among = [torch.cat([torch.stack([b, a], 1).flatten(0, 1), b, b]) for a, b in zip(batch, other, strict=True)]
     answers = (answer, run(tree, beside), run(precise, beside), run(precise, among))
     for one, two, plain, moved in zip(*map(leaves, answers), strict=True):

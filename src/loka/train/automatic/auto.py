@@ -93,14 +93,14 @@ class Auto(Callback):
         self._say = say or (lambda text: None)
         self._probe: Probe | None = None
         self._stats: Stats | None = None
-        self._sampled = 0  # steps, in this process
+        self._sampled = 0  # sampled steps of this process
         self._looked_at = 0
         self._least = 0  # steps of the probe's phase, once it was found too early to end it
-        self._looks: list[Look] = []  # at ever twice the steps
-        self._step = ExitStack()  # in which FSDP2 keeps weights whole: a sampled one
+        self._looks: list[Look] = []  # each at twice the steps of the one before
+        self._step = ExitStack()  # open during a sampled step, in which FSDP2 keeps weights gathered
         self._pace: Pace | None = None
         self._in_bf16: Estimate | None = None  # milliseconds of a step before the plan
-        self._verdict_at = 0  # step; 0: not at all, or done
+        self._verdict_at = 0  # the step at which to judge the plan; 0: never, or done
         self._verdict = ""
 
     def identity(self) -> dict[str, Any]:
