@@ -8,7 +8,7 @@ log lines. A run that is killed and resumed ends with the same bits as one that 
 import math
 import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,6 +25,7 @@ from loka.core.exchange import ranks_of
 from loka.core.records.plan import Plan
 from loka.core.storage.files import canonical
 from loka.data.batch import Batch, Source, tasks_of
+from loka.data.workers import Track, untracked
 from loka.distributed import Fp8AllGather
 from loka.distributed.tables.sharded_tables import sharded_modules
 from loka.nn import unwrap
@@ -43,13 +44,6 @@ from loka.train.running import Reading
 from loka.train.schedule import rate_factor
 from loka.train.segments import Segments
 from loka.train.steps.forward import arguments, matrix_precision, predict, repeatable, tasks_in
-
-Track = Callable[[Iterable[Batch], str, int], Iterable[Batch]]
-
-
-def untracked(batches: Iterable[Batch], description: str, total: int) -> Iterable[Batch]:
-    """The progress display that shows nothing."""
-    return batches
 
 
 @dataclass(frozen=True)

@@ -22,9 +22,9 @@ from torch import nn
 
 from loka.core.exceptions import FileRefused, LokaError
 from loka.data.batch import Source
+from loka.data.workers import Track, untracked
 from loka.train.config import TrainConfig
 from loka.train.labels import require_both
-from loka.train.loop import Track, untracked
 from loka.train.metrics import Floats, checked, log_losses
 from loka.validation.annealed import Annealed, annealed
 from loka.validation.arms import NUDGED, ArmSpec

@@ -34,6 +34,7 @@ from loka.core.records.report import HP
 from loka.core.records.stats import Stats
 from loka.core.records.stats_bytes import from_bytes, to_bytes
 from loka.core.storage.codec import decode, encode
+from loka.data.workers import Track
 from loka.measurement import measure
 from loka.measurement.measure import timeable
 from loka.nn.fsdp_units import gathered_throughout
@@ -54,7 +55,6 @@ from loka.train.steps.blocks import left_as_written
 from loka.train.steps.step import Sight
 
 Phase = Literal["probe", "measure", "fp8", "bf16"]
-Track = Callable[[Iterable[Any], str, int], Iterable[Any]]
 
 NE_ALLOWED = 2e-4
 _CANNOT_RUN = (EffectUnknown, NoKernelFits, PlanMismatch, WrongResults)  # a plan; bf16 goes on
