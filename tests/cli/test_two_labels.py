@@ -113,7 +113,7 @@ def test_validate_has_a_verdict_for_each(folder):
 @pytest.mark.parametrize("command", [("demo",), ("bench", "step")])
 def test_what_is_of_one_task_says_so(folder, command):
     text = loka(*command, "--data", "rows", "--device", "cpu", cwd=folder, fails=True)
-    assert "the rows have 2 labels: click, buy" in text
+    assert "takes rows with one label, and these have 2: click, buy" in text
     assert '("label": "click")' in text
 
 

@@ -340,7 +340,7 @@ def test_the_command(folder):
     ("arguments", "told"),
     [
         (("--network", "none.json"), ("as a network", "examples/h200-ib.json")),
-        (("--network", EXAMPLE, "--gpus", "12"), ("12 GPUs in nodes of 8",)),
+        (("--network", EXAMPLE, "--gpus", "12"), ("12 GPUs do not fill nodes of 8",)),
         (("--network", EXAMPLE, "--gpus", "many"), ("are no numbers", "8,64")),
         (("--network", EXAMPLE, "--plan", "none.json"), ("none.json",)),
         (("--network", EXAMPLE, "--unit", "blocks.*"), ("no module", "'blocks.*'")),

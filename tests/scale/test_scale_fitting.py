@@ -80,10 +80,10 @@ def test_the_root_of_what_is_convex_and_rises(pieces, wanted):
 @pytest.mark.parametrize(
     ("wrong", "told"),
     [
-        (lambda: across(gpus=(4,), engines=("ddp",), measured=steps("fsdp2")), "one of ddp each"),
-        (lambda: across(gpus=(4,), measured=steps("ddp", "ddp")), "each engine that is told takes one"),
-        (lambda: across(gpus=(16,), measured=[replace(steps("ddp")[0], gpus=12)]), "12 GPUs in nodes of 8"),
-        (lambda: across(**MANY, measured=[replace(steps("hsdp/8")[0], gpus=8)]), "hsdp/8 on 8 GPUs"),
+        (lambda: across(gpus=(4,), engines=("ddp",), measured=steps("fsdp2")), "at most one for each of ddp"),
+        (lambda: across(gpus=(4,), measured=steps("ddp", "ddp")), "there is one for each engine"),
+        (lambda: across(gpus=(16,), measured=[replace(steps("ddp")[0], gpus=12)]), "12 GPUs do not fill nodes of 8"),
+        (lambda: across(**MANY, measured=[replace(steps("hsdp/8")[0], gpus=8)]), "8 GPUs are not two or more groups"),
         (
             lambda: across(gpus=(4,), network=network(inside=(2, 1)), measured=steps("ddp")),
             "its collectives alone are told to take",

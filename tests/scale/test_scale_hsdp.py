@@ -23,7 +23,7 @@ def test_hsdp_sends_between_nodes_what_a_card_holds():
 
 def test_engines_that_there_are():
     for options in ({"engines": ("fsdp",)}, {"engines": ("ddp",), "groups": (8,)}):
-        with pytest.raises(UnknownName, match="of ddp, fsdp2, hsdp; groups are of hsdp"):
+        with pytest.raises(UnknownName, match="of ddp, fsdp2, hsdp; groups are for hsdp alone"):
             across(**options)
     with pytest.raises(LokaError, match="one of 2, 4, 8, 16, 32"):
         across(groups=(12,))

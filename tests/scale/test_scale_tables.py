@@ -124,7 +124,7 @@ def test_without_torchrec(monkeypatch):
 )
 def test_tables_that_cannot_be(options):
     with pytest.raises(
-        LokaError, match=r"ids a sample|one of (fp32, bf16, fp8|size, rows, torchrec|2, 4)|both: |--ids"
+        LokaError, match=r"ids a sample|one of (fp32, bf16, fp8|size, rows, torchrec|2, 4)|give both: |--ids"
     ):
         across(**options)
 

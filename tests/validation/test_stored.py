@@ -21,9 +21,8 @@ from loka.core.error import Estimate
 from loka.core.exceptions import FileRefused, LokaError
 from loka.core.storage.codec import decode, encode
 from loka.core.storage.files import canonical, write_record
-from loka.train import TrainConfig
+from loka.train import TrainConfig, untracked
 from loka.train.automatic.timeline import Event, Timeline, load_timeline
-from loka.train.loop import untracked
 from loka.train.metrics import Quality
 from loka.validation.annealed import Annealed
 from loka.validation.arms import ArmSpec

@@ -24,7 +24,7 @@ from loka.cli.commands.validate import validate
 from loka.cli.inputs import choose_device
 from loka.cli.options import CacheFolder, DataFile, Device, NoCache, ScheduleName, SchemaFile, Seed, TestData, TimeLimit
 from loka.cli.terminal import say
-from loka.cli.torchrun import require_alone
+from loka.cli.torchrun import require_alone, under_torchrun
 from loka.core.exceptions import LokaError
 from loka.core.records.plan import Plan
 from loka.core.records.report import Report
@@ -44,7 +44,7 @@ _INTERRUPTED = (
 
 @contextlib.contextmanager
 def _interruptible() -> Iterator[None]:
-    """Ctrl-C and SIGTERM end a command here, with what stands."""
+    """Inside, Ctrl-C and SIGTERM end the command, with a message that says what is kept."""
     try:
         yield
     except KeyboardInterrupt as error:
@@ -53,8 +53,8 @@ def _interruptible() -> Iterator[None]:
 
 
 class _Commands(typer.core.TyperGroup):
-    """click would say "Aborted!" where one is interrupted, and keep to itself what stands. Commands of two
-    words come first."""
+    """The commands. An interrupted one says what is kept, where click would only say "Aborted!". A command of two
+    words, such as `scale calibrate`, is found before the command of its first word."""
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         if " ".join(args[:2]) in self.commands:
@@ -86,7 +86,7 @@ app.add_typer(serve_app, name="serve")
 def doctor(
     target: Annotated[str | None, typer.Option(help="Another target to ask for, such as sm_90.")] = None,
 ) -> None:
-    """What can run here, and why the rest cannot."""
+    """List what can run here, and why the rest cannot."""
     say(diagnose(target))
 
 
@@ -107,7 +107,7 @@ def demo(
     schedule: ScheduleName = "cosine",
     verbose: Annotated[bool, typer.Option("--verbose", help="Print the long tables of details.txt too.")] = False,
 ) -> None:
-    """Probe, measure, plan, convert and train; bf16 against the plan, paired."""
+    """Run the whole loop: probe, measure, plan, convert and train; compare the plan with bf16 in paired runs."""
     require_alone("demo")
     config = default_config(
         models=tuple(model or ()),
@@ -131,7 +131,7 @@ def merge(
     stats: Annotated[list[Path], typer.Argument(help="Folders of statistics, of ranks or of runs.")],
     out: Annotated[Path, typer.Option(help="Folder for the merged statistics.")] = Path("stats"),
 ) -> None:
-    """One set of statistics from several that watched other rows."""
+    """Merge statistics of several ranks or runs, which saw different rows, into one set."""
     merged = merge_stats([Stats.load(folder) for folder in stats])
     merged.save(out)
     say(f"{merged.sampled_steps} of {merged.steps} steps sampled in {len(stats)} folders; written: {out}")
@@ -147,19 +147,20 @@ def measure(
     device: Device = None,
     candidate: Annotated[list[str] | None, typer.Option(help="Measure only these; may be repeated.")] = None,
     errors_only: Annotated[
-        bool, typer.Option("--errors-only", help="No times, on a GPU either: where FP8 is safe comes first.")
+        bool, typer.Option("--errors-only", help="Take no times, on a GPU either: first see where FP8 is safe.")
     ] = False,
     inference: Annotated[
         float | None,
         typer.Option(
-            min=1e-6, help="For `loka serve`: forward alone, weights kept in FP8, at so many times the probed rows."
+            min=1e-6,
+            help="For `loka serve`: measure forward alone, with FP8 weights kept, at this multiple of the probed rows.",
         ),
     ] = None,
     time_limit: TimeLimit = None,
     cache: CacheFolder = None,
     no_cache: NoCache = False,
 ) -> None:
-    """Error, and on a GPU time, of every candidate at every site."""
+    """Measure the error, and on a GPU the time, of every candidate at every site."""
     found = Stats.load(stats)
     report = measure_stats(
         found if inference is None else found.for_inference(batch=inference),
@@ -206,7 +207,7 @@ def plan(
         bool, typer.Option("--frontier", help="KL/H against time over budgets, instead of one plan.")
     ] = False,
 ) -> None:
-    """Decide every site within a budget, with the reasons. Needs no GPU."""
+    """Decide for every site what it runs, within a budget, and say why. Needs no GPU."""
     allowed = named_budget(
         budget,
         ne=ne,
@@ -238,7 +239,7 @@ def diff(
     first: Annotated[Path, typer.Argument(help="A plan.")],
     second: Annotated[Path, typer.Argument(help="Another plan.")],
 ) -> None:
-    """Which decisions differ between two plans."""
+    """List the decisions that differ between two plans."""
     say(diff_plans(Plan.load(first), Plan.load(second)))
 
 
@@ -247,10 +248,11 @@ def drift(
     plan: Annotated[Path, typer.Argument(help="The plan that runs.")],
     stats: Annotated[list[Path], typer.Argument(help="Folders written by `loka probe` since, the oldest first.")],
     before: Annotated[
-        Path | None, typer.Option(help="The statistics behind the plan; without them effects on KL/H alone.")
+        Path | None,
+        typer.Option(help="The statistics behind the plan; without them only effects on KL/H are compared."),
     ] = None,
     report: Annotated[
-        Path | None, typer.Option(help="The report behind the plan: which decisions would change.")
+        Path | None, typer.Option(help="The report behind the plan; then it lists which decisions would change.")
     ] = None,
 ) -> None:
     """Has the data moved since a plan was made?
@@ -291,22 +293,18 @@ def main() -> None:
     """The `loka` command: a LokaError is a message and exit status 2, not a traceback."""
     try:
         # A rank may wait for others in C++, where no handler of Python's runs: SIGTERM ends it as it is.
-        with _interruptible(), contextlib.nullcontext() if _several_ranks() else terminable():
+        with _interruptible(), contextlib.nullcontext() if under_torchrun() else terminable():
             app()  # which first makes the commands, for a tenth of a second
     except (LokaError, OSError) as error:
         say(f"{_whose()}{type(error).__name__}: {error}", error=True)
         raise SystemExit(2) from None
     finally:
-        # A rank's process group ends with its last owner, some of which are in circles: gloo's threads, which outlive
-        # it then, let go of tensors while Python ends, and abort the rank.
-        if _several_ranks():
+        # A rank's process group ends with its last owner, and some owners are in reference cycles. Without a collection
+        # gloo's threads outlive the group, free tensors while Python shuts down, and abort the rank.
+        if under_torchrun():
             gc.collect()
 
 
 def _whose() -> str:
-    """Under torchrun all ranks write to one terminal."""
-    return f"rank {os.environ.get('RANK', '?')}: " if _several_ranks() else ""
-
-
-def _several_ranks() -> bool:
-    return int(os.environ.get("WORLD_SIZE", "1")) > 1
+    """Which rank a message is from: under torchrun all ranks write to one terminal."""
+    return f"rank {os.environ.get('RANK', '?')}: " if under_torchrun() else ""

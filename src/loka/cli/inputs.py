@@ -101,7 +101,10 @@ def open_data(
 def size_of_world(rows: int | None, data: Path | None, *, default: int = 50_000) -> int:
     """What --rows says. Raises LokaError beside --data, which is taken whole."""
     if rows is not None and data is not None:
-        raise LokaError(f"--rows {rows} is of synthetic rows, and {data.name} is taken whole", way_out="leave it out")
+        raise LokaError(
+            f"--rows {rows} sets the number of synthetic rows, and {data.name} is read in full",
+            way_out="leave --rows out",
+        )
     return default if rows is None else rows
 
 
@@ -145,7 +148,9 @@ def model_builder(name: str) -> Build:
                 f"cannot call {name}", why=[str(error)], way_out=f"it is called with {' and '.join(given)}"
             ) from error
         if not isinstance(model, nn.Module):
-            raise LokaError(f"{name} returned a {type(model).__name__}, not an nn.Module")
+            raise LokaError(
+                f"{name} returned a {type(model).__name__}, not an nn.Module", way_out="return the model that it builds"
+            )
         return model
 
     return built
@@ -206,7 +211,7 @@ def one_task(source: Source, command: str, *, instead: str) -> None:
     tasks = tasks_of(source)
     if len(tasks) > 1:
         raise LokaError(
-            f"`{command}` is of one task, and the rows have {len(tasks)} labels: {', '.join(tasks)}",
+            f"`{command}` takes rows with one label, and these have {len(tasks)}: {', '.join(tasks)}",
             way_out=f'name one in the schema ("label": "{tasks[0]}"), or {instead}',
         )
 
@@ -216,7 +221,7 @@ def steps_between(every: str, option: str) -> int | Literal["auto"]:
     if every == "auto":
         return "auto"
     if not every.isdecimal() or int(every) < 1:
-        raise UnknownName(f"{option} {every!r}", way_out="a number from 1 on, or auto")
+        raise UnknownName(f"{option} {every!r} is no number of steps", way_out="a number from 1 on, or auto")
     return int(every)
 
 
@@ -225,7 +230,7 @@ def share_of_labels(base_rate: float | None, source: Source | None = None) -> fl
     several labels, whose shares are not one."""
     if base_rate is not None and source is not None and len(tasks := tasks_of(source)) > 1:
         raise LokaError(
-            f"--base-rate is one share of labels, and the rows have {len(tasks)}: {', '.join(tasks)}",
+            f"--base-rate gives the share of one label, and the rows have {len(tasks)}: {', '.join(tasks)}",
             way_out="leave --base-rate out: the labels of each task are counted",
         )
     if base_rate is not None and not 0 < base_rate < 1:
@@ -236,9 +241,10 @@ def share_of_labels(base_rate: float | None, source: Source | None = None) -> fl
 
 
 def effects_by(base_rate: float | None, source: Source, batch_size: int) -> dict[str, Any]:
-    """H's base rate for a Probe: the given one, or that of the labels of `source`.
+    """Arguments of a Probe: the base rate that H is computed from, as given or counted from the labels of `source`.
 
-    Without one there is no KL/H: an effect by the mean prediction would promise what does not exist.
+    Where the labels have none, the Probe measures no KL/H: with the mean prediction in its place it would promise an
+    effect that does not exist.
     """
     rate: Shares | None = _share_in_rows(source, batch_size) if base_rate is None else base_rate
     return {"effect_samples": 0} if rate is None else {"base_rate": rate}
@@ -261,7 +267,7 @@ def choose_device(name: str | None) -> str:
     """ "cuda" where there is a GPU, else "cpu"; a named one must exist."""
     device = name or ("cuda" if torch.cuda.is_available() else "cpu")
     if device.partition(":")[0] not in ("cpu", "cuda"):
-        raise UnknownName(f"--device {device!r}", way_out="cpu, cuda, or cuda:1")
+        raise UnknownName(f"--device {device!r} is no device", way_out="cpu, cuda, or cuda:1")
     if torch.device(device).type == "cuda" and not torch.cuda.is_available():
         raise LokaError(f"--device {device}: torch sees no GPU here", way_out="leave --device out, or say cpu")
     return device
@@ -275,7 +281,7 @@ def restore(path: Path, model: nn.Module) -> Checkpoint:
             f"{path} holds no checkpoint", way_out="name the folder that `loka train --checkpoints` wrote to"
         )
     if not require_model(found, model):
-        say("whether its run's model is this one goes by names and shapes: kinds of modules are not known")
+        say("the checkpoint does not say of which kinds of modules its model is: only names and shapes were compared")
     restore_model(found.state, model, path=found.path)
     if found.state.get("average") or found.state.get("averaged") is not None:  # of one rank, of several
         say("the weights are those of the last step, not their mean (--average)")
@@ -283,12 +289,12 @@ def restore(path: Path, model: nn.Module) -> Checkpoint:
 
 
 def train_config(**fields: object) -> TrainConfig:
-    """Raises UnknownName for a name that does not exist, such as of a precision or a schedule, LokaError for
-    what else cannot be."""
+    """The configuration of a run. Raises UnknownName for an unknown name, such as that of a precision or a schedule,
+    and LokaError for other values that cannot be."""
     for name, known in NAMED.items():
         names = get_args(known)
         if fields.get(name, names[0]) not in names:
-            raise UnknownName(f"--{name} {fields[name]!r}", way_out=f"one of {', '.join(names)}")
+            raise UnknownName(f"--{name} {fields[name]!r} is not known", way_out=f"one of {', '.join(names)}")
     try:
         return TrainConfig(**fields)  # type: ignore[arg-type]
     except ValueError as error:

@@ -1,7 +1,7 @@
-"""Which model a command runs: as it is built, or with LoKA's mods, which make it another one.
+"""Which model a command runs: as it is built, or with LoKA's mods, which make another model of it.
 
-LoKA's own models get them by default. What a user's factory builds stays as it is, unless --mods asks for them:
-its checkpoints would fit the user's class by name, and give other numbers there.
+Models of LoKA's zoo get the mods by default. What a user's factory builds stays as it is unless --mods asks for them:
+checkpoints of the changed model would fit the user's class by name, and give other numbers there.
 """
 
 from collections.abc import Callable
@@ -35,7 +35,7 @@ def show_line(changes: Changes) -> None:
 
 
 def apply_mods(model: nn.Module, name: str, asked: bool | None, *, show: Show = show_line) -> None:
-    """In place, where `takes_mods` says so; `show` receives what they changed."""
+    """Applies the mods to the model, in place, where `takes_mods` says so; `show` receives what they changed."""
     if takes_mods(name, asked):
         show(mods.apply(model, MODS))
 

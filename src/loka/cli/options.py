@@ -1,4 +1,4 @@
-"""Options that several commands take, each declared once, and how one is refused that would change nothing."""
+"""Options that several commands take, each declared once, and a check that refuses options without an effect."""
 
 from pathlib import Path
 from typing import Annotated
@@ -32,10 +32,15 @@ Rows = Annotated[
 ]
 BatchSize = Annotated[int, typer.Option(min=1, help="Rows in a step.")]
 StepName = Annotated[
-    str, typer.Option("--step", help="eager; compile: blocks compiled; graph: and in one CUDA graph, or one a block.")
+    str,
+    typer.Option(
+        "--step", help="eager; compile: blocks are compiled; graph: and captured in one CUDA graph, or one a block."
+    ),
 ]
-DenseRate = Annotated[float, typer.Option("--lr", min=0, help="Of dense weights, Adam.")]
-SparseRate = Annotated[float, typer.Option("--sparse-lr", min=0, help="Of tables, row-wise AdaGrad.")]
+DenseRate = Annotated[float, typer.Option("--lr", min=0, help="Peak learning rate of dense weights (Adam).")]
+SparseRate = Annotated[
+    float, typer.Option("--sparse-lr", min=0, help="Peak learning rate of tables (row-wise AdaGrad).")
+]
 Warmup = Annotated[float, typer.Option(min=0, max=1, help="Share of the steps over which rates rise.")]
 ScheduleName = Annotated[
     str,
@@ -44,7 +49,7 @@ ScheduleName = Annotated[
     ),
 ]
 DecayShare = Annotated[
-    float, typer.Option("--decay", min=0, max=1, help="Of wsd: share of the steps over which rates fall.")
+    float, typer.Option("--decay", min=0, max=1, help="With wsd: share of the steps over which rates fall.")
 ]
 FinalRate = Annotated[
     float, typer.Option("--final-rate", min=0, max=1, help="What rates fall to, as a share of the peak.")
@@ -56,9 +61,10 @@ AverageShare = Annotated[
     float, typer.Option("--average-share", min=0, max=1, help="Share of the steps that the mean covers.")
 ]
 BaseRate = Annotated[
-    float | None, typer.Option("--base-rate", help="Share of positive labels, which NE is relative to; else counted.")
+    float | None,
+    typer.Option("--base-rate", help="Share of positive labels, which NE is relative to; counted if left out."),
 ]
-Seed = Annotated[int, typer.Option(min=0, help="Of the initial weights, the synthetic rows and the samples.")]
+Seed = Annotated[int, typer.Option(min=0, help="Seeds the initial weights, the synthetic rows and the samples.")]
 TimeLimit = Annotated[float | None, typer.Option(min=0, help="Seconds; the same command again goes on from there.")]
 CacheFolder = Annotated[Path | None, typer.Option(help="Folder of times measured before; the user's cache by default.")]
 NoCache = Annotated[bool, typer.Option("--no-cache", help="Time everything anew.")]
@@ -85,7 +91,7 @@ def refuse_idle(context: typer.Context, where: str, *names: str) -> None:
 
 
 def refuse_idle_rates(context: typer.Context, config: TrainConfig) -> None:
-    """Of schedules and means of weights. Raises as `refuse_idle`."""
+    """As `refuse_idle`, for the options of schedules and of means of weights."""
     if config.schedule != "wsd":
         refuse_idle(context, f"with --schedule {config.schedule}", "decay")
     if config.schedule == "constant":

@@ -1,4 +1,4 @@
-"""What the command line prints. Names in it come from records and models of others.
+"""Prints to the terminal. Names in what is printed may come from records and models of others.
 
 A module may be called "\\x1b[2J": sent to a terminal as it is, that clears the screen, and other sequences
 set its title, hide lines or type for the user. So control characters are printed as Python writes them.

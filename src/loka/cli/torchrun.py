@@ -30,12 +30,12 @@ ENGINES = ("torch", "torchrec")
 
 @contextmanager
 def process_group(device: str, *, of_one: bool = False) -> Iterator[str]:
-    """Within it the ranks that torchrun started are one group; yields the device of this one.
+    """Inside, the ranks that torchrun started are one process group; yields the device of this rank.
 
-    A group that is there already is used, and left. Without torchrun, or alone under it, nothing happens; or
-    this process becomes a group `of_one`. Other ranks than the first say nothing but errors.
+    A group that exists already is used and left as it is. Without torchrun, or with a single rank, there is no group,
+    or with `of_one` a group of this process alone. Ranks other than the first say nothing but errors.
     """
-    several = int(os.environ.get("WORLD_SIZE", "1")) > 1
+    several = under_torchrun()
     started = not dist.is_initialized() and (several or of_one)
     if started:
         if device == "cuda":  # the one GPU of this rank; "cuda:1" would be one for all
@@ -57,12 +57,17 @@ def process_group(device: str, *, of_one: bool = False) -> Iterator[str]:
             dist.destroy_process_group()
 
 
+def under_torchrun() -> bool:
+    """Whether torchrun started several ranks, this process among them."""
+    return int(os.environ.get("WORLD_SIZE", "1")) > 1
+
+
 def require_alone(command: str) -> None:
     """Raises LokaError under torchrun: each rank would do all of it, and write to one folder."""
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+    if under_torchrun():
         raise LokaError(
-            f"loka {command} is of one process",
-            why=["of all commands loka train alone shares its work out to ranks"],
+            f"loka {command} runs in one process only",
+            why=["of all commands only loka train shares its work out to ranks"],
             way_out=f"start loka {command} without torchrun",
         )
 
@@ -72,11 +77,11 @@ def rank_and_ranks() -> tuple[int, int]:
 
 
 def check_engine(engine: str, dense: str, exchange: str, config: TrainConfig, *, planned: bool) -> None:
-    """Raises LokaError where `--engine`, `--dense`, `--qcomm`, `--gather` and `--gradients` are no names, or
-    ask for what is not there."""
+    """Raises LokaError where `--engine`, `--dense`, `--qcomm`, `--gather` or `--gradients` has an unknown value, or
+    does not fit the others or the number of ranks."""
     for option, value, names in (("engine", engine, ENGINES), ("dense", dense, DENSE), ("qcomm", exchange, EXCHANGES)):
         if value not in names:
-            raise UnknownName(f"--{option} {value!r}", way_out=f"one of {', '.join(names)}")
+            raise UnknownName(f"--{option} {value!r} is not known", way_out=f"one of {', '.join(names)}")
     if engine == "torchrec" and dense == "fsdp2":
         raise LokaError(
             "--engine torchrec keeps the dense part whole on every rank, and --dense fsdp2 shards it",
@@ -85,8 +90,8 @@ def check_engine(engine: str, dense: str, exchange: str, config: TrainConfig, *,
         )
     if engine == "torch" and exchange != "fp32":
         raise LokaError(
-            f"--qcomm {exchange} is of TorchRec's exchange of embeddings, and nothing else exchanges them",
-            way_out="--engine torchrec beside it",
+            f"--qcomm {exchange} is for TorchRec's exchange of embeddings, and no other engine exchanges them",
+            way_out="add --engine torchrec, or leave --qcomm out",
         )
     if dense == "fsdp2" and ranks_of() == 1:
         raise LokaError(
@@ -95,19 +100,20 @@ def check_engine(engine: str, dense: str, exchange: str, config: TrainConfig, *,
         )
     if config.gradients != "hp" and (ranks_of() == 1 or engine == "torchrec"):
         raise LokaError(
-            f"--gradients {config.gradients} is of several ranks of --engine torch",
-            way_out="torchrun --nproc-per-node 4 -m loka train ..., without --engine, or no --gradients",
+            f"--gradients {config.gradients} needs several ranks, and --engine torch",
+            way_out="torchrun --nproc-per-node 4 -m loka train ... without --engine, or leave --gradients out",
         )
     if config.gather == "hp":
         return
     if dense != "fsdp2":
         raise LokaError(
-            f"--gather {config.gather} is of FSDP2; other engines gather no weights", way_out="--dense fsdp2 beside it"
+            f"--gather {config.gather} is for FSDP2; nothing else gathers weights",
+            way_out="add --dense fsdp2, or leave --gather out",
         )
     if not planned:
         raise LokaError(
-            f"--gather {config.gather} is of weights that run in FP8, and no plan says which",
-            way_out="--plan or --auto beside it",
+            f"--gather {config.gather} gathers the weights of FP8 sites, and no plan says which these are",
+            way_out="add --plan or --auto, or leave --gather out",
         )
 
 
@@ -142,7 +148,7 @@ def over_ranks(model: nn.Module, config: TrainConfig, *, engine: str, dense: str
 
 @contextmanager
 def naming_unused(model: nn.Module) -> Iterator[None]:
-    """Says of DistributedDataParallel's error about parameters without a gradient which they are."""
+    """Inside, DistributedDataParallel's error about parameters without a gradient names these parameters."""
     try:
         yield
     except RuntimeError as error:

@@ -1,8 +1,8 @@
-"""Which rows a run trained on, and whether those at hand are others: ids of another vocabulary name other rows of the
-tables, and are answered without an error.
+"""Which rows a run trained on, and whether the rows at hand are others.
 
-`loka serve freeze` keeps them beside the server as `trained_on.json`, with the sha256 of its card: a server that is
-saved into that folder from Python later may be of another run, and the file then says nothing.
+Ids of another vocabulary name other rows of the tables, and would be answered without an error. So `loka serve freeze`
+records the rows beside the server as `trained_on.json`, with the sha256 of the server's card: a server that Python
+saves into that folder later may be of another run, and the record then does not count.
 """
 
 from __future__ import annotations
@@ -46,12 +46,12 @@ class RunRows(
     card: str = sparse("")
 
     def keep(self, folder: Path) -> None:
-        """Beside the server in `folder`. Raises NotWritten where the disk refuses."""
+        """Saves this record beside the server in `folder`. Raises NotWritten where the disk refuses."""
         replace(self, card=sha256_of_file(folder / CARD)).save(folder / TRAINED_ON)
 
 
 def rows_of_run(found: Checkpoint) -> RunRows | None:
-    """None where the run does not say so."""
+    """The rows that a run trained on; None where its checkpoints do not say."""
     source = (identity_in(found.path.parent) or {}).get("source")
     if not isinstance(source, Mapping) or "identity" not in source:
         return None
@@ -59,8 +59,8 @@ def rows_of_run(found: Checkpoint) -> RunRows | None:
 
 
 def rows_of_server(folder: Path) -> RunRows | None:
-    """Of the run whose checkpoint was frozen into `folder`; None where that is not known, as of a server that Python
-    saved. Raises FileRefused for a damaged file."""
+    """The rows of the run whose checkpoint was frozen into `folder`; None where they are not known, as for a server
+    that Python saved. Raises FileRefused for a damaged file."""
     if not (folder / TRAINED_ON).exists():
         return None
     kept = RunRows.load(folder / TRAINED_ON)

@@ -1,14 +1,15 @@
 """Regions: what torch.compile makes of sites and the code between them.
 
-A pass over Inductor's joint graph, in which PyTorch itself has written down who reads what, forward and
-backward. See joint_pass.py for what it does, cones.py for what it may.
+LoKA adds a pass to Inductor, which rewrites the joint graph of forward and backward. In that graph PyTorch itself has
+written down who reads which value. joint_pass.py says how the pass is added, lower.py what it writes, and
+edges/cones.py which code it may take.
 """
 
 from loka.core.compiling import mend_compilers
 
 
 def install() -> None:
-    """Adds the pass to Inductor's configuration, once, behind what the user has there."""
+    """Adds the pass to Inductor's configuration, once, behind the passes that the user has there."""
     from torch._inductor import config
 
     from loka.compiler.joint_pass import RegionPass  # here, so that `import loka` loads no compiler

@@ -1,7 +1,7 @@
-"""Backward of joined sites: an edge below each output, and the two GEMMs behind it.
+"""The backward of joined sites: an edge below each output, and the two GEMMs behind it.
 
-(r x)8^T, the second operand of grad_weight, is written by the edge below the site that made x, where what x
-is computed from is read anyway; else by a kernel of its own.
+The second operand of grad_weight, (r x)8^T, is written by the edge below the site that made x, because that edge reads
+what x is computed from anyway. Where there is no such edge, a kernel of its own writes it.
 """
 
 from dataclasses import dataclass, field
@@ -41,13 +41,13 @@ class Edge:
 def lower_backward(
     emitter: Emitter, gemms: Gemms, sites: list[JointSite], low: dict[Node, Low], weights: dict[Node, Weight]
 ) -> tuple[dict[Node, Node], Node | None]:
-    """Lowers the backward ops; gives back r by the node of its site, and the last GEMM, if there is any.
+    """Lowers the backward ops of the sites. Returns r by the node of its site, and the last GEMM, or None without one.
 
-    `low`: inputs, and `weights`, by the node of a site.
+    `low`: the quantized inputs, and `weights`: the quantized weights, both by the node of a site.
     """
     trained = [site for site in sites if site.backward is not None]
     waiting = _scaled_by_readers(gemms, trained)
-    # What a GEMM's epilogue wrote is not read beside the bytes of its Z, which have its signs too.
+    # Backward does not read what a GEMM's epilogue wrote: the bytes of Z, which it reads anyway, have the signs too.
     found = {site.x: low[site.node] for site in trained}
     compared = {x: own for x, own in found.items() if own.by_rows and own.data is not None}
     edges = _edges(emitter.graph, trained, compared)
@@ -90,9 +90,9 @@ def lower_backward(
 
 
 def _scaled_by_readers(gemms: Gemms, trained: list[JointSite]) -> dict[Node, Node]:
-    """Lets what reads a gradient multiply it by its rows' scales, where it can.
+    """Lets the readers of a gradient multiply it by the scales of its rows, where they can.
 
-    Gives back, by the node of a site, what stands for these scales until there is an edge that makes them.
+    Returns, by the node of a site, the placeholder for these scales. It stands there until an edge makes them.
     """
     found: dict[Node, Node] = {}
     for site in trained:
@@ -100,7 +100,7 @@ def _scaled_by_readers(gemms: Gemms, trained: list[JointSite]) -> dict[Node, Nod
         assert backward is not None
         dx = next((user for user in backward.users if args_of(user)[1] == 0), None)
         if site.wants_input and dx is not None and gemms.scaled_by_readers(dx, site.outputs):
-            found[site.node] = gemms.scaled_by_what_comes(dx, backward)
+            found[site.node] = gemms.scaled_by_placeholder(dx, backward)
     return found
 
 
@@ -132,7 +132,7 @@ def _edges(graph: Graph, trained: list[JointSite], low: dict[Node, Low]) -> dict
 
 
 def _only_summed(sums: set[Node]) -> set[Node]:
-    """The sums, and the nodes whose values go into them alone."""
+    """The sums over rows, and those nodes whose values are read by these sums alone."""
     found = set(sums)
     waiting = [s.args[0] for s in sums]
     while waiting:
@@ -146,7 +146,7 @@ def _only_summed(sums: set[Node]) -> set[Node]:
 
 
 def _host(site: JointSite, edges: dict[Node, Edge]) -> Edge | None:
-    """The edge that writes (r x)^T of `site`: that of the latest site which made x."""
+    """The edge that can write (r x)^T of `site`: that of the latest of the sites which made x; None without one."""
     matrix = Matrix(rows=site.rows, features=site.inputs)
     # x may come out of a forward edge that reads later sites too; backward runs the edges of those first.
     earlier = (edge for edge in edges.values() if edge.site.node < site.node)
@@ -166,7 +166,7 @@ def _host(site: JointSite, edges: dict[Node, Edge]) -> Edge | None:
 
 
 def _write(mine: Edge, low: dict[Node, Low]) -> tuple[Writer, Program]:
-    """The program of an edge, while the nodes of its cone are as they were found."""
+    """Writes the program of an edge. Its nodes must still be as they were when its cone was found."""
     site, transposes = mine.site, mine.transposes
     writer = Writer(mine.cone, {} if transposes is None or mine.recomputed else _kinds(low[transposes.node]))
     gradient = writer.place(mine.root)
@@ -197,7 +197,7 @@ def _emit_edge(
 
 
 def _transpose(emitter: Emitter, site: JointSite, mine: Edge, own: Low) -> dict[str, Node]:
-    """(r x)8^T of a site by a kernel of its own."""
+    """(r x)8^T of a site, written by a kernel of its own."""
     writer = written(Matrix(rows=site.rows, features=site.inputs), _kinds(own))
     program = writer.program(transposed=_scaled(writer, own))
     return writer.run(emitter, program, site.rows, gradient_scale=mine.outputs["r"], tops=mine.outputs["tops"])

@@ -22,7 +22,7 @@ _INHERITED = ("recompute", "ac_graph_id", "partitioner_tag", "stack_trace", "cus
 
 
 class Emitter:
-    """Appends nodes; their order is made right afterwards, by `ordered`."""
+    """Appends nodes to a graph. `ordered` puts them into a valid order afterwards."""
 
     def __init__(self, graph: Graph) -> None:
         self.graph = graph
@@ -34,7 +34,9 @@ class Emitter:
 
     @contextmanager
     def like(self, node: Node) -> Iterator[None]:
-        """Within it new nodes stand before `node`, and belong to the same part of the graph as it does."""
+        """Inside this context new nodes are inserted before `node`, and count as the same part of the graph (forward or
+        backward).
+        """
         before, self._like = self._like, node
         try:
             with self.graph.inserting_before(node):
@@ -50,7 +52,7 @@ class Emitter:
         return node
 
     def replace(self, old: Node, new: Node) -> None:
-        """`new` stands in the place of `old` from now on."""
+        """From now on `new` stands for `old` in the whole graph."""
         self.redirect(old, new)
         self._replaced[old] = new
         before = self.lying.get(old, old.meta["val"])
@@ -58,18 +60,20 @@ class Emitter:
             self.lying[new] = before
 
     def redirect(self, old: Node, new: Node, besides: Node | None = None) -> None:
-        """Readers of `old` read `new` from now on; not `besides`, and not those that ask for its size."""
+        """Readers of `old` read `new` from now on, except those in `besides` and those that ask for its size."""
         old.replace_all_uses_with(new, delete_user_cb=lambda user: user is not besides and user.target is not SIZE)
 
     def now(self, node: Node) -> Node:
-        """What stands in the place of a node that was there at first."""
+        """The node that stands today for one of the original graph."""
         while node in self._replaced:
             node = self._replaced[node]
         return node
 
     def side(self, size: int | torch.SymInt) -> int | Node:
-        """A size as an argument. A symbolic one is made of sizes of the graph's inputs, as any other node may
-        come to be computed from what asks for it; one that depends on data is read off the first node."""
+        """A size as an argument of a node. A symbolic size is computed from sizes of the graph's inputs: any other node
+        might come to depend on the node that asks for the size. A size that depends on data is read off the first
+        node that has it.
+        """
         if isinstance(size, int):
             return size
         found = self._made(size.node.expr)
@@ -78,7 +82,9 @@ class Emitter:
         return found
 
     def _made(self, size: Any) -> int | Node | None:
-        """Out of inputs and integers, by sums and products; None where that is not possible."""
+        """The size computed from sizes of inputs and from integers, by sums and products; None where that is
+        impossible.
+        """
         if size.is_Integer:
             return int(size)
         found = self._sized(size, self.graph.find_nodes(op="placeholder"))
@@ -94,7 +100,9 @@ class Emitter:
         return whole
 
     def _sized(self, size: Any, nodes: Iterable[Node]) -> Node | None:
-        """The first node that is this size, or has it; none of backward, on which forward may not wait."""
+        """The first node that is this size, or has it as a side. Nodes of backward do not count, since forward may not
+        wait for them.
+        """
         for node in nodes:
             if in_backward(node):
                 continue
@@ -112,10 +120,10 @@ class Emitter:
         return self.call(operator.getitem, node, place)
 
     def in_rows(self, node: Node, features: int) -> Node:
-        """`node`, or one copy of it for all readers, whose memory is rows of so many elements.
+        """`node` with its memory in rows of the given length: itself, or one copy that all readers share.
 
-        What makes a transposed tensor can write the copy in its place: Inductor fuses a clone, and cannot see a copy
-        that an op makes inside.
+        Inductor can fuse a clone into the kernel that makes a transposed tensor. It cannot see a copy that an op makes
+        inside.
         """
         if _in_rows(node.meta["val"], features):
             return node
@@ -125,7 +133,9 @@ class Emitter:
         return self._copies[node]
 
     def constant(self, value: float, device: torch.device) -> Node:
-        """float32 [1], one node a value: Inductor launches a fill for each node that ops read."""
+        """A float32 [1] with this value, one node for each value: Inductor launches a fill for each
+        node that ops read.
+        """
         found = self._constants.get((value, device))
         if found is None:
             found = self.call(torch.ops.aten.full.default, [1], value, dtype=torch.float32, device=device)
@@ -141,12 +151,12 @@ def _in_rows(value: torch.Tensor, features: int) -> bool:
 
 
 def strides_of(value: Any) -> list[tuple[Any, ...]]:
-    """Of each tensor in a fake value, to be compared."""
+    """The strides of each tensor in a fake value, in a form that can be compared."""
     return [tuple(map(str, leaf.stride())) for leaf in _tensors(value)]
 
 
 def fake_of(target: Any, args: Any, kwargs: Any) -> Any:
-    """What an op gives of the fake values of nodes."""
+    """What an op returns, as fake values, for the fake values of its arguments."""
     values = torch.fx.node.map_arg((args, kwargs), lambda n: n.meta["val"])
     if target is operator.getitem:
         return values[0][0][values[0][1]]
@@ -162,7 +172,7 @@ def _tensors(values: Any) -> list[torch.Tensor]:
 
 
 def ordered(graph: Graph) -> None:
-    """Puts every node behind what it reads, and leaves the order as it is otherwise."""
+    """Moves every node behind the nodes that it reads, and changes the order no further."""
     waiting = {node: len(node.all_input_nodes) for node in graph.nodes}
     place = {node: number for number, node in enumerate(graph.nodes)}
     ready = [(place[node], node) for node, count in waiting.items() if not count]

@@ -79,7 +79,9 @@ def _region_gemm(
 
 
 def operands_recipe(a: torch.Tensor, a_scale: torch.Tensor) -> str:
-    """By which operands that come quantized were: of one row, INT8 too meets scales of b's rows."""
+    """The recipe that the quantized operands were made by, as the GEMM is to read their scales. INT8 always has scales
+    of rows, also where a has a single one.
+    """
     if not a.is_floating_point():
         return "int8_row"
     return "rowwise_e4m3" if a_scale.numel() > 1 else "tensorwise_e4m3"
@@ -117,7 +119,7 @@ class Gemms:
         self._emitter, self._joined = emitter, joined
 
     def call(self, site: JointSite, gemm: Gemm, a: Node, a_scale: Node | None, b: Node, b_scale: Node) -> Node:
-        """a b^T under the scales of its rows, which is one for None."""
+        """Emits a b^T, multiplied by the scales of the rows of a; None stands for a scale of one."""
         emitter = self._emitter
         m: int | Node = emitter.side(site.rows)
         n, dtype = site.outputs, value_of(site.x).dtype
@@ -130,10 +132,12 @@ class Gemms:
         return emitter.call(region_gemm, a, a_scale, b, b_scale, None, site.name, gemm.value, kernel, m, n, dtype)
 
     def scaled_by_readers(self, product: Node, summed: int) -> bool:
-        """Whether all that read a product [T, N] can multiply it by its rows' scales, and that saves time.
+        """Whether all readers of a product [T, N] can multiply it by the scales of its rows, and whether that saves
+        time.
 
-        `summed`: how many terms its elements are sums of. Code of the compiler's can; who needs the product
-        in memory would have it written once more. Float16 has no room for a product without its scales.
+        `summed`: how many terms each element is a sum of. A reader can do it where the compiler writes its code. A
+        reader that needs the product in memory would have it written once more. A product in float16 without its scales
+        may overflow.
         """
         found, (rows, columns) = readers(product), value_of(product).shape
         tiles = -(-rows // _TILE) * -(-columns // _TILE) if isinstance(rows, int) else _FEW + 1
@@ -148,14 +152,16 @@ class Gemms:
         )
 
     def scaled(self, product: Node, scale: Node) -> Node:
-        """The product times the scales [T, 1] of its rows, behind it in the graph."""
+        """The product times the scales [T, 1] of its rows, inserted behind it in the graph."""
         with self._emitter.graph.inserting_after(product):
             times = self._emitter.call(aten.mul.Tensor, product, scale)
         with self._emitter.graph.inserting_after(times):
             return self._emitter.call(prims.convert_element_type.default, times, value_of(product).dtype)
 
-    def scaled_by_what_comes(self, product: Node, backward: Node) -> Node:
-        """Has all readers read the product times scales of its rows, and gives back what stands for these."""
+    def scaled_by_placeholder(self, product: Node, backward: Node) -> Node:
+        """Has all readers read the product times the scales of its rows, which come later. Returns the placeholder that
+        stands for the scales until then.
+        """
         emitter = self._emitter
         rows = value_of(product).shape[0]
         with emitter.graph.inserting_after(product):

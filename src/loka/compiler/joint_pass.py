@@ -24,7 +24,7 @@ class RegionPass(CustomGraphPass):
     """Joins sites after `before`, the pass that was configured already."""
 
     def __init__(self, before: Any = None) -> None:
-        """`before`: a pass, several in a list (torch 2.13), or None."""
+        """`before`: the pass that the user configured, several of them in a list (torch 2.13), or None."""
         several = before if isinstance(before, list | tuple) else [before]
         self.before: list[Callable[[Graph], None]] = [each for each in several if each is not None]
 
@@ -36,14 +36,16 @@ class RegionPass(CustomGraphPass):
             log.info("%s runs by itself: %s", site, reason)
 
     def uuid(self) -> Any | None:
-        """Of the code; None, so that nothing is cached, where the user's pass says nothing of its own."""
+        """A digest of the code. None, by which nothing is cached, where the pass of the user has no uuid."""
         theirs = [each.uuid() if isinstance(each, CustomGraphPass) else None for each in self.before]
         return None if None in theirs else (*theirs, _digest())
 
 
 @functools.cache
 def _digest(package: Path = Path(__file__).parents[1]) -> str:
-    """Of what decides what the pass writes: this package, the ops that it emits, and the versions."""
+    """A digest of everything that decides what the pass writes: this package, the ops that it emits,
+    and the versions.
+    """
     files = sorted(file for part in ("compiler", "kernels") for file in (package / part).rglob("*.py"))
     content = hashlib.sha256()
     for file in files:

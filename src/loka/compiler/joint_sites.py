@@ -30,7 +30,7 @@ _KERNELS = {_RECIPE: ("torch", "torch_fast", "emulated"), _INTEGERS: ("loka_int8
 
 
 def misfit(in_features: int, out_features: int) -> str | None:
-    """Why a layer of these sides cannot be in a region, or None."""
+    """Why a layer with these sides cannot be in a region, or None where it can."""
     for side, size in (("in_features", in_features), ("out_features", out_features)):
         if not isinstance(size, int) or size % 16:
             return f"{side} = {size} is no multiple of 16"
@@ -38,7 +38,7 @@ def misfit(in_features: int, out_features: int) -> str | None:
 
 
 def unjoined(candidate: str) -> str | None:
-    """Why a GEMM by this candidate cannot be in a region, or None."""
+    """Why a GEMM by this candidate cannot be in a region, or None where it can."""
     recipe = recipe_in(candidate)
     if recipe not in _KERNELS:
         return f"{candidate} is none of {', '.join(_KERNELS)}, by which regions quantize"
@@ -143,7 +143,7 @@ def _site(node: Node) -> JointSite | str:
 
 
 def _backward(results: dict[int, Node]) -> Node | str | None:
-    """The one op that reads what forward kept, None where nothing does, or why it is not clear."""
+    """The one op that reads what forward kept; None where no op does; or, as a text, why it is not clear."""
     readers = {user for place, node in results.items() if place for user in node.users}
     if not readers:
         return None

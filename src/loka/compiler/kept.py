@@ -1,10 +1,10 @@
-"""Values that others are compared with exactly: written to memory once, and read from there.
+"""Values that others are compared with exactly are written to memory once, and read from there.
 
-Inductor leaves out a rounding to 16 bits that no memory makes, and makes the same value anew in other kernels,
-out of what memory rounded since: float32 numbers too. A maximum then equals none of what it is the maximum of,
-and its gradient, which looks for these elements, is divided by their count. Torch alone meets that behind norms
-and activations. A GEMM of torch writes its bias, where here code behind the GEMM adds it: so biased layers would
-meet it too.
+Inductor drops a rounding to 16 bits that no memory needs, and computes a value a second time in another kernel, from
+operands that memory has rounded since; it does so with float32 values too. A maximum then equals none of the elements
+that it is the maximum of, and its gradient, which looks for these elements, is divided by their count. With torch alone
+this happens behind norms and activations. With LoKA it would also happen behind layers with a bias: torch's GEMM writes
+the sum with the bias to memory, and here code behind the GEMM adds the bias.
 """
 
 import operator
@@ -28,7 +28,7 @@ _SIGNS = (aten.abs.default, aten.neg.default)  # a norm's gradient makes |x| ane
 
 
 def _kept(x: torch.Tensor) -> torch.Tensor:
-    """A copy, which no compiler can make anew from something else."""
+    """A copy of the value, which no compiler can compute a second time from something else."""
     return x.clone()
 
 
@@ -36,7 +36,7 @@ kept = registered("loka::kept", _kept, lambda x: torch.empty_like(x))
 
 
 def keep_compared(emitter: Emitter) -> None:
-    """Puts the op behind such values; it costs a copy of each."""
+    """Inserts the op behind each such value. It costs one copy of each."""
     compared = [node for node in emitter.graph.nodes if node.op == "call_function" and exact(node)]
     for node in dict.fromkeys(_source(each) for one in compared for each in one.all_input_nodes):
         if not is_tensor(node) or not value_of(node).is_floating_point() or _lies_in_memory(node):
@@ -47,7 +47,7 @@ def keep_compared(emitter: Emitter) -> None:
 
 
 def _source(node: Node) -> Node:
-    """What it shows in other places or under other signs, in the same dtype."""
+    """The node whose values `node` shows in other places or under other signs, in the same dtype."""
     while node.op == "call_function" and node.args:
         read = args_of(node)[0]
         moved = node.target in (*_MOVED, *_SIGNS) or (node.target is operator.getitem and read.target in _MOVED)
@@ -58,7 +58,7 @@ def _source(node: Node) -> Node:
 
 
 def _lies_in_memory(node: Node) -> bool:
-    """As a maximum of values that do is one of them."""
+    """Whether the value is in memory as it is; a maximum of such values is one of them."""
     if node.op != "call_function" or node.target in (*_IN_MEMORY, *EXTREMES):
         return True
     return "loka" in str(node.target)

@@ -21,14 +21,15 @@ _NOT_RUN = "it has not run yet: call the compiled model"
 
 @dataclass(frozen=True, kw_only=True)
 class Regions:
-    """Planned against applied.
+    """Which planned sites ran in regions, and which did not.
 
     Attributes:
-        planned: the sites whose recipe is that of regions, by name.
-        applied: the regions that ran last, as site names; a site alone is a region of one.
-        apart: why each other planned site is in none.
-        breaks: why Dynamo broke graphs, which makes regions smaller; of this process so far, where more than
-            one region ran, or a site in none.
+        planned: names of the sites whose recipe is that of regions.
+        applied: the regions that ran last, each as its site names. A site that ran by itself in a graph is a region of
+            one.
+        apart: why each other planned site is in no region.
+        breaks: why Dynamo broke graphs, which makes regions smaller. The list covers this process so far, and is filled
+            where more than one region ran, or a site in none.
     """
 
     planned: tuple[str, ...]
@@ -54,10 +55,11 @@ class Regions:
 
 
 def regions(model: nn.Module) -> Regions:
-    """The regions of a converted model, as they ran last, by whichever compiled graph or cache.
+    """The regions of a converted model as they ran last, whichever compiled graph or cache they came from.
 
-    Under torch.compile sites are joined where the compiler sees them in one graph; eagerly each runs by
-    itself. Nothing is compiled or run here; reading counters of sites that ran alone synchronizes.
+    Under torch.compile LoKA joins the sites that the compiler sees in one graph; eagerly each site runs by itself. The
+    call compiles and runs nothing. It reads counters of sites that ran by themselves, which synchronizes with the
+    device.
     """
     sites = sites_of(model)
     planned = {name: site for name, site in sites.items() if _wanted(site)}
@@ -82,7 +84,7 @@ def _wanted(site: Site) -> bool:
 
 
 def _named(region: list[str], site: Site, name: str, known: Collection[str]) -> tuple[str, ...]:
-    """Names in this model: a part that was converted by itself has its path in front."""
+    """The names in this model: a part that was converted by itself gets its path in front."""
     prefix = name.removesuffix(site.name)
     return tuple(prefix + other if prefix + other in known else other for other in region)
 

@@ -40,7 +40,7 @@ aten, prims = torch.ops.aten, torch.ops.prims
 
 
 def join_sites(graph: Graph) -> dict[str, str]:
-    """Joins the sites of a joint graph in place; returns why each other one runs by itself."""
+    """Joins the sites of a joint graph in place. Returns, by site name, why each other site runs by itself."""
     sites, apart = sites_in(graph)
     if not sites:
         if apart:
@@ -51,7 +51,7 @@ def join_sites(graph: Graph) -> dict[str, str]:
     emitter = Emitter(graph)
     gemms = Gemms(emitter, {op for site in sites for op in (site.node, site.backward) if op is not None})
     weights = _quantize_weights(emitter, sites)
-    first: dict[Node, Low] = {}  # by the input as it was found
+    first: dict[Node, Low] = {}  # by the input of a site, as the graph had it at first
     products: dict[Node, Product] = {}  # by the node of a site
     for site in sites:
         with emitter.like(site.node):
@@ -91,8 +91,10 @@ def join_sites(graph: Graph) -> dict[str, str]:
 def _quantize_input(
     emitter: Emitter, x: Node, site: JointSite, sites: list[JointSite], products: dict[Node, Product]
 ) -> Low:
-    """x [T, K] of a site, and of those that read it too, in eight bits: out of the GEMM before it, or by an
-    edge under a scale of each row. `x`: as it was found, where the site now reads what an edge gave."""
+    """x [T, K] of a site, and of other sites that read it, in eight bits: from the epilogue of the GEMM before it, or
+    from an edge, with a scale for each row. `x`: the node as it was found, where the site now reads what an edge
+    wrote.
+    """
     joined = {each.node for each in sites}  # each input of theirs has such an edge
     cone = cone_of(site.x, Matrix(rows=site.rows, features=site.inputs), {}, joined, forward=True)
     readers = [each for each in sites if each.x is x]
@@ -117,7 +119,7 @@ def _quantize_input(
 
 
 def _cast(emitter: Emitter, x: Node) -> Low:
-    """x [T, K] in FP8 by plain aten."""
+    """x [T, K] quantized to FP8 by plain aten ops, which Inductor fuses into what makes x."""
     values = emitter.call(prims.convert_element_type.default, x, torch.float32)
     device = x.meta["val"].device
     magnitude = emitter.call(aten.abs.default, values)
@@ -142,9 +144,8 @@ def _cast(emitter: Emitter, x: Node) -> Low:
 
 
 def _quantize_weights(emitter: Emitter, sites: list[JointSite]) -> dict[Node, Weight]:
-    """By the node of a site. Weights that are there before the first site go through one op, or two.
-
-    A weight that comes in FP8 is taken as it is.
+    """The quantized weights, by the node of a site. One op quantizes all weights that exist before the first site, and
+    a second one those in INT8. A weight that comes in FP8 is taken as it is.
     """
     position = {node: place for place, node in enumerate(emitter.graph.nodes)}
     given = {s.node: _given(s.weight) for s in sites if s.weight.target is dequantized}
@@ -159,22 +160,22 @@ def _quantize_weights(emitter: Emitter, sites: list[JointSite]) -> dict[Node, We
                 fp8, int8 = _in_fp8(emitter, group), _in_int8(emitter, group)
             for site in group:
                 own = int8[site.weight] if site.integers else fp8[site.weight]
-                turned = fp8.get(site.weight, own)
-                found[site.node] = replace(own, column=turned.column, column_scale=turned.column_scale)
+                transposed = fp8.get(site.weight, own)
+                found[site.node] = replace(own, column=transposed.column, column_scale=transposed.column_scale)
     return found
 
 
 def _in_fp8(emitter: Emitter, sites: list[JointSite]) -> dict[Node, Weight]:
-    """By the weight, those that a GEMM reads in FP8."""
-    turned: dict[Node, bool] = {}
+    """The FP8 copies, by weight, of the weights that some GEMM reads in FP8."""
+    transposed: dict[Node, bool] = {}
     for site in sites:
         if site.wants_input or not site.integers:
-            turned[site.weight] = turned.get(site.weight, False) or site.wants_input
-    if not turned:
+            transposed[site.weight] = transposed.get(site.weight, False) or site.wants_input
+    if not transposed:
         return {}
-    op = emitter.call(fp8_weights, list(turned), list(turned.values()))
+    op = emitter.call(fp8_weights, list(transposed), list(transposed.values()))
     found = {}
-    for place, (weight, both) in enumerate(turned.items()):
+    for place, (weight, both) in enumerate(transposed.items()):
         row, scale = emitter.item(op, 3 * place), emitter.item(op, 3 * place + 2)
         column = emitter.item(op, 3 * place + 1) if both else None
         found[weight] = Weight(row=row, row_scale=scale, column=column, column_scale=scale)
@@ -194,6 +195,8 @@ def _in_int8(emitter: Emitter, sites: list[JointSite]) -> dict[Node, Weight]:
 
 
 def _given(weight: Node) -> Weight:
-    """Of a node that dequantizes what came in FP8; nothing reads it when all its sites are joined."""
+    """The FP8 weight behind a node that dequantizes one. When all its sites are joined, nothing reads that node any
+    more.
+    """
     row, scale, _ = args_of(weight)
     return Weight(row=row, row_scale=scale, column=None, column_scale=scale)

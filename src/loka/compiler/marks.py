@@ -1,4 +1,4 @@
-"""Which sites make a region, and the ops that note what ran (notes.py)."""
+"""Finds which sites make a region, and inserts the ops that record what ran (notes.py)."""
 
 from torch.fx import Node
 
@@ -21,10 +21,10 @@ def mark_runs(
     last: tuple[Node, Node | None],
     record: str,
 ) -> None:
-    """Notes that the sites ran, and operands that are not finite: in forward, and in backward.
+    """Records that the sites ran, and which operands were not finite, in forward and in backward.
 
-    By the node of a site, `low`: inputs, and `scales`: r, where it has a backward; `last`: the last GEMM of
-    forward, and of backward.
+    `low`: the quantized inputs, and `scales`: r, both by the node of a site, the latter for sites with a backward.
+    `last`: the last GEMM of forward, and that of backward.
     """
     forward = [
         entry
@@ -70,7 +70,7 @@ def _place(gemm: Gemm, slot: int) -> int:
 
 
 def connected(sites: list[JointSite]) -> list[list[str]]:
-    """The regions: sites whose values reach each other without passing through another one."""
+    """The regions: groups of sites whose values reach each other without passing through another site."""
     by_y = {site.y: site for site in sites}
     regions: list[list[JointSite]] = []
     for site in sites:
@@ -84,7 +84,7 @@ def connected(sites: list[JointSite]) -> list[list[str]]:
 
 
 def makers_of(x: Node, outputs: set[Node]) -> list[Node]:
-    """The nodes of `outputs` that x is computed from without another one in between, the latest first."""
+    """Those of the nodes `outputs` that x is computed from without another of them in between, the latest first."""
     found, seen, waiting = set(), set(), [x]
     while waiting:
         node = waiting.pop()

@@ -1,4 +1,4 @@
-"""Reading nodes of a graph."""
+"""Reads nodes of a graph."""
 
 from typing import Any
 
@@ -10,12 +10,12 @@ BACKWARD = "loka_backward"
 
 
 def args_of(node: Node) -> tuple[Any, ...]:
-    """Its arguments, of which the types say no more than that they may be anything."""
+    """The arguments of a node, typed as anything: torch.fx says no more about them."""
     return node.args
 
 
 def value_of(node: Node) -> torch.Tensor:
-    """The fake tensor that stands for its result."""
+    """The fake tensor that stands for the result of a node."""
     value: torch.Tensor = node.meta["val"]
     return value
 
@@ -25,7 +25,7 @@ def is_tensor(node: Node) -> bool:
 
 
 def above(*nodes: Node) -> set[Node]:
-    """What they are computed from, by whatever way."""
+    """All nodes that the given nodes are computed from, directly or not."""
     found: set[Node] = set()
     waiting = [read for node in nodes for read in node.all_input_nodes]
     while waiting:
@@ -37,7 +37,7 @@ def above(*nodes: Node) -> set[Node]:
 
 
 def mark_backward(graph: Graph) -> None:
-    """Notes which nodes are computed from gradients that come from outside."""
+    """Marks the nodes that are computed from gradients which come from outside of the graph."""
     for node in graph.nodes:
         tangent = node.op == "placeholder" and "tangent" in str(node.target)
         node.meta[BACKWARD] = tangent or any(in_backward(each) for each in node.all_input_nodes)

@@ -80,8 +80,9 @@ normed_gemm = registered("loka::normed_gemm", _normed_gemm, _normed_gemm_fake)
 
 @dataclass(frozen=True, kw_only=True)
 class Product:
-    """A site's output in a graph. `node` is the GEMM, or what stands for it; readers read `y`, which may be
-    that times row scales."""
+    """The output of a site in a graph. `node` is the GEMM, or what stands for it; readers read `y`, which may be `node`
+    times the scales of its rows.
+    """
 
     site: JointSite
     node: Node
@@ -93,9 +94,10 @@ class Product:
 def normed_input(
     emitter: Emitter, site: JointSite, joined: set[Node], writer: Writer, program: Program, products: Iterable[Product]
 ) -> tuple[Low, Product] | None:
-    """x of `site` out of the epilogue of the GEMM before it, and that product, as backward reads it; None
-    where the program is no epilogue, or somebody else reads in forward what would no longer be there.
-    `joined`: the nodes of sites, which get x as it is quantized for this one."""
+    """x of `site` out of the epilogue of the GEMM before it, together with that GEMM's product as backward reads it.
+    None where the program is no epilogue, or where another node reads in forward what would no longer be in memory.
+    `joined`: nodes of sites, which get x as it is quantized for this one.
+    """
     found = matched(program)
     if found is None:
         return None
@@ -116,9 +118,11 @@ def normed_input(
 
 
 def _do_without(readers: set[Node], x: Node, joined: set[Node]) -> bool:
-    """Whether each is a site that reads x, or backward, or code for backward alone, or asks for a size.
+    """Whether every reader can do without the product in memory: a site that reads x, backward, code for backward
+    alone, or a question for a size.
 
-    One node reads the outputs of a graph, forward's among them; what writes a tensor outside has no reader.
+    The one output node of a graph reads forward's outputs too. An op that writes to a tensor from outside has no
+    reader.
     """
     waiting, seen = list(readers), set(readers)
     while waiting:
@@ -164,7 +168,7 @@ def _emitted(
 
 
 def _restored(emitter: Emitter, values: Node, steps: Node, *, like: Node) -> Node:
-    """y [T, N] in its dtype, from its bytes."""
+    """y [T, N] in its own dtype, computed from its bytes."""
     rows, columns = (emitter.side(each) for each in value_of(like).shape)
     blocks = value_of(steps).shape[1]
     wide = emitter.call(prims.convert_element_type.default, values, torch.float32)
@@ -177,7 +181,7 @@ def _restored(emitter: Emitter, values: Node, steps: Node, *, like: Node) -> Nod
 
 
 def _like(emitter: Emitter, node: Node, like: Node) -> Node:
-    """In the shape and the dtype of another node of as many elements."""
+    """The node in the shape and the dtype of another one, which has as many elements."""
     value = emitter.call(aten.view.default, node, [emitter.side(each) for each in value_of(like).shape])
     if value_of(value).dtype == value_of(like).dtype:
         return value

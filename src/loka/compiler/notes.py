@@ -28,7 +28,7 @@ _HERE = threading.local()
 
 @contextmanager
 def uncounted() -> Iterator[None]:
-    """Inside, sites that this thread runs, or records, are not counted: a graph is shorter by a launch."""
+    """Inside, sites that this thread runs or records are not counted, which saves one launch in a graph."""
     _HERE.uncounted = True
     try:
         yield
@@ -46,7 +46,7 @@ shows. Their memory is the graph's, which may write to it after the call."""
 
 @contextmanager
 def watched_by(watcher: Watcher) -> Iterator[None]:
-    """Inside, graphs that this thread runs, or records, show `watcher` what enters their sites."""
+    """Inside, graphs that this thread runs or records show `watcher` the inputs of their sites."""
     _HERE.watcher = watcher
     try:
         yield
@@ -98,13 +98,13 @@ def record_text(regions: Sequence[Sequence[str]], apart: dict[str, str]) -> str:
 
 
 def record_of(health: torch.Tensor) -> tuple[list[list[str]], dict[str, str]] | None:
-    """Regions and reasons of the graph that last ran the site with these counters; None if none did."""
+    """The regions of the graph that last ran the site with these counters, and the reasons; None if no graph did."""
     text = _RECORDS.get(health.data_ptr())
     return None if text is None else _parsed(text)
 
 
 def forget(healths: Iterable[torch.Tensor]) -> None:
-    """Of new counters: others, which are gone, may have had their addresses."""
+    """Forgets what is recorded for the addresses of new counters: earlier counters, now freed, may have had them."""
     for health in healths:
         _RECORDS.pop(health.data_ptr(), None)
 

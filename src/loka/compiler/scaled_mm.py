@@ -32,8 +32,9 @@ _FIXED = (edge, fp8_weights, normed_gemm)  # what they give lies as they say; el
 
 
 def call_scaled_mm(emitter: Emitter) -> None:
-    """Puts torch's op in the place of GEMMs that it can run, the last of forward and backward aside, which
-    hold the token of what counts runs."""
+    """Replaces the GEMMs that torch's own op can run by that op. The last GEMM of forward and that of backward stay,
+    because they hold the token that keeps the counting of runs alive.
+    """
     for node in list(emitter.graph.nodes):
         if node.target is region_gemm and node.args[TOKEN] is None and _is_torchs(node):
             with emitter.like(node):
@@ -55,7 +56,7 @@ def _is_torchs(node: Node) -> bool:
 
 
 def _lies(node: Node) -> bool:
-    """Whether it is sure to lie in memory as the op wants it: side by side, or of one element."""
+    """Whether a tensor is sure to lie in memory as the op needs it: its elements side by side, or only one element."""
     if node.target is aten.full.default:
         return True
     whole = value_of(node).dim() < 2 or value_of(node).stride(1) == 1
@@ -65,7 +66,7 @@ def _lies(node: Node) -> bool:
 
 
 def _runs(kernel: str, gemm: Gemm, one: bool, out: torch.Tensor, n: int) -> bool:
-    """Whether the kernel can, here; its reasons do not depend on the rows."""
+    """Whether the kernel can run the problem here; its reasons do not depend on the number of rows."""
     candidate = candidate_named(f"{kernel}:{'tensorwise' if one else 'rowwise'}_e4m3")
     sides = {"m": 16, "n": n, "k": 16}
     target = target_of(out.device)
@@ -86,7 +87,7 @@ def _scaled_mm(emitter: Emitter, node: Node) -> Node:
 
 
 def _first(emitter: Emitter, scale: Node, count: int) -> Node:
-    """`count` of the equal scales of a weight."""
+    """The first `count` of the equal scales of a weight."""
     if value_of(scale).shape[0] == count:
         return scale
     return emitter.call(aten.slice.Tensor, scale, 0, 0, count)

@@ -1,8 +1,7 @@
-"""Whether a learning rate has come down: what a prediction of KL/H says of NE by the labels depends on it.
+"""Whether a learning rate has come down. On this depends what a prediction of KL/H says about NE by the labels.
 
-The change of NE is mean((p - y) dz) / H + KL/H. The first part is of first order and of either sign while
-weights still move with every batch; it shrinks with the rate, and KL/H knows nothing of it
-(validation/annealed.py).
+The change of NE is mean((p - y) dz) / H + KL/H. The first part is of first order, and of either sign, while weights
+still move with every batch. It shrinks with the learning rate, and KL/H knows nothing of it (validation/annealed.py).
 """
 
 ANNEALED_RATE = 0.1
@@ -10,7 +9,7 @@ ANNEALED_RATE = 0.1
 
 
 def annealing_note(final_rate: float | None) -> str:
-    """Of a model whose last learning rate was this share of the peak; None where nobody said."""
+    """What to say of a model whose last learning rate was this share of the peak; None where nobody said."""
     if final_rate is None:
         return (
             "is this model annealed? Not known: the statistics do not say how the learning rate went. KL/H "

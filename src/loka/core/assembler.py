@@ -1,8 +1,8 @@
-"""ptxas of CUDA 12.8 to 13.0 drops constants, so that kernels of Triton are wrong without a word.
+"""Works around ptxas of CUDA 12.8 to 13.0, which drops constants, so that Triton kernels are wrong without an error.
 
-Of a packed addition, two 16-bit sums of which the program reads one, it adds zero (triton#11581). LLVM packs small
-indices so: a compiled InterFormer attended to events that its rows do not have (docs/log.md). It takes no GPU to see:
-two programs that differ in a constant become the same code.
+In a packed addition, which is two 16-bit sums, ptxas adds zero where the program reads only one of them (triton#11581).
+LLVM packs small indices in this way: a compiled InterFormer attended to events that its rows do not have (docs/log.md).
+No GPU is needed to see it: two programs that differ in a constant become the same code.
 """
 
 import functools
@@ -34,9 +34,9 @@ _PROGRAM = """.version 8.7
 
 
 def keep_constants() -> None:
-    """Where its ptxas drops constants, Triton assembles through ptxas.sh from here on: packed additions are split.
+    """Where ptxas drops constants, Triton assembles through ptxas.sh from here on, which splits packed additions.
 
-    The environment says so to Inductor's workers, and to processes that this one starts.
+    The environment tells Inductor's workers, and processes that this one starts, to do the same.
 
     Raises:
         WrongResults: the script cannot run, or constants are dropped nevertheless.
@@ -53,11 +53,11 @@ def _keep(tool: str) -> None:
     except ImportError:  # without Triton
         return
     found, target = getattr(knobs.nvidia, tool).path, _TOOLS[tool]
-    if _keeps(found, target, "") is not False:
+    if keeps_constants(found, target) is not False:
         return
     script, variable = str(Path(__file__).with_name(f"{tool}.sh")), f"TRITON_{tool.upper()}_PATH"
     try:
-        kept = _keeps(script, target, found)
+        kept = keeps_constants(script, target, found)
         why = {None: "assembles nothing", False: "drops them too"}.get(kept)
     except OSError as error:
         why = str(error)
@@ -76,20 +76,17 @@ def _keep(tool: str) -> None:
         workers.shutdown_compile_workers()  # they have the environment of before
 
 
-def keeps_constants(ptxas: str, target: str) -> bool | None:
+@functools.cache
+def keeps_constants(ptxas: str, target: str, behind: str = "") -> bool | None:
     """Whether the code of a sum of which one half is read depends on what is added; None where nothing is assembled.
 
     Args:
+        ptxas: path of an assembler, or of the script beside this file that runs one.
         target: a GPU, as `sm_90`.
+        behind: the assembler that the script runs; where it is "", the environment names it.
 
     Raises OSError where `ptxas` cannot be run.
     """
-    return _keeps(ptxas, target, "")
-
-
-@functools.cache
-def _keeps(ptxas: str, target: str, behind: str) -> bool | None:
-    """`behind`: the assembler that `ptxas`, a script of ours, runs; by the environment where that is ""."""
     environment = {**os.environ, **({f"LOKA_{tool.upper()}": behind for tool in _TOOLS} if behind else {})}
     with tempfile.TemporaryDirectory() as folder:
         running = []  # side by side: a process takes as long to begin as to assemble

@@ -98,7 +98,9 @@ class Budget:
 
 
 def _finite(value: object) -> TypeGuard[float]:
-    """Of Python's own numbers alone: a plan with another kind, such as float32 of numpy, has no form in JSON."""
+    """Whether a value is a finite number of Python's own. A plan with another kind, such as numpy's float32, has no
+    form in JSON.
+    """
     if not isinstance(value, (int, float)) or isinstance(value, bool):
         return False
     return abs(value) <= sys.float_info.max  # of an int with 400 digits math.isfinite raises
@@ -108,13 +110,16 @@ _ONE_SIDED, _TWO_SIDED = 1.644854, 1.959964  # standard errors that 95 % lie bel
 
 
 def upper_bound(effect: Estimate) -> float:
-    """What an effect costs a budget: the value and 1.64 standard errors, which it exceeds once in
-    twenty. The interval's upper half is 1.96 of them. inf for what is not known at all."""
+    """What a budget is charged for an effect: the value and 1.64 standard errors, which the truth exceeds once in
+    twenty. The upper half of the 95 % interval is 1.96 standard errors. inf for an effect that is not known at all.
+    """
     upper = effect.value + (effect.high - effect.value) * _ONE_SIDED / _TWO_SIDED
     return max(upper, 0.0) if math.isfinite(upper) else math.inf
 
 
 def total_effect(effects: Iterable[Estimate]) -> Estimate:
-    """The sum. Ends are added, not variances: all sites are estimated on the same sampled rows."""
+    """The sum of effects. Interval ends are added, not variances, because all sites are estimated on the same sampled
+    rows.
+    """
     several = list(effects)
     return Estimate(*(math.fsum(getattr(e, end) for e in several) for end in ("value", "low", "high")))

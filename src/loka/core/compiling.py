@@ -1,13 +1,12 @@
-"""torch.compile of a module in its place, whatever its class.
+"""torch.compile of a module in place, whatever its class, and repairs of what torch and Triton compile wrong.
 
-`module.compile()` does nothing for an nn.Sequential: dynamo skips the frames of torch.nn itself, unless a
-frame that it compiles calls them, and then compiles what other classes it finds inside one by one (torch 2.11
-and 2.13). A baseline made so runs linear layers and activations eagerly, and no norm is fused with what
-follows it.
+`module.compile()` does nothing for an nn.Sequential: Dynamo skips the frames of torch.nn itself, unless a frame that it
+compiles calls them, and then compiles the other classes that it finds inside one by one (torch 2.11 and 2.13). A
+baseline made so runs linear layers and activations eagerly, and no norm is fused with what follows it.
 
-Dynamo keeps and counts what it compiles by code object, and runs a frame as written from the ninth time on
-that it would compile it. So each module gets a frame of its own, or shares one with those that are given the
-same: blocks that repeat compile once.
+Dynamo keeps and counts compiled programs by code object. From the ninth program of a frame on, it runs the frame as it
+is written. So each module gets a frame of its own here, or shares one with modules that are given the same frame:
+repeated blocks compile once.
 """
 
 import functools
@@ -36,25 +35,30 @@ _collector = threading.RLock()
 
 
 def traced_here() -> bool:
-    """Whether a compiler traces this call. What `torch.compiler.is_compiling` tells is of the whole process: it is
-    true in all threads while one of them compiles or exports."""
+    """Whether a compiler traces this very call. `torch.compiler.is_compiling` speaks for the whole process: it is true
+    in all threads while one of them compiles or exports.
+    """
     if torch.compiler.is_dynamo_compiling():  # a constant where Dynamo traces, and false elsewhere
         return True
     return torch.compiler.is_compiling() and torch._C._len_torch_dispatch_stack() > 0
 
 
 def compile_in_place(module: Module, frame: CodeType | None = None, *, replayed: bool = False) -> Module:
-    """The same module, whose calls run compiled for the shapes they see; `forward` and hooks stay its own.
+    """The same module, whose calls now run compiled for the shapes that they see; `forward` and hooks stay its own.
 
-    `frame`: of `new_frame`, for modules that may share what is compiled; one of its own without. `replayed`: what
-    is compiled runs as CUDA graphs of torch's own (CUDA graph trees), which keep the memory of all that they return:
-    call `torch.compiler.cudagraph_mark_step_begin()` where nobody needs that of before any more.
+    Args:
+        frame: from `new_frame`, for modules that may share what is compiled; by default the module gets its own.
+        replayed: compiled code runs as torch's own CUDA graphs (CUDA graph trees). These keep the memory of everything
+            that they return: call `torch.compiler.cudagraph_mark_step_begin()` where nobody needs earlier results any
+            more.
     """
     return _called_by(module, _compiled_alone(_own_call(module, frame), replayed=replayed))
 
 
 def compile_forward(module: Module, *, replayed: bool = False) -> Module:
-    """As `compile_in_place`, of the module's forward alone: hooks on it run as written, around what is compiled."""
+    """As `compile_in_place`, but only for the forward of the module: its hooks run as they are written, around the
+    compiled code.
+    """
     written = module.forward
 
     def forward(*args: Any, **kwargs: Any) -> Any:
@@ -91,8 +95,8 @@ def _called_by(module: Module, call: Callable[..., Any]) -> Module:
 def allow_programs(count: int) -> None:
     """Dynamo compiles a frame for that many modules and inputs, and no fewer than before, until it gives up on it.
 
-    By default it gives up from the ninth on, which then runs as written: of blocks of one class that are compiled
-    one by one, each has a program of its own where their sites are planned.
+    By default it gives up from the ninth on, which then runs as it is written. Blocks of one class that are compiled
+    one by one have a program each where their sites are planned.
     """
     config = torch._dynamo.config
     config.recompile_limit = max(config.recompile_limit, count)
@@ -100,14 +104,17 @@ def allow_programs(count: int) -> None:
 
 
 def compiled_call(module: nn.Module) -> Callable[..., Any]:
-    """What calls the module, compiled for the shapes it sees; the module's own calls run as written."""
+    """A function that calls the module, compiled for the shapes it sees. Calls of the module itself run as they are
+    written.
+    """
     return _compiled_alone(_own_call(module, None), replayed=False)
 
 
 @contextmanager
 def few_collections() -> Iterator[None]:
-    """Inside, Python's collector leaves old objects alone: it took 0.7 s of a load. One thread at a time, as
-    thresholds are the process's."""
+    """Inside, Python's garbage collector leaves old objects alone, which took 0.7 s of a load. Only one thread at a
+    time may be inside, since the thresholds are those of the process.
+    """
     with _collector:
         before = gc.get_threshold()
         gc.set_threshold(*before[:2], 1000)
@@ -118,7 +125,9 @@ def few_collections() -> Iterator[None]:
 
 
 def hash_of_triton() -> Callable[[], object]:
-    """What Triton's caches ask for first: 0.4 s, in which other threads run. It does nothing without Triton."""
+    """Computes the hash that Triton's caches ask for first: 0.4 s, in which other threads run. Without Triton it does
+    nothing.
+    """
     try:
         from triton.runtime.cache import triton_key
     except ImportError:
@@ -127,7 +136,7 @@ def hash_of_triton() -> Callable[[], object]:
 
 
 def mend_compilers() -> None:
-    """From here on what torch and Triton compile wrong without a word is right, or refused."""
+    """From here on, what torch and Triton would compile wrong without an error is compiled right, or refused."""
     keep_constants()
     _order_read_backs()
 
@@ -184,17 +193,19 @@ def _behind_barriers(load: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def new_frame() -> CodeType:
-    """The code of a call of a module, which dynamo knows nothing of yet."""
+    """A new code object for calls of a module, of which Dynamo knows nothing yet."""
     return _call_of(nn.Identity()).__code__.replace(co_name=f"call_{next(_numbers)}")
 
 
 def runs_compiled(module: nn.Module) -> bool:
-    """By `compile_in_place` or `compile_forward`."""
+    """Whether the module runs compiled by `compile_in_place` or `compile_forward`."""
     return module in _before
 
 
 def run_as_written(module: Module) -> Module:
-    """Undoes `compile_in_place` and `compile_forward`: a module that its owner had compiled is compiled so again."""
+    """Undoes `compile_in_place` and `compile_forward`. A module that its owner had compiled is then compiled in the
+    owner's way again.
+    """
     module._compiled_call_impl = _before.pop(module, None)
     return module
 
@@ -206,7 +217,7 @@ def _own_call(module: nn.Module, frame: CodeType | None) -> FunctionType:
 
 
 def _call_of(module: nn.Module) -> FunctionType:
-    """A frame of this file, which dynamo does not skip."""
+    """A frame that belongs to this file, which Dynamo does not skip."""
 
     def call(*args: Any, **kwargs: Any) -> Any:
         return module._call_impl(*args, **kwargs)

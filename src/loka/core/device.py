@@ -1,4 +1,4 @@
-"""What machine this is: the fingerprint that measurements and plans carry; and how tensors get to its devices."""
+"""Which machine this is, as a fingerprint that measurements and plans carry; and how tensors get to its devices."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ LIBRARIES = {
 
 @dataclass(frozen=True, kw_only=True)
 class Fingerprint:
-    """Where something was measured. `libraries` maps installed kernel libraries to versions."""
+    """The machine on which something was measured. `libraries` maps installed kernel libraries to their versions."""
 
     device: str
     target: str
@@ -104,5 +104,7 @@ def _driver_version() -> str:
 
 
 def moved(tensor: torch.Tensor, device: torch.device | str) -> torch.Tensor:
-    """On `device`. Of pinned memory a copy to a GPU is not waited for; the CPU reads at once what it is given."""
+    """The tensor on `device`. A copy from pinned memory to a GPU is not waited for; a copy to the CPU is, because the
+    CPU may read it at once.
+    """
     return tensor.to(device, non_blocking=torch.device(device).type != "cpu")

@@ -1,7 +1,7 @@
 """Bytes between the ranks of a process group, over gloo and nccl. Nothing is pickled.
 
-All of these are collectives or pairs: the ranks named in them call them together, in the same order. But
-for `follow`, which goes through the store that the ranks met at: the first rank never waits.
+All functions are collectives or pairs: the ranks that they name call them together, in the same order. The exception is
+`follow`, which goes through the store that the ranks met at, so that the first rank never waits.
 """
 
 from collections.abc import Callable
@@ -42,8 +42,9 @@ def gather(data: bytes, group: dist.ProcessGroup | None) -> list[bytes]:
 
 
 def same_on_all(mine: str | LokaError, group: dist.ProcessGroup | None, *, what: str, way_out: str) -> None:
-    """Before ranks act on what each has, its error included. Raises PlanMismatch on all where they differ, and
-    `mine` where all have that error."""
+    """Compares what each rank has, its error included, before the ranks act on it. Raises PlanMismatch on all ranks
+    where they differ, and `mine` where all ranks have that error.
+    """
     found = gather(str(mine).encode(), group) if ranks_of(group) > 1 else []
     if len(set(found)) > 1:
         why = [f"rank {global_rank(group, rank)}: {text.decode()}" for rank, text in enumerate(found)]
@@ -66,10 +67,11 @@ def broadcast(data: bytes, group: dist.ProcessGroup | None) -> bytes:
 
 
 def follow(key: str, decide: Callable[[], str]) -> str:
-    """What rank 0 of the world decides under `key`, on every rank that asks; alone, what this one decides.
+    """What rank 0 of the world decides under `key`, on every rank that asks; in a single process, what it decides
+    itself.
 
-    Rank 0 leaves it at the store and goes on; the others wait for it there, no longer than the timeout
-    that the process group was made with. Ranks that do not ask are not waited for, and no device is.
+    Rank 0 leaves its decision at the store and goes on. The others wait for it there, no longer than the timeout that
+    the process group was made with. Rank 0 waits for no rank that does not ask, and nothing waits for a device.
 
     Raises LokaError where rank 0 did not decide in time.
     """

@@ -64,7 +64,7 @@ def linear_problem(gemm: Gemm, *, rows: int, in_features: int, out_features: int
 
 
 def target_of(device: torch.device) -> str:
-    """ "cpu", or "sm_90" for an H100 or H200."""
+    """The target of a device: "cpu", or for instance "sm_90" for an H100 or H200."""
     if device.type == "cpu":
         return "cpu"
     if device.type == "cuda":
@@ -74,9 +74,9 @@ def target_of(device: torch.device) -> str:
 
 
 def capability(target: str) -> tuple[int, int] | None:
-    """(9, 0) for "sm_90", None for targets that are not NVIDIA GPUs.
+    """The compute capability of a target, such as (9, 0) for "sm_90"; None for targets that are not NVIDIA GPUs.
 
-    Raises UnknownName for text that is neither.
+    Raises UnknownName for a text that is neither.
     """
     if target.startswith("sm_") and target[3:].isdigit() and len(target) >= 5:
         return int(target[3:-1]), int(target[-1])

@@ -58,17 +58,19 @@ class Format(Enum):
 
     @property
     def uniform(self) -> bool:
-        """Whether all its numbers are one step apart: integers."""
+        """Whether all its numbers are one step apart, as integers are."""
         return not self.dtype.is_floating_point
 
     @property
     def max_terms(self) -> int | None:
-        """How many products fit an int32 sum whatever they are: 127 * 127 * 131072 < 2^31. None of floats."""
+        """How many products fit an int32 sum in any case: 127 * 127 * 131072 < 2^31. None for
+        floating-point formats.
+        """
         return 131_072 if self.uniform else None
 
     @property
     def largest_power(self) -> float:
-        """The largest power of two that, as a scale, leaves all values finite: max * it < 2^128."""
+        """The largest power of two p that leaves all values finite as a scale: max * p < 2^128."""
         return 2.0 ** (127 - math.floor(math.log2(self.max)))
 
 
@@ -102,7 +104,7 @@ class Cast:
 
     @property
     def name(self) -> str:
-        """Such as "e4m3_row" or "e5m2_tensor"; measurements of quantization go by it."""
+        """A name such as "e4m3_row" or "e5m2_tensor", by which measurements of quantization are stored."""
         suffix = ("_pow2" if self.power_of_two else "") + ("_centred" if self.centred else "")
         suffix += f"_hot{self.hot}" if self.hot else ""
         return f"{self.format.name}_{self.granularity.name}{suffix}".lower()
@@ -122,12 +124,12 @@ class Recipe:
 
     @property
     def centred(self) -> bool:
-        """Whether the input of `output` is centred, so that a site needs a vector to do it."""
+        """Whether the input of `output` is centred, so that a site needs a vector to subtract."""
         return self.output is not None and self.output[0].centred
 
     @property
     def hot(self) -> int:
-        """Of how many columns `output` takes the residuals too: a site needs to know which."""
+        """For how many columns `output` takes the rounding residuals too; a site needs to know which ones."""
         return self.output[0].hot if self.output is not None else 0
 
     def casts(self, gemm: Gemm) -> Casts | None:
@@ -141,12 +143,12 @@ def _everywhere(name: str, granularity: Granularity, *, power_of_two: bool = Fal
 
 
 def _centred(name: str, cast: Cast) -> Recipe:
-    """For `output` alone, whose gradients do not depend on it."""
+    """A recipe for `output` alone, whose gradients do not depend on it."""
     return Recipe(name=name, output=(replace(cast, centred=True), cast), grad_input=None, grad_weight=None)
 
 
 def _hot(name: str, cast: Cast) -> Recipe:
-    """For `output` alone."""
+    """A recipe for `output` alone."""
     low = replace(cast, hot=32)
     return Recipe(name=name, output=(low, replace(low, centred=False)), grad_input=None, grad_weight=None)
 
@@ -190,7 +192,7 @@ def recipe_in(candidate: str) -> str:
 
 
 def recipe_named(name: str) -> Recipe:
-    """Raises UnknownName, listing the known recipes."""
+    """The recipe of that name. Raises UnknownName, which lists the known recipes."""
     if name not in RECIPES:
         raise UnknownName(f"no recipe is called {name!r}", way_out=f"one of {', '.join(RECIPES)}")
     return RECIPES[name]

@@ -1,7 +1,7 @@
-"""Recording what a function launches into a CUDA graph.
+"""Records what a function launches into a CUDA graph.
 
-A capture runs the host's half of a function and none of the device's. Where it fails, CUDA is left as it was;
-what the host did is the caller's to take back.
+A capture runs the host's half of a function and none of the device's. Where it fails, the state of CUDA is restored;
+undoing what the host did is up to the caller.
 """
 
 import contextlib
@@ -15,14 +15,16 @@ T = TypeVar("T")
 
 
 class Recording(Protocol):
+    """A captured CUDA graph."""
+
     def replay(self) -> None: ...
 
 
 def capture_stream(device: torch.device) -> torch.cuda.Stream:
-    """The stream on which this process captures steps with collectives on `device`, one of CUDA.
+    """The stream on which this process captures steps with collectives on `device`, a CUDA device.
 
-    Autograd adds a gradient up on the stream on which it first saw the parameter, and a capture may not wait
-    for another one. DistributedDataParallel sees parameters when it is built: build it on this stream.
+    Autograd accumulates a gradient on the stream on which it first saw the parameter, and a capture may not wait for
+    another stream. DistributedDataParallel sees the parameters when it is built, so build it on this stream.
     """
     return _stream(torch.cuda.current_device() if device.index is None else device.index)
 
@@ -34,7 +36,7 @@ def _stream(index: int) -> torch.cuda.Stream:
 
 @contextlib.contextmanager
 def synced(stream: torch.cuda.Stream | None) -> Iterator[None]:
-    """Runs on `stream`, after what the current stream holds and before what it gets next."""
+    """Runs on `stream`, after everything that the current stream holds and before anything that it gets next."""
     if stream is None:
         yield
         return
@@ -50,12 +52,12 @@ def synced(stream: torch.cuda.Stream | None) -> Iterator[None]:
 def record(
     function: Callable[[], T], device: torch.device, stream: torch.cuda.Stream | None, pool: Any = None
 ) -> tuple[Recording, T]:
-    """A graph of what `function` launches, and its result, whose values come with the first replay.
+    """A graph of what `function` launches, and the function's result, whose values come with the first replay.
 
-    `pool`: memory that it shares with other graphs, of which no two run at once, and whose results are
-    copied before another one runs; else it has its own.
+    `pool`: memory shared with other graphs, of which no two may run at once, and whose results are copied before
+    another one runs. Without it the graph has memory of its own.
 
-    Raises what `function` raises; CUDA's own state is then as before, the host's is the caller's.
+    Raises what `function` raises. CUDA's own state is then as before; that of the host is up to the caller.
     """
     assert stream is not None
     device = stream.device  # the one given may have no index

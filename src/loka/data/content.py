@@ -16,6 +16,7 @@ from typing import Any
 
 from loka.core.exceptions import DataRefused
 from loka.core.storage.untrusted import open_regular
+from loka.data.files import COPY_AGAIN
 
 BLOCK, BLOCKS = 1 << 20, 16
 
@@ -48,5 +49,5 @@ def _digest(path: Path, size: int, state: tuple[int, ...]) -> str:
                 file.seek(int(index * step))
                 digest.update(file.read(BLOCK))
     except OSError as error:
-        raise DataRefused(f"{path}: cannot be read", why=[str(error)]) from error
+        raise DataRefused(f"{path}: cannot be read", why=[str(error)], way_out=COPY_AGAIN) from error
     return digest.hexdigest()

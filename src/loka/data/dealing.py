@@ -42,7 +42,11 @@ class Dealt:
         self.parts, self._rank, self._ranks = tuple(parts), rank, ranks
         self._of_a_part = sizes.pop()
         if self.all_rows < ranks:
-            raise DataRefused(f"{self.all_rows} rows are fewer than {ranks} ranks")
+            raise DataRefused(
+                f"{self.all_rows} rows are fewer than {ranks} ranks",
+                why=["a step takes at least one row on each rank"],
+                way_out="give more rows, or start fewer ranks",
+            )
         read = range(rank * len(parts) // ranks, -(-(rank + 1) * len(parts) // ranks))
         self._first, self._read = read.start, self.parts[read.start : read.stop]
 

@@ -8,6 +8,8 @@ from pathlib import Path
 
 from loka.core.exceptions import DataRefused, MissingLibrary, UnknownName
 
+COPY_AGAIN = "copy it again, or leave it out"
+
 FORMATS = {".parquet": "parquet", ".pq": "parquet", ".csv": "csv", ".tsv": "tsv", ".txt": "tsv"}
 # What pyarrow's input streams decompress, by suffix.
 COMPRESSIONS = (".gz", ".bz2", ".zst", ".lz4")
@@ -64,13 +66,15 @@ def _open(path: Path, format: str | None) -> TableFile:
     try:
         status = path.stat()
     except OSError as error:
-        raise DataRefused(f"{path}: cannot be opened", why=[str(error)]) from error
+        raise DataRefused(
+            f"{path}: cannot be opened", why=[str(error)], way_out="check the path and who may read it"
+        ) from error
     if not path.is_file():
         raise DataRefused(
             f"{path}: not a file", way_out="pass the files of a folder one by one, or open_shards for a prepared folder"
         )
     if status.st_size == 0:
-        raise DataRefused(f"{path}: the file is empty")
+        raise DataRefused(f"{path}: the file is empty", way_out=COPY_AGAIN)
     return TableFile(path=path, format=format or _format(path), size=status.st_size, mtime_ns=status.st_mtime_ns)
 
 

@@ -38,7 +38,7 @@ class Schema:
         if not self.labels:
             raise DataRefused("the schema names no label column", way_out="name one, or one for each task")
         if not all(isinstance(name, str) for name in self.columns):
-            raise DataRefused("the schema names a column by something else than text")
+            raise DataRefused("the schema names a column by something else than text", way_out="write names as strings")
         single = self.separator is None or (isinstance(self.separator, str) and len(self.separator) == 1)
         if not single or (self.separator or ",") in '"\r\n' or not (self.separator or ",").isascii():
             raise DataRefused(
@@ -111,7 +111,9 @@ class Schema:
         try:
             content = parse_json(read_bounded(Path(path), Limits()), Limits())
         except (OSError, ValueError, RecursionError) as error:
-            raise DataRefused(f"{path}: not a readable schema file", why=[str(error)]) from error
+            raise DataRefused(
+                f"{path}: not a readable schema file", why=[str(error)], way_out="give a file with one JSON object"
+            ) from error
         try:
             return cls(**(_from_bars(content) if "feature_cols" in content else _from_ours(content)))
         except (TypeError, KeyError, AttributeError, ValueError) as error:

@@ -1,5 +1,6 @@
-"""Many GPUs on torch's own engines: FSDP2 with weights gathered in FP8, gradients sent by codecs, tables that
-TorchRec shards, or that replicas keep together by the rows they changed."""
+"""Training on many GPUs with torch's own engines: FSDP2 gathers weights in FP8, gradients are sent by codecs, and
+tables are sharded by TorchRec, or replicas keep them equal by exchanging the rows that they changed.
+"""
 
 from loka.distributed.choice import Choice
 from loka.distributed.dense_sharding import average_gradients, replicated_tables, shard_dense

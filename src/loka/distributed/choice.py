@@ -1,8 +1,8 @@
-"""Ways to do the same among all ranks, timed in turns; and what rank 0 then decides for all of them.
+"""Times several ways to do the same thing on all ranks, in turns, and lets rank 0 decide for all of them.
 
-A collective ends when the last rank is there, so of each round the slowest rank counts. Ranks that decided
-for themselves, by clocks that differ, would wait for each other in other collectives: call none of this
-between two steps of training.
+A collective ends when the last rank has joined, so in each round the slowest rank counts. Ranks that decided for
+themselves, by clocks that differ, would wait for each other in different collectives. Call none of this between two
+steps of training.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ Timer = Callable[[Ways, torch.device], Mapping[str, Sequence[float]]]
 
 @dataclass(frozen=True)
 class Choice:
-    """`taken` by so many `ranks`; `told` is a table with times and reasons."""
+    """What `ranks` ranks decided: `taken`. `told` is a table with the times and the reasons."""
 
     ranks: int
     taken: tuple[str, ...]
@@ -42,12 +42,12 @@ class Choice:
         return self.told
 
     def of_the_first(self) -> Choice:
-        """Rank 0's, on every rank. A collective."""
+        """The choice of rank 0, on every rank. A collective."""
         return decode(Choice, json.loads(broadcast(json.dumps(encode(self)).encode(), None)))
 
 
 def compared(ways: Ways, device: torch.device, timer: Timer, *, baseline: str = HP) -> dict[str, Timing]:
-    """Of each way, by the slowest rank of each round; `Timing.speedup` is over `baseline`. A collective."""
+    """The timing of each way, by the slowest rank of each round; `Timing.speedup` is over `baseline`. A collective."""
     mine = {name: list(times) for name, times in timer(ways, device).items()}
     ranks = [json.loads(text) for text in gather(json.dumps(mine).encode(), None)]
     slowest = {name: [max(times) for times in zip(*(one[name] for one in ranks), strict=True)] for name in mine}
@@ -55,15 +55,17 @@ def compared(ways: Ways, device: torch.device, timer: Timer, *, baseline: str = 
 
 
 def is_faster(timing: Timing) -> bool:
-    """Than the baseline by more than noise: the whole interval lies beyond what counts as equal."""
+    """Whether a way is faster than the baseline by more than noise: its whole interval lies beyond what counts as
+    equal.
+    """
     return timing.speedup.low > 1 + TIE
 
 
 def time_in_turns(ways: Ways, device: torch.device) -> dict[str, list[float]]:
-    """Each way once a round, behind a call that warms it up.
+    """Times each way once a round, after a call that warms it up.
 
-    On CUDA by events, behind work that keeps the device busy while the host launches, and a collective by
-    which ranks begin together: time on the device. On a CPU the time of the call.
+    On CUDA it measures time on the device, by events. Work before them keeps the device busy while the host launches,
+    and a collective makes the ranks begin together. On a CPU it measures the time of the call.
     """
     cache = torch.empty(_CACHE_BYTES if device.type == "cuda" else 0, dtype=torch.uint8, device=device)
     found: dict[str, list[float]] = {name: [] for name in ways}

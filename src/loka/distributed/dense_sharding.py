@@ -73,7 +73,7 @@ def shard_dense(
 
 
 def _unfit(model: nn.Module, units: list[nn.Module]) -> list[str]:
-    """Scalar parameters, and those that modules of several units share, the model's own unit among them."""
+    """Scalar parameters, and parameters that modules of several units share; the model itself counts as a unit."""
     unit_of = dict.fromkeys(model.modules(), model)
     for unit in sorted(units, key=lambda unit: -len(list(unit.modules()))):  # an inner one last
         unit_of |= dict.fromkeys(unit.modules(), unit)
@@ -88,7 +88,7 @@ def _unfit(model: nn.Module, units: list[nn.Module]) -> list[str]:
 
 
 def sparse_tables(model: nn.Module) -> list[nn.Parameter]:
-    """Weights with sparse gradients, each once, in the order of modules."""
+    """The weights with sparse gradients, each once, in the order of modules."""
     found: dict[nn.Parameter, None] = {}  # a table may be shared
     for module in model.modules():
         if isinstance(module, TABLES) and module.sparse:
@@ -97,12 +97,12 @@ def sparse_tables(model: nn.Module) -> list[nn.Parameter]:
 
 
 def replicated_tables(model: nn.Module) -> list[nn.Parameter]:
-    """Tables whose gradients nobody averages: those beside units of FSDP2; none under other engines."""
+    """Tables whose gradients no engine averages: those outside of the units of FSDP2; none under other engines."""
     return sparse_tables(model) if is_sharded(model) else []
 
 
 def is_sharded(model: nn.Module) -> bool:
-    """Whether there is a unit of FSDP2 in it."""
+    """Whether the model contains a unit of FSDP2."""
     return dist.is_available() and dist.is_initialized() and bool(units_of(model))
 
 
@@ -125,7 +125,7 @@ def average_gradients(tables: list[nn.Parameter]) -> None:
 
 
 def _rows_of(table: nn.Parameter, gradient: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-    """Indices [n] and values [n, width] of a gradient, each row once; none where there is no gradient."""
+    """Indices [n] and values [n, width] of a gradient, each row once; empty where there is no gradient."""
     if gradient is None:
         return table.new_empty(0, dtype=torch.int64), table.new_empty(0, table.shape[1])
     gradient = gradient.coalesce()

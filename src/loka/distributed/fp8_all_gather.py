@@ -48,9 +48,9 @@ from loka.nn.site import SiteForward, site_forwards
 
 @dataclass(frozen=True, kw_only=True)
 class Gathered:
-    """How a parameter is gathered. `why`: why not in FP8, or None where it is.
+    """How a parameter is gathered. `why`: why not in FP8, or None where it is in FP8.
 
-    `numel`: elements of a rank, padding of uneven shards included. `dtype`: of FSDP2's own all-gather.
+    `numel`: elements on one rank, with the padding of uneven shards. `dtype`: that of FSDP2's own all-gather.
     """
 
     name: str
@@ -61,12 +61,12 @@ class Gathered:
 
     @property
     def wire_bytes(self) -> int:
-        """That a rank sends in one gather."""
+        """The bytes that a rank sends in one gather."""
         return self.numel * (1 if self.why is None else self.dtype.itemsize)
 
 
 class Fp8AllGather:
-    """What `fp8_all_gather` set up: `parameters` in order; `str()` is a table of them."""
+    """What `fp8_all_gather` set up: `parameters` in order. `str()` makes a table of them."""
 
     def __init__(self, parameters: tuple[Gathered, ...], exchange: Exchange | None) -> None:
         self.parameters = parameters
@@ -78,12 +78,12 @@ class Fp8AllGather:
 
     @property
     def wire_bytes(self) -> int:
-        """That a rank sends in one gather of all units."""
+        """The bytes that a rank sends in one gather of all units."""
         return sum(one.wire_bytes for one in self.parameters)
 
     @property
     def wire_bytes_in_bf16(self) -> int:
-        """The same, were every parameter gathered in 16 bits."""
+        """The same number if every parameter were gathered in 16 bits."""
         return sum(one.numel * 2 for one in self.parameters)
 
     def remove(self) -> None:
@@ -147,7 +147,7 @@ def _chosen(
     filter: Callable[[str], bool] | None,
     units: Collection[str] | None,
 ) -> tuple[list[Sharded], list[Gathered]]:
-    """What to gather in FP8, and how every parameter is gathered. Raises LokaError, on this rank alone."""
+    """What to gather in FP8, and how each parameter is gathered. Raises LokaError on this rank alone."""
     if not dist.is_initialized() or not units_of(model):
         raise LokaError(
             "the model has no unit of FSDP2", way_out="torch.distributed.fsdp.fully_shard(...) first, by torchrun"
@@ -201,7 +201,7 @@ def _unplanned(one: Sharded, forwards: dict[int, SiteForward], plan: Plan) -> st
 
 
 def _check_alike(parameters: list[Gathered]) -> None:
-    """Ranks that gather other things would wait for each other for good."""
+    """Raises PlanMismatch where ranks would gather different things: they would wait for each other forever."""
     mine = json.dumps([[one.name, one.numel, one.why] for one in parameters]).encode()
     lists = [json.loads(text) for text in gather(mine, None)]
     differences = [

@@ -1,12 +1,12 @@
-"""Which units of FSDP2 gather their weights in FP8: those whose gathers are faster so, by measured times.
+"""Chooses which units of FSDP2 gather their weights in FP8: those whose gathers are faster so, by measured times.
 
     FP8         quantize own rows     gather bytes for forward, for backward      transpose for grad_input
     own dtype   cast own rows         gather for forward, for backward            quantize, both layouts
 
-What ties gathers in its own dtype, which rounds nothing. FP8 units need one all-reduce of scales a forward,
-for all of them together; where they do not save more than it takes, none gathers in FP8. Units are timed with
-nothing beside them: gathers that training hides cost less. Weights are quantized as sites do it eagerly; a
-compiled region does it in other launches.
+A unit whose times tie gathers in its own dtype, which rounds nothing. All FP8 units together need one all-reduce of
+scales in each forward; where they do not save more than it takes, no unit gathers in FP8. Units are timed with nothing
+running beside them, so gathers that training hides cost less than measured. Weights are quantized as sites do it
+eagerly; a compiled region does it in other launches.
 """
 
 from functools import partial

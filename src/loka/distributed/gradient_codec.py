@@ -1,15 +1,15 @@
-"""Gradients and rows of tables on the wire: what a rank sends of float32 numbers, and sums of what comes.
+"""How gradients and rows of tables travel between ranks: what a rank sends of float32 numbers, and how sums are made.
 
     scatter   rank r sends block j of its gradients to rank j    all-to-all of codes
     sum       rank j decodes what came and adds it in float32    in the order of ranks, rounded nowhere else
     gather    rank j sends its sum to all                        all-gather of codes
 
-Every number is rounded once in each shot, whatever the number of ranks. Sums in eight bits round at every
-addition (FP8-LM, arXiv 2310.18313, adds e4m3 in NCCL): their error grows with ranks, and is measured beside
-these codecs in docs/distributed.md.
+Every number is rounded once in scatter and once in gather, whatever the number of ranks. Sums in eight bits would round
+at every addition (FP8-LM, arXiv 2310.18313, adds e4m3 in NCCL): their error grows with the number of ranks, and
+docs/distributed.md measures it beside these codecs.
 
-Eight-bit codes have a float32 scale for each 128 elements: 1.03 bytes an element, 0.516 of bf16's. Rows of a
-table have one each (row_sync.py).
+Eight-bit codes have a float32 scale for each 128 elements: 1.03 bytes an element, 0.516 of bf16's. Rows of a table have
+one scale each (row_sync.py).
 
     int8   code = round(x / s),  s = max|x| / 127         evenly spaced: less error where a block has no tail
     e4m3   code = e4m3(x / s),   s = max|x| / 448
@@ -43,7 +43,7 @@ class Codec:
     decode: Callable[[torch.Tensor], torch.Tensor]
 
     def width(self, columns: int) -> int:
-        """Bytes of a row of `columns` elements."""
+        """The bytes of a row of `columns` elements."""
         return columns * self.bits // 8 + (columns // self.block * 4 if self.bits == 8 else 0)
 
 
@@ -88,9 +88,9 @@ CODECS: dict[str, tuple[Callable[[str, torch.dtype, int], Codec], torch.dtype]] 
 
 
 def codec_named(name: str, block: int = BLOCK) -> Codec:
-    """With a scale for each `block` elements where it has eight bits.
+    """The codec of that name; one of eight bits has a scale for each `block` elements.
 
-    Raises UnknownName, listing the known codecs.
+    Raises UnknownName, which lists the known codecs.
     """
     if name not in CODECS:
         raise UnknownName(f"no codec is called {name!r}", way_out=f"one of {', '.join(CODECS)}")
@@ -102,13 +102,13 @@ FP32 = codec_named("fp32")
 
 
 def block_begins(sizes: Iterable[int], *, block: int = BLOCK) -> tuple[list[int], int]:
-    """Where matrices of these sizes begin, each at a block's border, and where the last one's block ends."""
+    """The offsets of matrices of these sizes, each at the begin of a block, and the end of the last one's block."""
     ends = list(itertools.accumulate((-(-size // block) * block for size in sizes), initial=0))
     return ends[:-1], ends[-1]
 
 
 def padded_columns(elements: int, ranks: int) -> int:
-    """Columns C of [ranks, C] that hold `elements`, in whole blocks."""
+    """The columns C of [ranks, C] that hold `elements`, in whole blocks."""
     return -(-elements // (ranks * BLOCK)) * BLOCK
 
 
@@ -131,7 +131,7 @@ def scattered_sum(
 def gathered(
     matrices: torch.Tensor, vectors: torch.Tensor, codec: Codec, group: dist.ProcessGroup
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rows [ranks, C] and [ranks, V] of all ranks, of which this one has [C] and [V]. A collective.
+    """Rows [ranks, C] and [ranks, V] of all ranks, where this rank has [C] and [V]. A collective.
 
     All ranks decode the same bytes, their own too, so replicas stay equal bit for bit.
     """

@@ -1,11 +1,11 @@
-"""The codecs of gradients as DistributedDataParallel and FSDP2 call them.
+"""Lets DistributedDataParallel and FSDP2 send gradients by a codec.
 
     DDP      a bucket:  scatter, sum in float32, gather          register_comm_hook
     FSDP2    a unit:    scatter, sum in float32                  set_custom_reduce_scatter
 
-Matrices go by the codec, vectors (biases, norms) exactly: they are few bytes, and what eight bits make of
-them is what biases training (docs/distributed.md). Each matrix begins a block of its own: beside a neighbour's
-numbers all of a small one's may vanish. The means are torch's: over the ranks of the group.
+Matrices go by the codec. Vectors (biases, norms) are sent exactly: they are few bytes, and rounding them to eight bits
+is what biases training (docs/distributed.md). Each matrix begins a block of its own, since a small matrix could vanish
+beside the large numbers of its neighbour. Means are torch's: over the ranks of the group.
 """
 
 from collections.abc import Callable, Sequence
@@ -40,9 +40,9 @@ reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tens
 
 @dataclass(kw_only=True)
 class GradientWire:
-    """What ranks send of gradients, by the names of codecs: bf16, int8, e4m3, fp32.
+    """How ranks send gradients, as names of codecs: bf16, int8, e4m3, fp32.
 
-    `gather` is of DDP alone; FSDP2 sends no sums. `sent_bytes` counts what this rank sent since the start.
+    `gather` is used by DDP alone, since FSDP2 sends no sums. `sent_bytes` counts what this rank has sent so far.
     """
 
     scatter: str = "bf16"
@@ -86,7 +86,7 @@ def send_gradients(model: nn.Module, wire: GradientWire) -> None:
 
 
 def agree_on_codecs(model: nn.Module, codecs: str) -> None:
-    """Before any rank is hooked. A collective; raises as `send_gradients`."""
+    """Compares the codecs of the ranks, before any rank is hooked. A collective; raises as `send_gradients`."""
     mine: str | LokaError = codecs
     try:
         _group_to_hook(model)
@@ -98,7 +98,7 @@ def agree_on_codecs(model: nn.Module, codecs: str) -> None:
 
 
 def _group_to_hook(model: nn.Module) -> dist.ProcessGroup:
-    """Whose ranks send. Raises LokaError where `model` takes no hooks."""
+    """The group of the ranks that send. Raises LokaError where `model` takes no hooks."""
     wide = [
         f"{name} in {dtype_name(p.dtype)}"
         for name, p in named_parameters(model)

@@ -1,8 +1,8 @@
 """How one tensor is a view of another, asked while torch.compile traces.
 
-Dynamo calls function modes for functions and methods, not for `.T`, `.mT` and iteration, and offers traced
-code no way to compare addresses. What runs at trace time can: it compares the fake tensors, and the
-answer is a constant of the graph, since a view of a parameter is one in every call.
+Dynamo calls function modes for functions and methods, but not for `.T`, `.mT` and iteration, and traced code cannot
+compare addresses. Code that runs at trace time can: it compares the fake tensors. The answer is a constant of the
+graph, because a view of a parameter is one in every call.
 """
 
 from typing import Any
@@ -15,9 +15,10 @@ _answers: list[str | None] = []  # one question at a time: dynamo holds its lock
 
 
 def seen_as(tensor: torch.Tensor, known: torch.Tensor) -> str | None:
-    """What items, of items too, and `.mT` add to the key of `known`; None: it is no such view.
+    """What to append to the key of `known` to get the key of `tensor`: items, items of items, and `.mT`. None where
+    `tensor` is no such view.
 
-    "" is the whole: `.data`, or `.mT` of `.mT`. Only to be called in traced code.
+    "" is the whole tensor, as of `.data`, or of `.mT` of `.mT`. May only be called in traced code.
     """
     from torch._dynamo.comptime import comptime
 

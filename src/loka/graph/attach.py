@@ -1,4 +1,4 @@
-"""Putting sites into a model, and taking them out."""
+"""Puts sites into a model, and takes them out."""
 
 import contextlib
 from collections.abc import Callable, Container, Mapping, Sequence
@@ -10,15 +10,17 @@ from torch.nn.utils import parametrize
 
 from loka.core.exceptions import NotConverted
 from loka.core.records.report import HP
-from loka.core.signature import LinearShape, WeightUse
+from loka.core.signature import MODEL_OPTIONS, LinearShape, WeightUse
 from loka.graph.owner import OwnerForward
 from loka.kernels.gemm.registry import candidate_named
 from loka.nn.attention import AttentionForward, projection_keys
 from loka.nn.leaves import leaf_forward
+from loka.nn.linears import is_view_of
 from loka.nn.site import Site, SiteForward, install, refuse_replaced, remove, site_forwards
 from loka.nn.site_ops import Candidates
 from loka.nn.unwrap import named_modules
 
+_AS_PROBED = f"build the model as it was probed ({MODEL_OPTIONS}), or probe, measure and plan this one"
 _PLAN_AGAIN = "plan from a report in which this candidate was measured, which knows them"
 
 
@@ -59,7 +61,7 @@ def attach(
     for path, chosen in candidates.items():
         use = use_of(path, layers[path])
         if use.caller not in modules:
-            raise NotConverted(f"{path}: the model has no module {use.caller!r}, which calls it")
+            raise NotConverted(f"{path}: the model has no module {use.caller!r}, which calls it", way_out=_AS_PROBED)
         centre = _centre(path, chosen[0], layers[path], centres or {})
         hot = _hot(path, chosen[0], layers[path], (hot_columns or {}).get(path, ()))
         by_caller.setdefault(use.caller, {})[use] = make(path, chosen, device, join=join, centre=centre, hot=hot)
@@ -126,6 +128,9 @@ def _hot(path: str, output: str, layer: LinearShape, columns: Sequence[int]) -> 
 
 
 def use_of(path: str, shape: LinearShape) -> WeightUse:
+    """How a site reads its weight: `shape.use`, or for a module with a weight of its own that weight in its linear
+    form.
+    """
     if shape.use is not None:
         return shape.use
     return WeightUse(caller=path, key=f"{path}.weight" if path else "weight", form="linear")
@@ -156,7 +161,7 @@ def _forward(
         assert isinstance(module, nn.MultiheadAttention)
         foreign = [key for key in local if key not in projection_keys(module)]
         if foreign:
-            raise NotConverted(f"{caller}: attention does not multiply by {', '.join(foreign)}")
+            raise NotConverted(f"{caller}: attention does not multiply by {', '.join(foreign)}", way_out=_AS_PROBED)
         return AttentionForward(module, local)
     owners: dict[str, tuple[nn.Module, str, str]] = {}
     names: set[str] = set()
@@ -175,11 +180,11 @@ def _owner(modules: Mapping[str, nn.Module], key: str) -> tuple[nn.Module, str, 
         if not key.startswith(prefix):
             continue
         rest = key.removeprefix(prefix)
-        names = [name for name in _tensors(modules[path]) if rest == name or _goes_on(rest, name)]
+        names = [name for name in _tensors(modules[path]) if is_view_of(rest, name)]
         if names:
             name = max(names, key=len)
             return modules[path], name, prefix + name
-    raise NotConverted(f"the model has no parameter for {key}")
+    raise NotConverted(f"the model has no parameter for {key}", way_out=_AS_PROBED)
 
 
 def _tensors(module: nn.Module) -> list[str]:
@@ -187,16 +192,13 @@ def _tensors(module: nn.Module) -> list[str]:
     return [*module._parameters, *(parametrized or ())]
 
 
-def _goes_on(rest: str, name: str) -> bool:
-    return rest.startswith(name) and rest[len(name)] in ".[~"
-
-
 _HOOK = "loka_hook"
 
 
 def _stay_in_python(module: nn.Module, args: tuple[object, ...]) -> None:
-    """A hook that does nothing. Its presence keeps nn.TransformerEncoderLayer out of the fused
-    inference path, which reads the weights of its layers itself and would pass sites by."""
+    """A hook that does nothing. Its presence keeps nn.TransformerEncoderLayer out of the fused inference path, which
+    reads the weights of its layers itself and would bypass sites.
+    """
 
 
 def _keep_out_of_fused_inference(model: nn.Module) -> None:

@@ -1,9 +1,9 @@
-"""All matmul FLOPs of a forward pass, so that what is no site has a name and a share.
+"""Counts all matmul FLOPs of a forward pass, so that what is no site has a name and a share.
 
-    FLOPs of a GEMM = 2 M N K;   in backward as many again for each operand that wants a gradient
+    FLOPs of a GEMM = 2 M N K;   in backward as many again for each operand that needs a gradient
 
-Below the function mode that knows sites, a dispatch mode sees every kernel that multiplies, whoever calls it.
-While a site's own call runs, it looks away.
+A dispatch mode below the function mode that knows the sites sees every kernel that multiplies, whoever calls it. It
+does not count while the call of a site runs.
 """
 
 import contextlib
@@ -59,7 +59,7 @@ def _attention_flops(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
 def _attention_backward_flops(
     grad: torch.Tensor, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any, **__: Any
 ) -> float:
-    """Of the scores anew, and the gradients of scores, values, query and key."""
+    """FLOPs for computing the scores again, and for the gradients of scores, values, query and key."""
     return 2.0 * math.prod(query.shape[:-1]) * key.shape[-2] * (3 * query.shape[-1] + 2 * value.shape[-1])
 
 
@@ -80,10 +80,10 @@ _COPIES = {aten._to_copy, aten.clone, aten.contiguous, aten.copy}
 
 
 class FlopAccount(TorchDispatchMode):
-    """Counts what is outside of sites, by module and op.
+    """Counts the FLOPs outside of sites, by module and op.
 
     Args:
-        parameters: of the model; what aliases or copies them counts as a parameter too.
+        parameters: of the model; tensors that alias or copy them count as parameters too.
         where: returns the path of the module that runs, and its class.
     """
 
@@ -111,7 +111,7 @@ class FlopAccount(TorchDispatchMode):
         )
 
     def know(self, tensor: torch.Tensor) -> None:
-        """A parameter that was not there at first (FSDP2 gathers them)."""
+        """Adds a parameter that was not there at first (FSDP2 gathers them)."""
         self._kept.append(tensor)
         address = _address(tensor)
         if address is not None:

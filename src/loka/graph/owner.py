@@ -14,6 +14,7 @@ from loka.core.signature import WeightUse
 from loka.graph.checkpoints import keep_sites
 from loka.graph.gemm_calls import GemmCall
 from loka.graph.parameters import ParameterMode
+from loka.nn.leaves import with_bias
 from loka.nn.site import Site, SiteForward
 
 Uses = dict[str, list[tuple[int | None, Site]]]
@@ -87,8 +88,8 @@ class _Sites(ParameterMode):
             y = found[0][1](call.x, call.weight)
         else:
             y = _stacked(found, call.x, call.weight)
-        y = call.output(y).contiguous()  # as the call's own result, of which users take views
-        return y if call.bias is None else y + call.bias.to(y.dtype)
+        # Contiguous as the call's own result, of which users take views.
+        return with_bias(call.output(y).contiguous(), call.bias)
 
 
 def _stacked(sites: list[tuple[int | None, Site]], x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:

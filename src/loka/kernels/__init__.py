@@ -1,1 +1,1 @@
-"""What can compute a scaled GEMM: kernels that explain themselves, and the one place that runs them."""
+"""What can compute a scaled GEMM: kernels that say what they cannot run, and the one place that runs them."""

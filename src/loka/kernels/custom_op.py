@@ -1,4 +1,4 @@
-"""How LoKA registers its ops."""
+"""Registers LoKA's ops."""
 
 import inspect
 from collections.abc import Callable
@@ -10,9 +10,12 @@ _IMPLEMENTATIONS: dict[Any, Callable[..., Any]] = {}
 
 
 def registered(name: str, function: Callable[..., Any], fake: Callable[..., Any]) -> Any:
-    """The op `name` without side effects, whose `fake` takes what it reads of the op's arguments, by their names.
-    `torch.library.custom_op` would wrap each call in two more Python functions, for gradients that autograd
-    functions around ours give, and checks that tests make."""
+    """The op `name`, declared without side effects. `fake` takes those of the op's arguments that it reads, by their
+    names.
+
+    `torch.library.custom_op` would wrap each call in two more Python functions: one for gradients, which autograd
+    functions around our ops give, and one for checks, which tests make.
+    """
     signature, read = inspect.signature(function), inspect.signature(fake).parameters
 
     def of_what_is_read(*given: Any, **named: Any) -> Any:
@@ -29,5 +32,5 @@ def registered(name: str, function: Callable[..., Any], fake: Callable[..., Any]
 
 
 def implementation_of(op: Any) -> Callable[..., Any]:
-    """The function that a registered op calls."""
+    """The Python function that a registered op calls."""
     return _IMPLEMENTATIONS[op]

@@ -1,4 +1,4 @@
-"""Applying mods to a model, before it is trained."""
+"""Applies mods to a model, before it is trained."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -53,7 +53,9 @@ _ENGINES = {
 
 
 def _refuse_distributed(model: nn.Module) -> None:
-    """Engines keep lists of parameters: one that a mod takes away would fail in the middle of a training step."""
+    """Raises LokaError where an engine holds the parameters: it keeps lists of them, and one that a mod takes away
+    would fail in the middle of a training step.
+    """
     held = [
         f"{path or 'the model'}: {_ENGINES[kind.__name__]}"
         for path, module in model.named_modules()

@@ -92,7 +92,7 @@ def still_run(attribute: str) -> str:
 
 
 def has_hooks(module: nn.Module) -> bool:
-    """Of any kind that torch keeps on a module: forward, backward, state dict."""
+    """Whether a module has hooks of any kind that torch keeps: forward, backward, state dict."""
     return any(value for name, value in vars(module).items() if name.endswith("_hooks"))
 
 
@@ -143,7 +143,7 @@ def replace_module(model: nn.Module, old: nn.Module, new: nn.Module) -> None:
 
 
 def _holders(model: nn.Module, module: nn.Module) -> list[tuple[nn.Module, str]]:
-    """Parents, wrappers among them, and the names that they hold it by."""
+    """The parents that hold a module, wrappers among them, and the names that they hold it by."""
     return [
         (parent, name)
         for parent in model.modules()

@@ -1,4 +1,4 @@
-"""Modules: sites, BlockNorm, HardSwish; finding linear layers; watching FP8 sites."""
+"""Sites, the modules BlockNorm and HardSwish, and functions that find linear layers and report on FP8 sites."""
 
 from torch.nn import Hardswish as HardSwish  # x * relu6(x + 3) / 6: PyTorch's is the paper's
 

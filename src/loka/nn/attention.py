@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from loka.nn.leaves import with_bias
 from loka.nn.site import Site, SiteForward
 
 OUT = "out_proj.weight"
@@ -142,8 +143,7 @@ class AttentionForward(SiteForward):
 def _multiply(site: Site | None, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     if site is None:
         return F.linear(x, weight, bias)
-    y = site(x, weight)
-    return y if bias is None else y + bias.to(y.dtype)
+    return with_bias(site(x, weight), bias)
 
 
 def _three(

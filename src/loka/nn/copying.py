@@ -1,7 +1,8 @@
 """A copy of a model that shares nothing with it, and what such a copy still reads of the original.
 
-`copy.deepcopy` copies what a module holds, and no function: a lambda or a hook over `self` goes on reading the
-original. And what holds a view of a weight, in any list or object, holds it after new weights came.
+`copy.deepcopy` copies what a module holds, but no functions: a lambda or a hook over `self` goes on reading the
+original. And a list or object that holds a view of a weight still holds the old numbers after new weights are
+loaded.
 """
 
 import copy

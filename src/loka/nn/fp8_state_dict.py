@@ -1,7 +1,7 @@
-"""What FP8 sites carry from step to step outside of a `state_dict`: to save it, and to put it back.
+"""Saves and restores what FP8 sites carry from step to step outside of a `state_dict`.
 
-It is how often they ran and what was not finite. Sites keep no scale and no FP8 copy of a weight between
-calls.
+That is how often each site ran, and whether an operand was not finite. Sites keep no scale and no FP8 copy of
+a weight between calls.
 """
 
 from collections.abc import Mapping
@@ -14,15 +14,15 @@ from loka.nn.site import sites_of
 
 
 def fp8_state_dict(model: nn.Module) -> dict[str, Any]:
-    """As plain tensors and names. Tensors are shared with the model, not copied."""
+    """The counts of each FP8 site by name. The tensors are shared with the model, not copied."""
     return {"health": {name: site.health for name, site in sites_of(model).items()}}
 
 
 @torch.no_grad()
 def load_fp8_state_dict(model: nn.Module, content: Mapping[str, Any]) -> None:
-    """Puts it into a model that was converted alike.
+    """Puts what `fp8_state_dict` gave into a model that was converted by the same plan.
 
-    Raises ValueError where the FP8 sites are others; the first differences are named.
+    Raises ValueError where the model has other FP8 sites; the message names the first of them.
     """
     sites, there = sites_of(model), list(content["health"])
     if list(sites) != there:
@@ -34,9 +34,10 @@ def load_fp8_state_dict(model: nn.Module, content: Mapping[str, Any]) -> None:
 
 @torch.no_grad()
 def carry_over(content: Mapping[str, Any], model: nn.Module) -> None:
-    """What `content` (a copy, of before) knows of sites that run in `model` too; others start anew.
+    """Restores the counts of those sites of `content` that `model` has too; its other sites start from zero.
 
-    For a model that is converted again with another plan in the middle of training.
+    For a model that is converted again, by another plan, in the middle of training. `content` must be a copy that
+    was made before.
     """
     for name, site in sites_of(model).items():
         if name in content["health"]:

@@ -56,16 +56,18 @@ class Sharded:
 
     @property
     def is_gathered(self) -> bool:
-        """Or a gather of it is under way, as behind `unshard(async_op=True)` and what is prefetched."""
+        """Whether it is gathered, or a gather is under way, as after `unshard(async_op=True)` and for what is
+        prefetched.
+        """
         return self.held.sharded_state.name != "SHARDED" or self.beside._all_gather_result is not None
 
     @property
     def gathers_in(self) -> torch.dtype:
-        """Of FSDP2's own all-gather."""
+        """The dtype of FSDP2's own all-gather."""
         return self.held.mp_policy.param_dtype or self.held.sharded_param.dtype
 
     def unfit(self) -> str | None:
-        """Why its all-gather cannot be another one, or None."""
+        """Why its all-gather cannot be replaced, or None."""
         if self.held.is_dtensor:
             return "it is a DTensor of tensor parallelism besides"
         if self.held.offload_to_cpu:
@@ -93,7 +95,9 @@ class Sharded:
         return all(hasattr(self.local, name) for name in HOOKS)
 
     def _begin_anew(self) -> None:
-        """FSDP2 makes what it gathers into once, by what the hooks were then."""
+        """FSDP2 allocates the memory that it gathers into once, by what the hooks were at that time; this makes it do
+        so again.
+        """
         self.held._init_extensions()
         self.held.all_gather_outputs = []
         self.held.__dict__.pop("_unsharded_param", None)
@@ -112,7 +116,7 @@ def units_of(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def group_of_mesh(model: nn.Module) -> dist.ProcessGroup | None:
-    """Of all ranks that a sharded model is on, where these are all there are: None. Else those of one shard."""
+    """None where a sharded model is on all ranks that there are; otherwise the group of the ranks of one shard."""
     held = sharded_parameters(model)
     alone = held and held[0].held.mesh_info.mesh.size() < dist.get_world_size()
     return held[0].group if alone else None
@@ -124,15 +128,16 @@ def reduces_by_its_own(unit: nn.Module) -> bool:
 
 
 def reshard(model: nn.Module) -> None:
-    """Frees what units gathered and kept, as the root does behind a forward without backward: parameters are
-    those of the optimizer again, and the next forward gathers them as they are then."""
+    """Frees what units gathered and kept, such as the root after a forward without backward. Parameters are those of
+    the optimizer again, and the next forward gathers them as they are then.
+    """
     if dist.is_available() and dist.is_initialized():
         for unit in units_of(model).values():
             unit.reshard()  # type: ignore[operator]
 
 
 def cut_by_others(model: nn.Module) -> list[str]:
-    """Names of parameters that are DTensors by something else than FSDP2, tensor parallelism say."""
+    """Names of the parameters that something other than FSDP2 made DTensors, such as tensor parallelism."""
     cut = [(name, parameter) for name, parameter in named_parameters(model) if hasattr(parameter, "device_mesh")]
     if not cut:
         return []
@@ -143,7 +148,7 @@ def cut_by_others(model: nn.Module) -> list[str]:
 
 
 def share_unit(twin: nn.Module, model: nn.Module) -> None:
-    """`twin`, which has the parameters and hooks of `model`, is the same unit of FSDP2, if that is one."""
+    """Makes `twin`, which has the parameters and hooks of `model`, the same unit of FSDP2, if `model` is one."""
     from torch.distributed._composable_state import _insert_module_state
 
     if "" in units_of(model):
@@ -151,7 +156,7 @@ def share_unit(twin: nn.Module, model: nn.Module) -> None:
 
 
 def sharded_parameters(model: nn.Module) -> list[Sharded]:
-    """In the order of units, which is the same on every rank.
+    """The parameters that FSDP2 shards, in the order of units, which is the same on every rank.
 
     Raises LokaError where parameters are gathered at the moment, or torch is not as expected.
     """
@@ -203,14 +208,16 @@ def gathered_throughout(model: nn.Module) -> Iterator[None]:
 
 
 def comes_and_goes(module: nn.Module) -> bool:
-    """Whether it is a unit whose forward or backward frees its weights."""
+    """Whether the module is a unit whose forward or backward frees its weights."""
     if not any(base.__name__ == "FSDPModule" for base in type(module).__mro__):
         return False
     return any(g.reshard_after_backward or g.post_forward_mesh_info is not None for g in _groups(module))
 
 
 def gathers_in_a_step(unit: Any, *, root: bool) -> int:
-    """For forward and backward; one where weights stay in between, as the root's do unless told otherwise."""
+    """How often a unit gathers in a step, for forward and backward: once where its weights stay in between, as those of
+    the root do unless told otherwise.
+    """
     stays = root and unit._get_fsdp_state()._auto_reshard_after_forward
     goes = any(group.post_forward_mesh_info is not None for group in _groups(unit))
     return 2 if goes and not stays else 1

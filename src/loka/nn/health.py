@@ -1,4 +1,6 @@
-"""NaN and infinity at FP8 sites: always in the result, and named when asked; and how often sites ran."""
+"""Finds NaN and infinity at FP8 sites, and counts how often sites ran. NaN is always in the result; this module names
+the site.
+"""
 
 from torch import nn
 

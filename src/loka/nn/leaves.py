@@ -1,9 +1,9 @@
-"""Modules whose whole forward is one GEMM with their own weight: its replacement calls the site at once.
+"""Modules whose whole forward is one GEMM with their own weight. Their replacement calls the site directly.
 
     nn.Linear   y = x W^T + b,  W [N, K]      Conv1D of Hugging Face  y = x W + b,  W [K, N]
     nn.Conv1d with a kernel of one            every position is a row
 
-No function mode is entered for them, which spares host time and compiles inside activation checkpoints.
+No function mode is entered for them, which saves host time and compiles inside activation checkpoints.
 """
 
 import torch
@@ -13,7 +13,8 @@ from loka.nn.site import Site, SiteForward
 from loka.nn.unwrap import weight_of
 
 
-def _with_bias(y: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+def with_bias(y: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """y + bias in the dtype of y, which autocast may have made narrower than the bias."""
     return y if bias is None else y + bias.to(y.dtype)
 
 
@@ -35,14 +36,14 @@ class LinearForward(SiteForward):
     def __call__(self, input: torch.Tensor) -> torch.Tensor:
         if input.is_nested:
             return _rows_of_nested(self, input)
-        return _with_bias(self.site(input, self.weight), self.bias)
+        return with_bias(self.site(input, self.weight), self.bias)
 
 
 class Conv1DForward(LinearForward):
     """Of transformers.pytorch_utils.Conv1D, whose weight lies as [K, N]."""
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return _with_bias(self.site(x, self.weight.t()), self.bias)
+        return with_bias(self.site(x, self.weight.t()), self.bias)
 
 
 class PointwiseForward(LinearForward):
@@ -50,7 +51,7 @@ class PointwiseForward(LinearForward):
 
     def __call__(self, input: torch.Tensor) -> torch.Tensor:
         y = self.site(input.mT, self.weight.flatten(1))
-        return _with_bias(y, self.bias).mT.contiguous()  # as nn.Conv1d returns it
+        return with_bias(y, self.bias).mT.contiguous()  # as nn.Conv1d returns it
 
 
 def _rows_of_nested(forward: LinearForward, input: torch.Tensor) -> torch.Tensor:
@@ -64,7 +65,7 @@ def _rows_of_nested(forward: LinearForward, input: torch.Tensor) -> torch.Tensor
 
 
 def leaf_forward(module: nn.Module) -> type[LinearForward] | None:
-    """What may replace the forward of `module`, or None where it is no such module."""
+    """The class that may replace the forward of `module`, or None where it is no such module."""
     if "forward" in module.__dict__ or not isinstance(weight_of(module), torch.Tensor):
         return None
     own = type(module).forward

@@ -1,4 +1,4 @@
-"""Finding the linear layers of any model without running it: the sites that need no trace."""
+"""Finds the linear layers of a model without running it: these are the sites that need no trace."""
 
 from collections.abc import Callable
 
@@ -15,10 +15,10 @@ PREDICTION_OUTPUTS = 8
 
 
 def find_linears(model: nn.Module, *, filter: Filter | None = None) -> tuple[dict[str, nn.Linear], dict[str, str]]:
-    """The linear layers by module path, and why each other holder of GEMM weights is left out.
+    """The linear layers by module path, and why each other module that holds a GEMM weight is left out.
 
-    They are the modules that run nn.Linear's own forward, whatever their class. A module
-    reached by two paths is listed under the first.
+    Linear layers are the modules that run nn.Linear's own forward, whatever their class. A module that can be reached
+    by two paths is listed under the first.
     """
     found: dict[str, nn.Linear] = {}
     skipped: dict[str, str] = {}
@@ -43,8 +43,8 @@ _USED_BY_THE_PARENT = nn.modules.linear.NonDynamicallyQuantizableLinear
 
 
 def signature(model: nn.Module, *, like: ModelSignature | None = None) -> ModelSignature:
-    """All linear layers with their shapes, converted or not; and those other sites of `like` that this model
-    has: the module that calls, and a parameter of the name that is large enough.
+    """The shapes of all linear layers, converted or not, and of those other sites of `like` that this model has too: it
+    has the module that calls the site, and a parameter of that name that is large enough.
     """
     linears, _ = find_linears(model)
     layers = {
@@ -59,7 +59,7 @@ def signature(model: nn.Module, *, like: ModelSignature | None = None) -> ModelS
         parameters = dict(named_parameters(model))
         for path, shape in traced.items():
             assert shape.use is not None
-            held = [p for name, p in parameters.items() if _is_of(shape.use.key, name)]
+            held = [p for name, p in parameters.items() if is_view_of(shape.use.key, name)]
             if shape.use.caller in callers and any(
                 p.numel() >= shape.in_features * shape.out_features or is_shard(p) for p in held
             ):
@@ -67,7 +67,8 @@ def signature(model: nn.Module, *, like: ModelSignature | None = None) -> ModelS
     return ModelSignature(name=class_name(model), layers=layers)
 
 
-def _is_of(key: str, parameter: str) -> bool:
+def is_view_of(key: str, parameter: str) -> bool:
+    """Whether `key` names a parameter or a view of it, such as `w[:64]` or `w.chunk(2)[1]` of `w` (graph/views.py)."""
     return key == parameter or (key.startswith(parameter) and key[len(parameter)] in ".[~")
 
 

@@ -126,14 +126,14 @@ class SiteForward(ABC):
 
     @property
     def __signature__(self) -> inspect.Signature:
-        """The original's, which torch.export names inputs and dynamic shapes by and Trainers pick columns
-        by.
+        """The signature of the original forward. torch.export names inputs and dynamic shapes by it, and trainers
+        choose columns by it.
         """
         return inspect.signature(self._original)
 
     @property
     def __code__(self) -> CodeType:
-        """The original's, which torch.export reports by."""
+        """The code of the original forward, which torch.export shows in its reports."""
         return getattr(self._original, "__code__", type(self).__call__.__code__)
 
     @property
@@ -143,6 +143,7 @@ class SiteForward(ABC):
         return MethodType(type(self.module).forward, self.module)
 
     def plain(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs the forward that the module had before."""
         if self.before is not None:
             return self.before(*args, **kwargs)
         return type(self.module).forward(self.module, *args, **kwargs)
@@ -152,11 +153,13 @@ _KEPT = "loka_forward"  # beside `forward`, to find it where another library has
 
 
 def install(forward: SiteForward) -> None:
+    """Puts the forward on its module."""
     holder = forward.module.__dict__
     holder["forward"] = holder[_KEPT] = forward
 
 
 def site_forwards(model: nn.Module) -> dict[str, SiteForward]:
+    """The installed forwards by module path."""
     return {path: module.__dict__[_KEPT] for path, module in named_modules(model) if _KEPT in module.__dict__}
 
 
@@ -182,12 +185,13 @@ def _told(forward: object) -> str:
 
 
 def remove(forward: SiteForward) -> None:
+    """Takes the forward off its module, which then runs as it was found."""
     stand_aside(forward)
     del forward.module.__dict__[_KEPT]
 
 
 def stand_aside(forward: SiteForward) -> None:
-    """Has the module run as it was found until `install`; `site_forwards` finds the sites all the same."""
+    """Has the module run as it was found, until `install` is called; `site_forwards` finds its sites all the same."""
     holder = forward.module.__dict__
     holder.pop("forward", None)
     if forward.before is not None:
@@ -195,7 +199,7 @@ def stand_aside(forward: SiteForward) -> None:
 
 
 def sites_of(model: nn.Module) -> dict[str, Site]:
-    """The converted sites by name; those of a part that was converted by itself have its path in front."""
+    """The converted sites by name. Sites of a part that was converted by itself have the path of the part in front."""
     return {
         _joined(_converted_at(path, forward.path), site.name): site
         for path, forward in site_forwards(model).items()
@@ -204,7 +208,7 @@ def sites_of(model: nn.Module) -> dict[str, Site]:
 
 
 def _converted_at(path: str, inner: str) -> str:
-    """Where in a model the part stands that was converted: the module `inner` of the part is `path` here.
+    """The path in this model of the part that was converted: its module `inner` is `path` here.
 
     "" where the model is that part, or lies inside of it.
     """

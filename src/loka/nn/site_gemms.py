@@ -1,7 +1,7 @@
-"""A site's GEMM with gradients: eagerly without the dispatcher, elsewhere by the ops of site_ops.
+"""The GEMM of a site with gradients: eagerly without the dispatcher, elsewhere by the ops of site_ops.py.
 
-Eager calls on plain tensors run the body of the op: a registered op costs the host more than the launches
-inside it (docs/log.md, 2026-11-22). Where something traces or watches ops they go through the op.
+Eager calls on plain tensors run the body of the op directly, because a registered op costs the host more than the
+launches inside it (docs/log.md, 2026-11-22). Where something traces or watches ops, calls go through the op.
 """
 
 from typing import Any
@@ -110,7 +110,9 @@ class SiteGemms(torch.autograd.Function):
 
 
 def _refuse_transforms(site: str, rows: torch.Tensor) -> None:
-    """Of compiled code the op refuses them (nn/site_ops.py): Dynamo takes the answer for a constant."""
+    """Refuses torch.func and forward-mode AD. In compiled code the op does so (nn/site_ops.py): Dynamo would take the
+    answer for a constant.
+    """
     if traced_here():
         return
     batched = torch._C._functorch.is_legacy_batchedtensor(rows)  # by `is_grads_batched`

@@ -19,7 +19,7 @@ _HELD_AS_MODULE = ("DistributedDataParallel", "DataParallel", "AveragedModel", "
 
 
 def inner_of(module: nn.Module) -> nn.Module | None:
-    """The module inside a wrapper, or None for a module that is none."""
+    """The module inside a wrapper, or None for a module that wraps none."""
     if not isinstance(module._modules, dict):  # of a scripted module, which wraps none of ours
         return None
     for name in _INNER:  # naming their classes would import dynamo (2 s), FSDP and TorchRec
@@ -39,8 +39,9 @@ def unwrap(model: nn.Module) -> nn.Module:
 
 
 def weight_of(module: nn.Module) -> Any:
-    """`module.weight` as a forward would read it, or None. Nothing changes: at each read in training a spectral norm
-    iterates on its buffers, which is the model's own step."""
+    """`module.weight` as a forward would read it, or None. Nothing changes: in training mode each read of a spectral
+    norm iterates on its buffers, and that is the model's own step to take.
+    """
     if not parametrize.is_parametrized(module, "weight"):
         return getattr(module, "weight", None)
     chain = cast(nn.ModuleDict, module.parametrizations)["weight"]
@@ -70,18 +71,20 @@ def require_initialized(model: nn.Module) -> None:
 
 
 def device_of(model: nn.Module) -> torch.device:
-    """Of its weights. TorchRec leaves an empty one on the CPU for a table that has no rows on this rank."""
+    """The device of the weights. TorchRec leaves an empty weight on the CPU for a table that has no
+    rows on this rank.
+    """
     weights = list(model.parameters())
     return next((weight for weight in weights if weight.numel()), weights[0]).device
 
 
 def class_name(model: nn.Module) -> str:
-    """Of the user's class inside wrappers; `fully_shard` puts FSDP before it, in place."""
+    """The name of the user's class inside wrappers. `fully_shard` puts FSDP before that name, in place."""
     return kind_of(unwrap(model)).__name__
 
 
 def kind_of(module: nn.Module) -> type[nn.Module]:
-    """The class of a module as the user wrote it: not the one that `fully_shard` made of it."""
+    """The class of a module as the user wrote it, and not the one that `fully_shard` made from it."""
     own, *bases = type(module).__mro__
     sharded = bool(bases) and bases[0].__name__ == "FSDPModule"
     return bases[1] if sharded else own

@@ -1,4 +1,4 @@
-"""Deciding every site, and running the model that way: plan, agree, convert, confirm, revert, diff."""
+"""Decides what every site runs, and makes a model run that way: plan, agree, convert, confirm, revert, diff."""
 
 from loka.planner.collective_plan import agree
 from loka.planner.confirm import Confirmed, confirm

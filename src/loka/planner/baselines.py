@@ -1,7 +1,7 @@
-"""What a user of one kernel library would run: the rivals of a plan over all of them.
+"""What a user of a single kernel library would run: the baselines that a plan over all libraries is compared with.
 
-A candidate is admitted at a site if `plan` would take it were it the only one, so the budget's
-rules hold for a library as they do for the choice. Among those admitted the fastest wins.
+A candidate is admitted at a site if `plan` would take it were it the only one, so the rules of the budget hold for a
+single library too. The fastest of the admitted candidates wins.
 """
 
 from collections.abc import Callable, Mapping
@@ -34,9 +34,10 @@ def only_library(report: Report, library: str) -> Report:
 
 
 def fastest_of_library(report: Report, library: str, budget: Budget, *, everywhere: bool) -> dict[str, str]:
-    """Site -> the fastest candidate of `library` that `budget` admits there, or "hp"; needs times.
+    """For each site, the fastest candidate of `library` that `budget` admits there, or "hp"; needs times.
 
-    `everywhere`: what keeps the budget's error runs wherever it can, slower than hp or not.
+    `everywhere`: a candidate that keeps the error limits of the budget runs wherever it can, also where it is slower
+    than hp.
     """
     fastest: dict[str, tuple[float, str]] = {}
     names = {name for site in report.sites.values() for name in site.measurements}

@@ -1,11 +1,12 @@
-"""Is the whole model faster by its plan? What `measure` times are its layers, each with the code around it.
+"""Checks whether the whole model is faster by its plan. `measure` only times single layers, each with the code around
+it.
 
     hp      the model as it is                                     1
     all     by the plan                                            step time of hp / step time
-    half    by the plan, but for the half of its layers that it says gain least; then half of those, ...
+    half    by the plan, without the half of its layers that it says gain least; then without half of those, ...
 
-Around a layer the compiler may do more for the whole model than for the piece that was timed: fuse a copy, read
-a tensor once for two. The plan that comes back is the fastest of these, or hp everywhere.
+Around a layer the compiler may do more in the whole model than in the piece that was timed: fuse a copy, or read a
+tensor once for two readers. The plan that comes back is the fastest of these, or hp everywhere.
 """
 
 import gc
@@ -34,7 +35,9 @@ _ROUNDS = 21
 
 @dataclass(frozen=True, kw_only=True)
 class Arm:
-    """The model with these layers by the plan: time of a step in high precision over its own, or why there is none."""
+    """The model with these layers by the plan: how many times faster a step is than in high precision, or why that is
+    not known.
+    """
 
     layers: tuple[str, ...]
     speedup: Estimate | None = None
@@ -44,7 +47,7 @@ class Arm:
 
 @dataclass(frozen=True, kw_only=True)
 class Confirmed:
-    """`plan` runs in eight bits what is fastest in the whole model; `arms` are those that were raced."""
+    """`plan` runs in eight bits what turned out fastest in the whole model; `arms` are the versions that were raced."""
 
     plan: Plan
     arms: tuple[Arm, ...]
@@ -148,7 +151,7 @@ def _in_hp(decision: Decision, reason: str) -> Decision:
 
 
 def _by_promise(plan: Plan) -> tuple[str, ...]:
-    """Layers with eight bits, the one first that is said to gain most."""
+    """The layers with eight bits, ordered by the gain that the plan promises, the largest first."""
     gains: dict[str, float] = {}
     for decision in plan.decisions.values():
         if decision.candidate != HP:
@@ -158,7 +161,7 @@ def _by_promise(plan: Plan) -> tuple[str, ...]:
 
 
 def _copy(model: nn.Module, step: Callable[[Any], object]) -> nn.Module:
-    """Whose step, which is run once as it is written, reads nothing of the original."""
+    """A copy of the model. `step` runs on it once, eagerly, to make sure that it reads nothing of the original."""
     made, _ = private_copy(model)
     if found := read_of(model, lambda: step(made)):
         raise LokaError(
@@ -212,7 +215,7 @@ def _raced(
 
 
 def _fastest(arms: Sequence[Arm]) -> Arm | None:
-    """Of those that are surely faster than high precision; where two are alike, the one with fewer layers."""
+    """The fastest of the arms that are surely faster than high precision; among ties the one with fewer layers."""
     faster = [(arm, arm.speedup) for arm in arms if arm.speedup is not None and arm.speedup.low > 1.0]
     if not faster:
         return None

@@ -1,4 +1,4 @@
-"""Putting a plan into a model, and taking it out again."""
+"""Puts a plan into a model, and takes it out again."""
 
 import warnings
 from collections.abc import Collection, Iterable
@@ -65,8 +65,8 @@ def convert(model: M, plan: Plan, *, regions: bool = True) -> M:
 
 
 def check(model: nn.Module, plan: Plan, gemms: Collection[Gemm] = tuple(Gemm)) -> None:
-    """All that `convert` checks, for a model that is converted or not; nothing is changed. `gemms`: of which kernels
-    are checked; a server runs `output` alone.
+    """Makes all the checks of `convert`, for a model that is converted or not, and changes nothing. `gemms`: those
+    whose kernels are checked; a server runs `output` alone.
 
     Raises PlanMismatch, NoKernelFits and WrongResults as `convert` does.
     """
@@ -168,7 +168,7 @@ def _libraries(low: Iterable[Decision]) -> set[str]:
 
 
 def _check_results(model: nn.Module, low: Iterable[Decision]) -> None:
-    """Self-checks each candidate and GEMM on each device; once in a process."""
+    """Runs the self-check of each candidate and GEMM on each device, once in a process."""
     sites: dict[tuple[str, Gemm], list[str]] = {}
     for decision in low:
         sites.setdefault((decision.candidate, decision.problem.gemm), []).append(decision.site)

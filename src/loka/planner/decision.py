@@ -1,4 +1,4 @@
-"""What a report says of a candidate at a site, as a decision for it."""
+"""Makes a decision for a site from what a report says of a candidate."""
 
 from collections.abc import Mapping
 

@@ -1,4 +1,4 @@
-"""What changed between two plans."""
+"""What differs between two plans."""
 
 from dataclasses import dataclass
 
@@ -9,7 +9,7 @@ from loka.core.table import format_table
 
 @dataclass(frozen=True, kw_only=True)
 class PlanDiff:
-    """Decisions that differ, and what the plans were made with where that differs."""
+    """Decisions that differ between two plans, and what else differs in how the plans were made."""
 
     context: tuple[str, ...]
     sites: tuple[tuple[str, str, str, str], ...]

@@ -155,7 +155,7 @@ def _knee(points: Sequence[Point]) -> Point:
 
 
 def base_time(report: Report) -> float:
-    """All measured sites in hp: microseconds, or multiplications where nothing was timed."""
+    """The time of all measured sites in hp: in microseconds, or in multiplications where nothing was timed."""
     total = 0.0
     for site in report.sites.values():
         if report.timed:
@@ -167,7 +167,7 @@ def base_time(report: Report) -> float:
 
 
 def saved_time(made: Plan) -> float:
-    """What the plan saves of `base_time`, in the same unit."""
+    """How much of `base_time` the plan saves, in the same unit."""
     if made.timed:
         return sum(map(saved_us, made.decisions.values()))
     return sum(float(d.problem.m * d.problem.n * d.problem.k) for d in made.decisions.values() if d.candidate != HP)

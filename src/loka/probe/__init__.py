@@ -1,5 +1,4 @@
-"""Where is FP8 safe? Statistics of sampled steps, online: of tensors, and of what FP8 would cost the
-model."""
+"""Learns where FP8 is safe: statistics of tensors in sampled training steps, and what FP8 would cost the model."""
 
 from loka.probe.merging import gather_renewed, gather_stats, merge_stats
 from loka.probe.model_effects.renewal import renew_effects

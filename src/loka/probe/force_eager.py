@@ -1,4 +1,4 @@
-"""Sampled steps run eagerly: torch.compile stands aside for them, and for them only."""
+"""Runs sampled steps eagerly: torch.compile stands aside for them, and for them only."""
 
 from typing import Any
 
@@ -28,5 +28,5 @@ eager = _Eager()
 
 
 def capturing() -> bool:
-    """Whether a CUDA graph is being recorded: what is called now runs later, and may wait for nothing."""
+    """Whether a CUDA graph is being captured: what is called now runs later, and must not wait for the device."""
     return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()

@@ -1,4 +1,4 @@
-"""The statistics of a layer that a running probe keeps, and their way into a record and back."""
+"""The statistics of a layer that a running probe keeps, and how they become a record and come back from one."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields, is_dataclass, replace
@@ -103,7 +103,7 @@ def with_sites(stats: Stats, sites: Mapping[str, Site]) -> Stats:
 
 
 def bytes_of(sites: Iterable[Site]) -> dict[str, int]:
-    """What tensors take, by operand, and "effects"."""
+    """How many bytes the tensors take, by operand, and for "effects"."""
     total = dict.fromkeys((*OPERANDS, "effects"), 0)
     for site in sites:
         for operand in OPERANDS:
@@ -126,7 +126,7 @@ def _bytes(value: object) -> int:
 
 
 def refuse(stats: Stats, model: ModelSignature, *, full_covariance: int) -> None:
-    """Raises PlanMismatch or LokaError where a probe of `model` cannot go on from `stats`."""
+    """Raises PlanMismatch or LokaError where a probe of `model` cannot continue from `stats`."""
     differences = model.differences(stats.model)
     if differences:
         raise PlanMismatch("these statistics are of another model", why=differences, way_out="probe this model afresh")

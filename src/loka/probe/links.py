@@ -1,8 +1,8 @@
 """Which layers feed which, through code alone that a compiled region takes between two GEMMs (compiler/edges).
 
-Read off the autograd graph of a sampled step: from a layer's input back to the outputs of others, over nodes of
-pointwise code, of norms and of views. What it does not know ends a link, so that a missing link, not a false one,
-is what goes wrong; a region that the pass then does not join is told by `loka.regions`.
+The links are read off the autograd graph of a sampled step: from the input of a layer back to the outputs of others,
+over nodes of pointwise code, norms and views. A node that is not known ends a link, so a link may be missing but is
+never false. `loka.regions` tells where the pass then does not join a region.
 """
 
 from typing import Any

@@ -1,1 +1,1 @@
-"""The same records dressed for people."""
+"""The records of the other packages as tables, pictures and pages for people."""

@@ -74,7 +74,9 @@ def checked_path(path: Path | str) -> Path:
 
 @contextmanager
 def figure_in(path: Path, *, width: float, height: float) -> Iterator[Any]:
-    """A figure in inches, in `path` once it is drawn. The same figure makes the same file."""
+    """A figure of this size in inches, which is written to `path` when the block ends. The same figure makes the same
+    file.
+    """
     figure_module = matplotlib_module("matplotlib.figure")
     with matplotlib_module("matplotlib").rc_context({"svg.hashsalt": "loka", "font.size": 9}):
         figure = figure_module.Figure(figsize=(width, height), layout="constrained", facecolor="white")
@@ -84,7 +86,7 @@ def figure_in(path: Path, *, width: float, height: float) -> Iterator[Any]:
 
 
 def open_axis(axis: Any) -> None:
-    """A grid behind what is drawn, and no frame above and at the right."""
+    """Puts a grid behind what is drawn, and removes the frame above and at the right."""
     axis.grid(True, color="#e6e6e6", linewidth=0.7)
     axis.set_axisbelow(True)
     for side in ("top", "right"):
@@ -92,7 +94,7 @@ def open_axis(axis: Any) -> None:
 
 
 def matplotlib_module(module: str) -> Any:
-    """Raises MissingLibrary."""
+    """A module of matplotlib. Raises MissingLibrary where it is not installed."""
     try:
         return importlib.import_module(module)
     except ImportError as error:

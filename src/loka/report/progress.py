@@ -1,4 +1,4 @@
-"""Progress bars for long loops, in the shape the library's `track` arguments take."""
+"""Progress bars for long loops, of the form that `track` arguments of the library have."""
 
 from collections.abc import Iterable, Iterator
 from typing import TypeVar
@@ -10,9 +10,9 @@ T = TypeVar("T")
 
 
 class ProgressBars:
-    """Callable as `track(items, description, total)`; bars vanish when done.
+    """Called as `track(items, description, total)`. The bars vanish when the loop is done.
 
-    On a terminal only: a log file is spared them.
+    They are drawn on a terminal only, so that a log file holds none.
     """
 
     def __init__(self, label: str = "", *, console: Console | None = None) -> None:

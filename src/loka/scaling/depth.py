@@ -18,8 +18,11 @@ def carried_on(times: Mapping[int, Sequence[float]], depth: int) -> Estimate:
     """
     few, many = min(times, default=0), max(times, default=0)
     if len(times) != 2 or not 0 < few < many <= depth or len(times[few]) != len(times[many]):
-        raise LokaError(f"steps of {list(times)} layers tell nothing of {depth}", way_out="as many of 2 as of 3")
+        raise LokaError(
+            f"steps of {list(times)} layers say nothing about {depth} layers",
+            way_out="time models of two depths, equally often, such as 2 and 3 layers",
+        )
     pairs = [(b, (b - a) / (many - few)) for a, b in zip(times[few], times[many], strict=True)]
     if not median_interval([each for _, each in pairs]).value > 0:
-        raise LokaError("more layers take no longer", way_out="deeper models or larger batches")
+        raise LokaError("the deeper model takes no longer", way_out="time deeper models or larger batches")
     return median_interval([us + (depth - many) * each for us, each in pairs])

@@ -1,10 +1,10 @@
-"""One version of a frozen model: from weights in high precision to a module tree that nothing writes to.
+"""Builds one version of a frozen model: from weights in high precision to a module tree that nothing writes to.
 
     skeleton  the model without its weights (serve/model/absent.py)
-    precise   a skeleton with a version's weights: what eight bits are compared with
-    frozen    the same with FP8 sites; where a site's weight has no other reader, its FP8 copy alone is kept
+    precise   a skeleton with the weights of a version: what eight bits are compared with
+    frozen    the same with FP8 sites; where nothing else reads the weight of a site, only its FP8 copy is kept
 
-A new checkpoint makes a new tree. Requests that run hold the old one until they end, so none sees two.
+New weights make a new tree. Requests that are running keep the old tree until they end, so no request sees two.
 """
 
 import copy
@@ -37,7 +37,7 @@ from loka.serve.sites import (
 
 
 def skeleton_of(model: nn.Module) -> nn.Module:
-    """A copy in which all that the state dict holds is absent; other tensors are copied."""
+    """A copy of the model in which every tensor of the state dict is absent; other tensors are copied."""
     tensors = [*model.parameters(), *model.buffers()]
     held = {id(value) for value in model.state_dict(keep_vars=True).values()}
     memo: dict[int, Any] = {id(tensor): absent(tensor) for tensor in tensors if id(tensor) in held}
@@ -45,7 +45,7 @@ def skeleton_of(model: nn.Module) -> nn.Module:
 
 
 def relinked(skeleton: nn.Module, model: nn.Module) -> nn.Module:
-    """A tree of `skeleton` with the tensors of `model`, put there as a refresh puts new ones."""
+    """A tree of `skeleton` that holds the tensors of `model`, put there in the way in which a refresh puts new ones."""
     tree = copy.deepcopy(skeleton)
     tree.load_state_dict(model.state_dict(keep_vars=True), assign=True)
     return tree.requires_grad_(False)
@@ -54,12 +54,11 @@ def relinked(skeleton: nn.Module, model: nn.Module) -> nn.Module:
 def load_precise(
     skeleton: nn.Module, state: Mapping[str, torch.Tensor], device: torch.device, *, dropped: Sequence[str] = ()
 ) -> nn.Module:
-    """A tree with copies of the weights in `state` on `device`, in the dtypes that the model had.
+    """A tree with copies of the weights in `state` on `device`, in the dtypes that the model had. Weights named in
+    `dropped` stay absent.
 
-    Those named in `dropped` stay absent.
-
-    Raises ServeRefused where keys or shapes differ, integers stand for floats, a weight holds NaN or infinity in the
-    model's dtype, or what modules share differs.
+    Raises ServeRefused where keys or shapes differ, where integers stand for floats, where a weight holds NaN or
+    infinity in the dtype of the model, and where modules share other tensors than before.
     """
     wanted = skeleton.state_dict(keep_vars=True)
     tensors = {key: value for key, value in wanted.items() if isinstance(value, torch.Tensor)}
@@ -70,7 +69,9 @@ def load_precise(
         f"{key} is {has}, the model has {form}" for key, has in given.items() if has != (form := _form(tensors[key]))
     ]
     copies = OrderedDict[str, Any]((key, state.get(key, value)) for key, value in wanted.items())
-    versions = getattr(state, "_metadata", getattr(wanted, "_metadata", None))  # of how modules write their state
+    versions = getattr(
+        state, "_metadata", getattr(wanted, "_metadata", None)
+    )  # the versions of the form in which modules write their state
     if versions is not None:
         copies._metadata = versions  # type: ignore[attr-defined]
     shared: dict[int, str] = {}
@@ -115,13 +116,13 @@ def _finite(value: torch.Tensor) -> bool:
 
 
 def share(model: nn.Module) -> nn.Module:
-    """Another tree of the same modules with the same tensors."""
+    """Another tree of the same modules, which holds the same tensors."""
     tensors = [*model.parameters(), *model.buffers()]
     return copy.deepcopy(model, {id(tensor): tensor for tensor in tensors})
 
 
 def watch(precise: nn.Module, plan: Plan, watcher: Watch, call: Callable[[nn.Module], Any]) -> Any:
-    """`call(precise)` while `watcher` sees what reaches the FP8 sites. The tree must serve no requests."""
+    """Runs `call(precise)` while `watcher` sees the inputs of the FP8 sites. No request may use the tree meanwhile."""
     attach(
         precise,
         plan.model.layers,
@@ -137,10 +138,11 @@ def watch(precise: nn.Module, plan: Plan, watcher: Watch, call: Callable[[nn.Mod
 def record_weights(
     precise: nn.Module, plan: Plan, call: Callable[[nn.Module], Any], *, joined: bool
 ) -> dict[str, FrozenWeight]:
-    """The FP8 weight of each site that `call(precise)` reaches; `joined`: with one scale for all rows where
-    a region may have it.
+    """The FP8 weight of each site that `call(precise)` reaches. With `joined` a weight has one scale for all rows
+    wherever a region may take the site.
 
-    Raises ServeRefused where a site multiplies by another weight from call to call, or by NaN.
+    Raises ServeRefused where a site multiplies by another weight from call to call, or by one that holds NaN or
+    infinity.
     """
     found: dict[str, FrozenWeight] = {}
 
@@ -167,9 +169,9 @@ def frozen_tree(
     dropped: Sequence[str],
     in_hp: Mapping[str, Collection[int]],
 ) -> nn.Module:
-    """Puts frozen sites into `tree`, in place; its weights named in `dropped` are absent from then on.
+    """Puts frozen sites into `tree`, in place. Its weights named in `dropped` are absent from then on.
 
-    `in_hp`: by site, the buckets that run it in high precision.
+    `in_hp`: for each site, the buckets that run it in high precision.
     """
 
     def make(name: str, chosen: tuple[str, str, str], *_: object, **__: object) -> object:
@@ -194,10 +196,10 @@ def frozen_tree(
 def droppable(
     tree: nn.Module, weights: Mapping[str, FrozenWeight], in_hp: Mapping[str, Collection[int]]
 ) -> tuple[list[str], list[str]]:
-    """Keys of weights that frozen sites alone read, and why weights of other FP8 sites are kept.
+    """Keys of the weights that only frozen sites read, and for other weights of FP8 sites why they are kept.
 
-    Of nn.Linear with a weight of its own: a raw parameter's views, attention's projections and weights that
-    modules share are kept in high precision as well.
+    Only weights of their own of nn.Linear are dropped. Raw parameters that are read as views, the projections of
+    attention, and weights that modules share are kept in high precision as well.
     """
     uses = Counter(
         id(parameter)

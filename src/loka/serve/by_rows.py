@@ -1,8 +1,8 @@
 """Plans by number of rows: which sites a bucket runs in high precision.
 
-A few rows are over before a cast pays, many rows gain by all of it. A site has one FP8 candidate, whose
-weight is kept once; a bucket whose plan has the site in high precision multiplies by the weight as it was,
-which is kept beside it.
+A GEMM of a few rows ends before a cast pays; with many rows every GEMM gains. A site has one FP8 candidate, and its FP8
+weight is kept once. Where the plan of a bucket has the site in high precision, the bucket multiplies by the original
+weight, which is then kept beside it.
 """
 
 from collections.abc import Mapping, Sequence
@@ -17,20 +17,20 @@ from loka.planner.convert import fp8_layers
 
 @dataclass(frozen=True)
 class ByRows:
-    """`plan` has each site in FP8 that some plan has so. `in_hp`: of each bucket in turn, which of these
-    sites run in high precision there."""
+    """`plan` has every site in FP8 that is in FP8 in some of the plans. `in_hp`: for each bucket in turn, which of
+    these sites run in high precision there.
+    """
 
     plan: Plan
     in_hp: tuple[tuple[str, ...], ...]
 
 
 def by_rows(plans: Plan | Mapping[int, Plan], buckets: Sequence[int]) -> ByRows:
-    """Of one plan for all buckets, or of plans by the most rows that they are for.
+    """Merges one plan for all buckets, or plans that are keyed by the most rows they are for.
 
-    A bucket takes the plan for the fewest rows that are not less than its own.
+    A bucket takes the plan for the fewest rows that are not less than its own. All plans must be of one model.
 
-    All are of one model. Raises ServeRefused for buckets beyond all plans, and a site with two FP8
-    candidates.
+    Raises ServeRefused for a bucket beyond all plans, and for a site with two FP8 candidates.
     """
     if isinstance(plans, Plan):
         return ByRows(plans, tuple(() for _ in buckets))
@@ -52,7 +52,7 @@ def by_rows(plans: Plan | Mapping[int, Plan], buckets: Sequence[int]) -> ByRows:
 
 
 def check_plans(plans: object) -> None:
-    """Raises ServeRefused for what is neither a plan nor plans by numbers of rows."""
+    """Raises ServeRefused for anything but a plan, or plans keyed by numbers of rows."""
     if isinstance(plans, Plan):
         return
     named = plans.items() if isinstance(plans, Mapping) else [(None, plans)]
@@ -66,7 +66,7 @@ def check_plans(plans: object) -> None:
 
 
 def buckets_by_site(buckets: Sequence[int], in_hp: Sequence[Sequence[str]]) -> dict[str, tuple[int, ...]]:
-    """By site, the buckets that run it in high precision; without those that run all in FP8."""
+    """For each site, the buckets that run it in high precision. Sites that every bucket runs in FP8 are left out."""
     found: dict[str, tuple[int, ...]] = {}
     for bucket, names in zip(buckets, in_hp, strict=True):
         for name in names:
@@ -75,7 +75,7 @@ def buckets_by_site(buckets: Sequence[int], in_hp: Sequence[Sequence[str]]) -> d
 
 
 def in_fp8(plan: Plan) -> dict[str, str]:
-    """The candidates of the `output` GEMMs that run in FP8, by site."""
+    """The candidate of each `output` GEMM that runs in FP8, by site."""
     return {path: names[0] for path, names in fp8_layers(plan).items() if names[0] != HP}
 
 

@@ -38,13 +38,13 @@ class SiteCard:
 
 @dataclass(frozen=True, kw_only=True)
 class Card:
-    """Written beside the weights. `modules`: classes by path. `autocast`: the dtype of autocast in every request, or
-    None.
+    """What is written beside the weights. `modules`: classes by path. `autocast`: the dtype of autocast in every
+    request, or None.
 
-    `in_hp`: of each bucket, the FP8 sites that run in high precision there. `dropped`: keys of weights that
-    are kept in FP8 only. `kept`: why other weights of FP8 sites are kept in high precision too. `scratch`:
-    attributes that the model's forward changes, which the replay of a graph would not do. `dense_bytes`: of FP8
-    weights with their scales, and of the same weights in bf16.
+    `in_hp`: for each bucket, the FP8 sites that run in high precision there. `dropped`: keys of weights that are kept
+    in FP8 only. `kept`: why other weights of FP8 sites are kept in high precision too. `scratch`: attributes that the
+    model's forward writes to, which the replay of a graph would not do. `dense_bytes`: the bytes of the FP8 weights
+    with their scales, and of the same weights in bf16.
     """
 
     model: str
@@ -66,7 +66,7 @@ class Card:
 
     @property
     def blind(self) -> tuple[str, ...]:
-        """Sites whose rows differ so much that the alarm would not see a shift of 20 times."""
+        """The sites whose rows differ so much among themselves that the alarm would miss a shift of 20 times."""
         return tuple(name for name, site in self.sites.items() if site.range.blind)
 
     def __str__(self) -> str:

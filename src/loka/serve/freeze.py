@@ -1,9 +1,9 @@
 """freeze: from a model, a plan and calibration rows to a server. The model stays as it was.
 
-Calibration rows serve three ends: static scales for recipes that need one (their largest |x|, doubled; FP8 is
-floating point, so a doubled range costs nothing but half of the smallest magnitudes), the alarm's ranges, and
-the errors on the card. Recipes with a scale for a row or a part of a row keep their current scales: see
-serve/sites.py.
+Calibration rows serve three purposes. They give static scales to the recipes that need one: the largest |x| times two,
+which costs nothing but the smallest magnitudes, since FP8 is floating point. They give the alarm its ranges. And they
+give the errors on the card. Recipes with a scale for a row, or for a part of a row, keep computing their scales from
+each request: see serve/sites.py.
 """
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -94,11 +94,7 @@ def freeze(
     check_plans(plan)
     if autocast not in (None, torch.bfloat16, torch.float16):
         raise ServeRefused(f"autocast={autocast!r} casts nothing", way_out="torch.bfloat16, torch.float16, or None")
-    if isinstance(calibration, (torch.Tensor, Mapping)):
-        raise ServeRefused("calibration is one request", way_out="give a list of requests, such as [rows]")
-    batches = list(calibration)
-    if not batches:
-        raise _too_few(0)
+    batches = _requests(calibration)
     precise = own_copy(model)
     for each in [plan] if isinstance(plan, Plan) else plan.values():
         check(precise, each, (Gemm.OUTPUT,))
@@ -122,20 +118,12 @@ def freeze(
     found = _calibrate(precise, plan, rows, run)
     if digest(rows) != content:
         raise ServeRefused("this model's forward writes to its inputs", way_out="let it write to a copy, `x.clone()`")
-    # After calibration: what forward makes in its first call alone, no later one writes.
+    # After calibration, so that attributes which forward only makes in its first call do not count.
     scratch = written_attributes(precise, lambda: run(precise, rows[0]))
     check_apart(model, lambda: run(precise, rows[0]))
     graphs = wants_graphs(graphs, device, scratch)
     weights = _weights(precise, skeleton, plan, run, form.check_rows(device), joined=graphs)
-    lost = [path for path in found.peaks if path not in weights]
-    if lost:
-        raise ServeRefused(
-            "these sites run for calibration rows and not for the rows that refresh finds weights by "
-            "(numbers between theirs, drawn one by one)",
-            why=lost,
-            way_out="plan again with them forced to 'hp'",
-        )
-    weights = {path: weights[path] for path in weights if path in found.peaks}
+    weights = _reached(weights, found)
     scales = found.scales(fp8)
     plain = _run_all(precise, rows, run)
     _errors(precise, plan, rows, run, found, weights, scales)
@@ -188,7 +176,7 @@ def freeze(
 def _weights(
     precise: nn.Module, skeleton: nn.Module, plan: Plan, run: Runner, rows: list[torch.Tensor], *, joined: bool
 ) -> dict[str, FrozenWeight]:
-    """Found as each refresh will find them: in a tree that new weights were put into."""
+    """The weights of the FP8 sites, found as each refresh finds them: in a tree that new weights were put into."""
 
     def call(tree: nn.Module) -> None:
         if any(leaf.is_meta for leaf in leaves(run(tree, rows))):
@@ -227,6 +215,16 @@ def _too_few(rows: int) -> ServeRefused:
     )
 
 
+def _requests(calibration: Iterable[Request]) -> list[Request]:
+    """Raises ServeRefused for a single request in the place of several, and for none."""
+    if isinstance(calibration, (torch.Tensor, Mapping)):
+        raise ServeRefused("calibration is one request", way_out="give a list of requests, such as [rows]")
+    found = list(calibration)
+    if not found:
+        raise _too_few(0)
+    return found
+
+
 def _check_rows(batches: Sequence[Sequence[torch.Tensor]]) -> None:
     count = sum(batch[0].shape[0] for batch in batches)
     if count < LEAST_ROWS:
@@ -240,6 +238,8 @@ def _check_rows(batches: Sequence[Sequence[torch.Tensor]]) -> None:
 
 @dataclass
 class _Found:
+    """By site, of the calibration rows: row maxima of the input, and energies of the output and of its error."""
+
     peaks: dict[str, torch.Tensor] = field(default_factory=dict)
     signal: dict[str, float] = field(default_factory=dict)
     noise: dict[str, float] = field(default_factory=dict)
@@ -271,8 +271,23 @@ def _run_all(tree: nn.Module, batches: Sequence[Sequence[torch.Tensor]], run: Ru
     return [mapped(run(tree, batch), torch.clone) for batch in batches]  # copied: a model may write over its answer
 
 
+def _reached(weights: dict[str, FrozenWeight], found: _Found) -> dict[str, FrozenWeight]:
+    """The weights of the sites that calibration rows reached. Raises ServeRefused where one of these has no weight."""
+    lost = [path for path in found.peaks if path not in weights]
+    if lost:
+        raise ServeRefused(
+            "these sites run for calibration rows and not for the rows that refresh finds weights by "
+            "(numbers between theirs, drawn one by one)",
+            why=lost,
+            way_out="plan again with them forced to 'hp'",
+        )
+    return {path: weight for path, weight in weights.items() if path in found.peaks}
+
+
 def _calibrate(precise: nn.Module, plan: Plan, batches: Sequence[Sequence[torch.Tensor]], run: Runner) -> _Found:
-    """Raises ServeRefused where a site's input is not finite, or zero in all rows."""
+    """Runs the calibration rows. Raises ServeRefused where the input of a site is not finite, or is
+    zero in all rows.
+    """
     seen: dict[str, list[torch.Tensor]] = {}
 
     def note(name: str, candidate: str, rows: torch.Tensor, weight: torch.Tensor) -> None:
@@ -322,7 +337,7 @@ def _frozen(
     in_hp: Mapping[str, Collection[int]],
     call: Callable[[nn.Module], list[Any]],
 ) -> tuple[nn.Module, list[Any], list[str], list[str]]:
-    """The tree, what it answers, the weights that it does without, and why not more."""
+    """The frozen tree, its answers, the keys of the weights that it drops, and why it keeps the others."""
     whole = frozen_tree(share(precise), plan, weights, scales, (), in_hp)
     answers = call(whole)
     keys, kept = droppable(whole, weights, in_hp)
@@ -344,7 +359,7 @@ def _frozen(
 
 
 def _answer_errors(answers: Sequence[Any], plain: Sequence[Any]) -> tuple[AnswerError, ...]:
-    """Of each output, over all batches."""
+    """The error of each output, over all batches."""
     low, high = (zip(*map(leaves, outputs), strict=True) for outputs in (answers, plain))
     return tuple(
         error_of(*(torch.cat([leaf.flatten() for leaf in column]) for column in pair))

@@ -117,8 +117,9 @@ class Replays:
             return mapped(output, lambda leaf: self._handed_over(leaf[:count].clone()))
 
     def note(self, note: Callable[..., None], *, wait: bool = False) -> None:
-        """Hands over what `Monitor.look_at` takes of each request that was looked at, where the device is
-        done with it; or waits for it."""
+        """Hands over what `Monitor.look_at` takes, for each request that was looked at and that the device is done
+        with; or waits for the device.
+        """
         while self._shown:
             with self._lock:
                 if not self._shown or not self._shown[0].done(wait=wait):
@@ -128,7 +129,7 @@ class Replays:
 
     @property
     def unscaled(self) -> tuple[str, ...]:
-        """Sites of which looks see no more than whether rows are finite."""
+        """Sites of which a look sees only whether the rows are finite."""
         shown = [graph.looking[2].sites for graph in self._graphs.values() if graph.looking]
         return tuple(dict.fromkeys(seen.name for sites in shown for seen in sites if seen.what == FINITE))
 
@@ -177,7 +178,7 @@ def _maxima(numbers: torch.Tensor, what: int) -> torch.Tensor:
 
 
 class Capturer:
-    """Makes the graphs of versions. `tree`: of the first one, which it copies but for the tensors."""
+    """Captures the graphs of versions. `tree`: that of the first version, copied except for its tensors."""
 
     def __init__(
         self,
@@ -189,8 +190,9 @@ class Capturer:
         device: torch.device,
         errors: Sequence[AnswerError] | None,
     ) -> None:
-        """`orders`: of the sites that the alarm watches. `errors`: of the outputs, by which compiled and eager answers
-        are compared."""
+        """`orders`: how rows lie at the sites that the alarm watches. `errors`: the errors of the outputs, by which
+        compiled answers are compared with eager ones.
+        """
         self._run, self._orders, self._device, self._errors = run, orders, device, errors
         install()  # what joins sites into regions
         scripted = [path for path, module in named_modules(tree) if isinstance(module, torch.jit.ScriptModule)]
@@ -219,7 +221,7 @@ class Capturer:
             return Replays(self._answers(tree, stream), stream, self._run.form)
 
     def times(self, tree: nn.Module) -> dict[int, float]:
-        """Microseconds of a replay by bucket, of graphs that are compared as those of `capture` are."""
+        """Microseconds of a replay, by bucket. The graphs are compared with eager answers as in `capture`."""
         with torch._dynamo.config.patch(recompile_limit=_RECOMPILES, accumulated_recompile_limit=_RECOMPILES):
             graphs = self._answers(tree, _stream(self._device))
         return {rows: graph.microseconds for rows, graph in graphs.items()}
@@ -261,7 +263,7 @@ class Capturer:
             )
 
     def apart(self) -> dict[str, str]:
-        """Why FP8 sites run by themselves in the compiled code, by name; regions have the others."""
+        """Why FP8 sites run by themselves in the compiled code, by name. All other sites are in regions."""
         found = {}
         for name, site in frozen_sites(self._template).items():
             record = record_of(site.health)
@@ -343,9 +345,9 @@ def _microseconds(recording: Recording, device: torch.device) -> float:
 
 
 def wants_graphs(asked: bool | None, device: torch.device, scratch: Sequence[str]) -> bool:
-    """Whether a server has graphs. `scratch`: attributes that `forward` writes to, which replays would not.
+    """Whether a server gets graphs. `scratch`: attributes that `forward` writes to, which a replay would not do.
 
-    Raises ServeRefused where they were asked for and cannot be.
+    Raises ServeRefused where graphs were asked for and are impossible.
     """
     if asked and not _has_graphs(device):
         raise ServeRefused(
@@ -380,10 +382,10 @@ def _check(graph: Graph, expected: Any, errors: Sequence[AnswerError] | None) ->
 
 
 def _plan_for(template: nn.Module, bucket: int) -> None:
-    """Has compiled sites go by the plan for so many rows: which are in FP8 is a constant of a program.
+    """Has compiled sites run by the plan for this many rows: which of them are in FP8 is a constant of a program.
 
-    A module all of whose sites are in high precision runs as it is written, for the compiler to see no other
-    code than that of the model.
+    A module whose sites are all in high precision runs as it is written, so that the compiler sees only the code of the
+    model.
     """
     for forward in site_forwards(template).values():
         for site in forward.sites:

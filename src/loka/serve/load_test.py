@@ -2,10 +2,10 @@
 
     latency = end of the answer - arrival          waiting in the queue included
 
-A closed loop waits for an answer before it asks again, so that a slow server is asked less and looks fast.
-The test is bounded: arrivals end with `seconds`, and what is not answered `grace` later is counted as such.
-Percentiles are of all requests that arrived. One that is not answered, late or failed, is slower than every one that
-is: of those that an overloaded server answers alone, the percentiles would look fast.
+A closed loop waits for an answer before it asks again, so a slow server is asked less often and looks fast. The test is
+bounded: arrivals end after `seconds`, and a request that is not answered `grace` seconds later counts as unanswered.
+Percentiles are over all requests that arrived. A request that failed or came too late counts as slower than every
+answered one: over the answered requests alone an overloaded server would look fast.
 """
 
 import math
@@ -24,9 +24,11 @@ MOST_REQUESTS = 1_000_000
 
 @dataclass(frozen=True, kw_only=True)
 class Load:
-    """What a load test found. Latencies in milliseconds by percentile, of all requests that arrived; inf where that
-    many were not answered. `rate` was asked for, in requests a second; `capacity` is what one thread
-    answered back to back before. `failed` requests raised; `unanswered` ones were late."""
+    """What a load test found. Latencies are in milliseconds, by percentile, over all requests that arrived; inf where
+    that many were not answered. `rate`: requests a second that were asked for. `capacity`: requests a second that
+    one thread answered back to back before the test. `failed` requests raised an error, and `unanswered` ones were
+    late.
+    """
 
     seconds: float
     rate: float
@@ -61,13 +63,15 @@ def _shown(milliseconds: float) -> str:
 
 
 def percentile(values: Sequence[float], share: float) -> float:
-    """The smallest value that `share` percent do not exceed (nearest rank); nan of none."""
+    """The smallest value that `share` percent of the values do not exceed (nearest rank); nan without values."""
     ordered = sorted(values)
     return ordered[max(math.ceil(share / 100 * len(ordered)), 1) - 1] if ordered else math.nan
 
 
 def arrivals(rate: float, seconds: float, seed: int, *, even: bool = False) -> list[float]:
-    """Times in seconds of a Poisson process of `rate` a second, in [0, seconds); `even`: of a clock."""
+    """Arrival times in seconds, in [0, seconds), of a Poisson process of `rate` a second. With `even` they are evenly
+    spaced.
+    """
     draw, times, now = random.Random(seed), [], 0.0
     while (now := now + (1 / rate if even else draw.expovariate(rate))) < seconds:
         times.append(now)
@@ -75,10 +79,10 @@ def arrivals(rate: float, seconds: float, seed: int, *, even: bool = False) -> l
 
 
 def measure_capacity(answer: Callable[[int], object], *, seconds: float = 1.0) -> float:
-    """Requests a second that one thread answers back to back, behind three that warm up. Those that fail take time
-    and are not counted, so that a server that fails now and then can be tested.
+    """How many requests a second one thread answers back to back, after three that warm up. Requests that fail take
+    their time and do not count, so that a server which fails now and then can be tested.
 
-    Raises ServeRefused where none is answered.
+    Raises ServeRefused where no request is answered.
     """
     failed = ""
 
@@ -117,14 +121,14 @@ def load_test(
     seed: int = 0,
     even: bool = False,
 ) -> Load:
-    """Asks `answer(number of the request)`, which returns when the answer is whole, from `threads` threads.
+    """Asks `answer(number of the request)` from `threads` threads; it returns when the answer is complete.
 
     Args:
-        rate: arrivals a second; `load` times the capacity of one thread if left out.
-        even: they come by a clock, so that what waits does so for the server's own delays alone.
+        rate: arrivals a second; if it is left out, `load` times the capacity of one thread.
+        even: arrivals are evenly spaced, so that requests wait only for delays of the server's own.
 
-    Raises ServeRefused for a rate, time or number of threads that cannot be, over a million requests or none, or a
-    server that answers none before the test. What fails later is counted.
+    Raises ServeRefused for an impossible rate, time or number of threads, for no request or more than a million, and
+    for a server that answers none before the test. Requests that fail later are counted.
     """
     capacity = measure_capacity(answer, seconds=min(1.0, max(seconds, 0.01)))
     rate = load * capacity if rate is None else rate
@@ -160,8 +164,7 @@ def load_test(
 def _run(
     answer: Callable[[int], object], due: Sequence[float], threads: int, limit: float
 ) -> tuple[list[float], list[str]]:
-    """Latencies in seconds and errors until `limit`. A request that is late then may still run to its end in
-    a daemon thread."""
+    """Latencies in seconds, and errors, until `limit`. A request that is late by then may run on in a daemon thread."""
     turns = iter(range(len(due)))
     latencies: list[float] = []
     errors: list[str] = []

@@ -47,20 +47,20 @@ _ROUNDED_DB = 40.0  # other code of the same formula agrees to more; HardSwish a
 @torch.no_grad()
 @few_collections()
 def load(folder: Path | str, model: nn.Module, *, shadow: float = 0.0, graphs: bool | None = None) -> Server:
-    """A server from a folder that `Server.save` wrote, on the device of `model`; version 1.
+    """A server from a folder that `Server.save` wrote, on the device of `model`; its version is 1.
 
     Args:
-        model: of the class that was frozen. Its weights are not looked at; buffers that are in no state dict
-            are taken from it. It stays as it is.
-        shadow: as `freeze` takes it; above 0 the folder must hold the weights in high precision too.
-        graphs: as `freeze` takes it. Sites are joined into regions where the folder was frozen with graphs.
+        model: an instance of the class that was frozen. Its weights are not read; buffers that are in no state dict are
+            taken from it. It stays as it is.
+        shadow: as in `freeze`. Above 0 the folder must hold the weights in high precision too.
+        graphs: as in `freeze`. Sites are joined into regions where the folder was frozen with graphs.
 
     Raises:
-        FileRefused: a folder that is missing, damaged, or none of a frozen model.
-        PlanMismatch: another model, machine or versions than it was frozen on.
-        NoKernelFits: a kernel of the plan is missing here. WrongResults: one computes wrongly here.
-        ServeRefused: the model has other weights or computes something else, or cannot be copied as for `freeze`; a
-            share without its weights.
+        FileRefused: the folder is missing or damaged, or holds no frozen model.
+        PlanMismatch: the model, the machine or the versions differ from those it was frozen with.
+        NoKernelFits: a kernel of the plan is missing here. WrongResults: a kernel returns wrong numbers here.
+        ServeRefused: the model has other weights or computes something else; it cannot be copied, as in `freeze`; or a
+            share is to be shadowed without the weights for that.
     """
     check_share(shadow)
     folder = Path(folder)
@@ -151,7 +151,7 @@ def _weights(
 
 
 def _filled(skeleton: nn.Module, state: Mapping[str, torch.Tensor], card: Card, device: torch.device) -> nn.Module:
-    """A tree with the weights of `state`; those that the card names as dropped stay absent."""
+    """A tree with the weights of `state`. Those that the card lists as dropped stay absent."""
     wanted = skeleton.state_dict(keep_vars=True)
     whole = dict(state)
     for key in card.dropped:
@@ -162,7 +162,9 @@ def _filled(skeleton: nn.Module, state: Mapping[str, torch.Tensor], card: Card, 
 
 
 def _check_dtypes(card: Card, skeleton: nn.Module, state: Mapping[str, torch.Tensor]) -> None:
-    """The code's own tensors decide in which dtype what is saved computes."""
+    """Raises ServeRefused where dtypes differ: the tensors of the code decide in which dtype the saved
+    weights compute.
+    """
     own = {key: value.dtype for key, value in skeleton.state_dict().items() if isinstance(value, torch.Tensor)}
     saved = {key: tensor.dtype for key, tensor in state.items()}
     saved |= {f"{name}.weight": getattr(torch, site.dtype) for name, site in card.sites.items()}

@@ -1,7 +1,7 @@
-"""Which sites each bucket runs in FP8, by the clock: whole graphs against each other.
+"""Which sites each bucket runs in FP8, decided by timing whole graphs against each other.
 
-A plan's times are of layers in cells of their own. What a site saves inside of a graph differs, most at few
-rows: on an H200 Wukong gained 1.16x at 512 rows by a plan made at 2048, and nothing by its own
+The times in a plan are of layers in cells of their own. What a site saves inside a whole graph differs from that, most
+of all at few rows: on an H200 Wukong gained 1.16x at 512 rows by a plan made at 2048 rows, and nothing by its own
 (benchmarks/serve/README.md).
 """
 
@@ -31,16 +31,16 @@ def fastest(
     *,
     graphs: bool,
 ) -> tuple[tuple[str, ...], ...]:
-    """By bucket the sites that run in high precision there, where its graph takes the least time.
+    """For each bucket, the sites that run in high precision when its graph is fastest.
 
-    Raced is what any bucket's plan has in high precision, and all sites. Of times within the noise the one
-    with the fewest sites in FP8 wins: eight bits that save nothing only cost.
+    The candidates are what the plan of any bucket has in high precision, and all sites in high precision. Among times
+    within the noise the one with the fewest sites in FP8 wins, because eight bits that save no time only cost accuracy.
 
     Args:
-        in_hp: by bucket, the sites that its plan has in high precision.
-        graphs: whether the server will have any.
+        in_hp: for each bucket, the sites that its plan has in high precision.
+        graphs: whether the server will have graphs.
 
-    Raises ServeRefused without graphs, and what `Capturer.times` does.
+    Raises ServeRefused without graphs, and what `Capturer.times` raises.
     """
     if not graphs:
         raise ServeRefused(

@@ -1,8 +1,8 @@
-"""Requests and answers as rows: their form, padding to a bucket, slicing, a digest.
+"""Requests and answers as rows: their form, padding to a bucket, slicing, and a digest.
 
-A request is a tensor, a sequence of tensors (positional arguments) or a mapping (keyword arguments); each
-tensor is [B, ...] with the same B. Padding repeats the last row, so that what is computed for it is always
-of a kind that the model knows; an empty request is padded with the form's own rows.
+A request is a tensor, a sequence of tensors (positional arguments) or a mapping (keyword arguments). Each tensor is [B,
+...] with the same B. Padding repeats the last row, so that the model only computes with rows of a kind that it knows;
+an empty request is padded with rows that fit its form.
 """
 
 import copy
@@ -50,6 +50,8 @@ class Column:
 
 @dataclass(frozen=True, kw_only=True)
 class Form:
+    """The inputs that a frozen model is called with."""
+
     kind: Kind
     columns: tuple[Column, ...]
 
@@ -86,7 +88,9 @@ class Form:
         return tuple((getattr(torch, column.dtype), column.sides) for column in self.columns)
 
     def _fits(self, tensors: Sequence[torch.Tensor]) -> bool:
-        """Without a Form of the request, which takes longer than to queue a small answer."""
+        """Whether the request has this form. It builds no Form of the request, which would take longer than queueing a
+        small answer.
+        """
         if len(tensors) != len(self.columns):
             return False
         rows: tuple[int, ...] | None = None
@@ -105,11 +109,11 @@ class Form:
         return module(*tensors)
 
     def check_rows(self, device: torch.device, count: int = CHECK_ROWS) -> list[torch.Tensor]:
-        """`count` rows that every machine makes alike, between the calibration rows' bounds: normal numbers, those
-        beyond put within 1 of the bound, and integers.
+        """`count` rows that every machine makes alike, within the bounds of the calibration rows: normal numbers, of
+        which those beyond a bound are put within 1 of it, and integers.
 
-        The model's GEMMs are found with them, and a loaded server is compared with what was saved. From
-        `MOST_DRAWN` on they repeat.
+        The GEMMs of the model are found with these rows, and a loaded server is compared with what was saved. From
+        `MOST_DRAWN` rows on they repeat.
         """
         drawn = min(count, MOST_DRAWN)
         generator = torch.Generator().manual_seed(0)
@@ -132,7 +136,7 @@ class Form:
         return made
 
     def bounded(self, batches: Sequence[Sequence[torch.Tensor]]) -> "Form":
-        """With what the numbers of these rows, of which there is one, lie between."""
+        """This form, with the bounds of the numbers in these rows, of which there is at least one."""
         columns = [
             _bounded(column, [tensor for tensor in tensors if tensor.numel()])
             for column, tensors in zip(self.columns, zip(*batches, strict=True), strict=True)
@@ -182,7 +186,7 @@ def _put_between(
 
 
 def form_of(request: Request) -> Form:
-    """Raises ServeRefused for what is no request at all."""
+    """The form of a request. Raises ServeRefused for what is no request at all."""
     kind, named = _kind(request), _named(request)
     if not named:
         raise ServeRefused("a request without a tensor", way_out="give the model's inputs, each [B, ...]")
@@ -227,8 +231,9 @@ def _named(request: Request) -> dict[str, torch.Tensor]:
 
 
 def pad(tensors: Sequence[torch.Tensor], rows: int, form: Form) -> list[torch.Tensor]:
-    """Each tensor [B, ...] as [rows, ...]: the last row repeated, of B = 0 the form's own first row. Copies, as a model
-    may write to its inputs."""
+    """Each tensor [B, ...] as [rows, ...]: the last row is repeated, or for B = 0 a row that fits the form. The result
+    is a copy, since a model may write to its inputs.
+    """
     count = tensors[0].shape[0]
     if count == rows:
         return [tensor.clone() for tensor in tensors]
@@ -272,7 +277,7 @@ def leaves(output: Any) -> list[torch.Tensor]:
 
 
 def names(output: Any, within: str = "") -> list[str]:
-    """Of each leaf, in their order: its key or place, as "heads.clicks"; of a tensor alone "0"."""
+    """A name for each leaf, in order: its key or place, such as "heads.clicks"; "0" for a tensor by itself."""
     if isinstance(output, torch.Tensor):
         return [within or "0"]
     if isinstance(output, tuple) and hasattr(output, "_fields"):

@@ -1,4 +1,4 @@
-"""How rows run through a module tree: with autocast as frozen, without gradients."""
+"""Runs rows through a module tree: with the autocast that was frozen, and without gradients."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

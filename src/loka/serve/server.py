@@ -47,9 +47,9 @@ from loka.serve.watch.shadow import Shadow
 
 @dataclass(frozen=True)
 class Answer:
-    """Outputs for the rows of one request, in their order, all by the weights of `version`.
+    """The outputs for the rows of one request, in their order, all computed with the weights of `version`.
 
-    `buckets` tells how many rows the model was run with for it, padding included.
+    `buckets`: the numbers of rows that the model was run with for it, padding included.
     """
 
     output: Any
@@ -82,7 +82,7 @@ class Server:
         graphs: bool,
         device: torch.device,
     ) -> None:
-        """`module`, `precise`: of version 1. `graphs`: whether versions answer by CUDA graphs."""
+        """`module`, `precise`: those of version 1. `graphs`: whether versions answer by CUDA graphs."""
         self.card, self.plan, self.device = card, plan, device
         self._skeleton, self._scales = skeleton, scales
         self._changing, self._saving = threading.Lock(), threading.Lock()
@@ -106,21 +106,21 @@ class Server:
 
     @property
     def graphs(self) -> bool:
-        """Whether answers come out of CUDA graphs of compiled code."""
+        """Whether answers come from CUDA graphs of compiled code."""
         return self._capturer is not None
 
     def apart(self) -> dict[str, str]:
-        """With graphs, why FP8 sites are in no region, by name; without, nothing."""
+        """With graphs, why FP8 sites are in no region, by name; empty without graphs."""
         return {} if self._capturer is None else self._capturer.apart()
 
     @property
     def version(self) -> int:
-        """Of the weights that a request would be answered by now."""
+        """The number of the weights that answer requests now."""
         return self._current.number
 
     @property
     def current(self) -> Version:
-        """The version that a request would be answered by now; nothing may write to it."""
+        """The version that answers requests now. Nothing may write to it."""
         return self._current
 
     def save(self, folder: Path | str) -> None:
@@ -134,13 +134,14 @@ class Server:
     def package(self, path: Path | str, *, batch: tuple[int, int] = (1, 4096)) -> Packaged:
         """Compiles the version that answers now into a file that runs without loka (serve/packaging/aot.py).
 
-        Called there with the inputs in the order of `card.form.columns`, `batch` rows at least and at most.
-        The file is run in a fresh process that cannot import loka, and compared with this server.
+        The file is called with the inputs in the order of `card.form.columns`. `batch`: the least and the most rows of
+        a call. The file is run in a fresh process that cannot import loka, and compared with this server.
 
         Raises:
-            ServeRefused: what cannot be packaged, with the reasons. MissingLibrary: no C++ compiler.
-            WrongResults: the file gives no answers, or too far from this server's; none is left.
-            NotWritten: the disk refuses.
+            ServeRefused: the server cannot be packaged; the reasons are listed.
+            MissingLibrary: there is no C++ compiler.
+            WrongResults: the file gives no answers, or answers that are too far from this server's. No file is left.
+            NotWritten: the disk refuses the file.
         """
         version = self._apart_from_requests()
         return package_version(Path(path), self.card, self.plan, version, batch=batch, device=self.device)
@@ -148,17 +149,17 @@ class Server:
     def publish(
         self, repository: Path | str, name: str, *, most: int = 4096, delay_us: int = 0
     ) -> tuple[Path, Packaged]:
-        """Packages the version that answers now as the next one of a model of Triton Inference Server.
+        """Packages the version that answers now as the next version of a model of Triton Inference Server.
 
         Args:
             repository: the folder of models that the server watches.
-            most: rows of a batch that the server may join requests to.
+            most: the most rows of a batch that the server may join requests to.
             delay_us: how long a request may wait for others, in microseconds.
 
-        Returns the folder of the version, and what its package was found to do.
+        Returns the folder of the version, and what the check of its package found.
 
-        Raises as `package`, and ServeRefused where the server cannot take the model, or has another of that
-        name; nothing is written then.
+        Raises what `package` raises, and ServeRefused where the Triton server cannot take the model, or already has
+        another one of that name; then nothing is written.
         """
         rows = self.card.form.check_rows(self.device)
         outputs = self._run(self._apart_from_requests().module, rows)
@@ -168,14 +169,14 @@ class Server:
             return add_version(found.path, Path(repository), name, config), found
 
     def __call__(self, request: Request) -> Answer:
-        """The outputs for the rows of a request [B, ...], any B.
+        """The outputs for the rows of a request [B, ...], for any B.
 
-        Rows are padded to the next bucket and cut out again; more than the largest bucket are split, and the
-        parts answered by one version. Rows with NaN get NaN and leave the others as they are. One of 8
-        requests is shown to the alarm, of parts the first.
+        Rows are padded to the next bucket, and the padding is cut off again. A request with more rows than the largest
+        bucket is split, and one version answers all its parts. Rows with NaN are answered with NaN and leave the other
+        rows as they are. The alarm looks at one request in 8, and of its parts at the first.
 
-        Raises ServeRefused for a request of another form than was frozen, or one that reads a weight by a way
-        that no calibration row took.
+        Raises ServeRefused for a request of another form than was frozen, and for one that reads a weight in a way that
+        no calibration row took.
         """
         version, number = self._current, next(self._requests)
         tensors = self.card.form.read(request, self.device)
@@ -210,7 +211,7 @@ class Server:
         return joined(parts), tuple(sizes)
 
     def _orders_in(self, module: nn.Module) -> dict[str, RowOrder | None]:
-        """How rows of a batch lie among those of each site, in the order in which sites run."""
+        """How the rows of a batch lie among the rows of each site, in the order in which sites run."""
         tree, rows = like(module), self.card.form.check_rows(self.device)
         found = row_orders(lambda each: self._run(tree, each), rows, self.card.buckets[-1])
         known = {name: order for name, order in found.items() if name in self.card.sites}
@@ -220,7 +221,7 @@ class Server:
         return Monitor({name: self.card.sites[name].range for name in self._orders}, behind=behind)
 
     def _shown(self, monitor: Monitor, rows: int, padded: int) -> Observer:
-        """Shows the alarm what a site sees of the request's own rows."""
+        """Shows the alarm what a site sees of the rows of the request, without padding."""
 
         def show(name: str, seen: torch.Tensor) -> None:
             if name in self._orders:
@@ -231,7 +232,7 @@ class Server:
 
     @contextmanager
     def _refusing(self) -> Iterator[None]:
-        """Says what torch's error about a tensor on the meta device means here."""
+        """Translates torch's error about a tensor on the meta device into what it means here."""
         try:
             yield
         except (RuntimeError, NotImplementedError) as error:  # torch has no class of its own for it
@@ -252,14 +253,14 @@ class Server:
     def refresh(self, state: Mapping[str, torch.Tensor], *, keep: str | Sequence[str] = ()) -> int:
         """Serves new weights from the next request on; returns the number of their version.
 
-        Weights are copied and quantized beside those that run, which twice holds them in memory until the
-        refresh after this one: the version before stays for `rollback`. Static scales and the alarm's ranges
-        remain those of the calibration rows.
+        The new weights are copied and quantized beside those that run. Memory holds both until the refresh after this
+        one, because the version before stays for `rollback`. Static scales and the ranges of the alarm remain those of
+        the calibration rows.
 
         Args:
             state: a state dict of the model that was frozen.
-            keep: patterns of keys, such as "front.embeddings.*", that `state` need not hold and that stay as
-                they are. Weights that are kept in FP8 alone cannot be.
+            keep: patterns of keys, such as "front.embeddings.*", which `state` need not hold and which stay as they
+                are. Weights that are kept in FP8 alone cannot be kept so.
 
         Raises ServeRefused where keys or shapes differ or a weight is not finite; what runs now goes on.
         """
@@ -288,12 +289,12 @@ class Server:
             return version.number
 
     def _apart_from_requests(self) -> Version:
-        """The version that answers now, with modules of its own: requests may keep things in those of theirs."""
+        """The version that answers now, with modules of its own: requests may keep things in the modules of theirs."""
         with self._one:
             return replace(self._current, module=like(self._current.module))
 
     def _version(self, module: nn.Module, precise: nn.Module | None, monitor: Monitor) -> Version:
-        """The next one; a number is used up only where its graphs are sound."""
+        """The next version. Its number is used up only if its graphs are sound."""
         replays = None
         if self._capturer is not None:
             for_compilers(module)
@@ -305,7 +306,7 @@ class Server:
         if not isinstance(state, Mapping):
             raise ServeRefused(f"a {type(state).__name__} is no state dict", way_out="give model.state_dict()")
         whole, held = OrderedDict(state), self._current.module.state_dict()
-        if hasattr(state, "_metadata"):  # versions of how its modules write their state
+        if hasattr(state, "_metadata"):  # the versions of the form in which its modules write their state
             whole._metadata = state._metadata  # type: ignore[attr-defined]
         for pattern in [keep] if isinstance(keep, str) else keep:
             matching = [key for key in held if fnmatchcase(key, pattern)]
@@ -334,9 +335,9 @@ class Server:
             return self._current.number
 
     def alarms(self) -> tuple[Alarm, ...]:
-        """What the alarm has raised for the weights that run now; each is logged as a warning too.
+        """The alarms raised so far for the weights that run now; each was logged as a warning too.
 
-        It waits for what requests have shown the alarm by now.
+        It waits until everything that requests have shown the alarm is looked at.
         """
         version = self._current
         if version.replays is not None:

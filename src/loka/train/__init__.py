@@ -1,8 +1,9 @@
 """Training with checkpoints that resume bit for bit, and quality with honest intervals."""
 
+from loka.data.workers import untracked
 from loka.train.checkpointing.checkpoint import Checkpoint, CheckpointNotSaved, load_newest, newest_step, save
 from loka.train.config import TrainConfig
-from loka.train.loop import TrainLog, TrainResult, evaluate, train, untracked
+from loka.train.loop import TrainLog, TrainResult, evaluate, train
 from loka.train.metrics import Quality, quality
 from loka.train.optim import RowwiseAdagrad, build_optimizers
 from loka.train.run import Callback, Run

@@ -1,8 +1,8 @@
-"""The batches of a run before its steps come to them.
+"""Reads the batches of a run before its steps need them.
 
-CPU     read when they are asked for
-GPU     by a thread of their own, one after the other, two at most, into pinned memory: reading takes no time
-        of the GPU's, and a copy to the GPU does not wait for what it computes
+CPU     a batch is read when it is asked for
+GPU     a thread of its own reads into pinned memory, one batch after the other, at most two ahead: reading
+        takes no time of the GPU's, and a copy to the GPU does not wait for what it computes
 """
 
 import itertools
@@ -20,11 +20,11 @@ _AT_MOST = 3  # that which is asked for, and two
 
 
 class Ahead(Iterator[Batch]):
-    """Each batch once, though TorchRec's pipeline takes some before the loop comes to them.
+    """Yields each batch once, also where TorchRec's pipeline takes some before the loop comes to them.
 
     Args:
-        copied: of what a thread reads ahead; a source may fill the same memory again. None: no thread. Beside a
-            thread the source may be read through `beside` alone.
+        copied: what is copied of the batches that a thread reads ahead, since a source may fill the same memory again;
+            None: there is no thread. While a thread reads, other readers of the source must go through `beside`.
     """
 
     def __init__(self, batches: Iterator[Batch], *, copied: Callable[[Batch], Batch] | None = None) -> None:
@@ -37,20 +37,22 @@ class Ahead(Iterator[Batch]):
         return self._taken.popleft() if self._taken else next(self._batches)
 
     def early(self, device: torch.device) -> Iterator[Batch]:
-        """Those that the loop will come to, moved to the device by the stream of the caller. One at a time is
-        read; a later one begins with what an earlier one took and the loop has not come to."""
+        """The batches that the loop will come to, moved to the device on the caller's stream. One batch at a time is
+        read; a later call begins with those that an earlier one took and the loop has not reached.
+        """
         yield from tuple(self._taken)
         for batch in self._batches:
             self._taken.append(batch.to(device))
             yield self._taken[-1]
 
     def beside(self, batches: Iterator[Batch]) -> Iterator[Batch]:
-        """Others of the same source, which need not know of threads: it is read by one at a time."""
+        """Other batches of the same source, which need not know of threads: only one reader at a time reads it."""
         return iter(lambda: self._read(batches), None)
 
     def close(self, failed: BaseException | None = None) -> None:
-        """No thread reads afterwards. An interrupt while it waits for one ends the waiting, and does not take the
-        place of what `failed` before."""
+        """Afterwards no thread reads. An interrupt while it waits for a thread ends the waiting, and does not replace
+        the error `failed` that came before.
+        """
         try:
             if self._thread is not None:
                 self._thread.close()
@@ -70,7 +72,7 @@ class Ahead(Iterator[Batch]):
 
 
 def ahead_of(batches: Iterator[Batch], device: torch.device) -> Ahead:
-    """As the module's text says, for steps on `device`; to be closed."""
+    """The batches for steps on `device`, read as the text of this module says. The caller closes it."""
     if device.type != "cuda":
         return Ahead(batches)
     index = torch.cuda.current_device() if device.index is None else device.index

@@ -40,7 +40,7 @@ Update = Callable[[Sequence[torch.Tensor], Sequence[torch.Tensor], Any], None]
 
 
 class Weights(nn.Module):
-    """The parameters of a model, the very objects, without its modules, hooks and buffers."""
+    """The parameters of a model, the same objects, without its modules, hooks and buffers."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -48,10 +48,10 @@ class Weights(nn.Module):
 
 
 def averaged_weights(model: nn.Module, config: TrainConfig, steps: int) -> AveragedModel | None:
-    """What `config.average` asks for, still empty; None where it asks for none.
+    """The mean that `config.average` asks for, still empty; None where it asks for none.
 
     Raises:
-        LokaError: weights of less than 32 bits, in which a step of a hundredth is lost to rounding.
+        LokaError: the weights have less than 32 bits, in which a step of a hundredth is lost to rounding.
     """
     if config.average == "none":
         return None
@@ -69,7 +69,7 @@ def averaged_weights(model: nn.Module, config: TrainConfig, steps: int) -> Avera
 
 
 def due(done: int, steps: int, config: TrainConfig) -> bool:
-    """Whether the weights after `done` updates of `steps` go into the mean; those of the last one do."""
+    """Whether the weights go into the mean after `done` of `steps` updates. Those of the last step always do."""
     span, every = _span(config, steps)
     inside = config.average == "ema" or done > steps - span
     return config.average != "none" and inside and (steps - done) % every == 0
@@ -79,13 +79,14 @@ def due(done: int, steps: int, config: TrainConfig) -> bool:
 def as_averaged(
     model: nn.Module, average: AveragedModel, *, rows: Source | None = None, config: TrainConfig
 ) -> Iterator[nn.Module]:
-    """Within it `model` has the mean of its weights; weights, buffers and FP8's counts are put back after.
+    """Inside, `model` has the mean of its weights. Weights, buffers and the counts of FP8 sites are put back
+    afterwards.
 
     Args:
-        rows: to train on, of which the statistics of BatchNorm are estimated anew, from `_UPDATES` batches.
+        rows: training rows, from which the statistics of BatchNorm are estimated anew, in `_UPDATES` batches.
 
     Raises:
-        LokaError: nothing was averaged yet, or the model has BatchNorm and there are no rows.
+        LokaError: nothing was averaged yet, or the model has BatchNorm and no `rows` are given.
     """
     if not int(average.n_averaged):
         raise LokaError("nothing was averaged yet", way_out="train to the end of the run first")
@@ -111,7 +112,9 @@ def as_averaged(
 
 
 def _kinds_apart(update: Update) -> Update:
-    """For a model whose dense part FSDP2 shards: no operator takes DTensors and tensors in one list."""
+    """Averages DTensors apart from other tensors, where FSDP2 shards a part of the model: no operator takes both in one
+    list.
+    """
 
     @torch.no_grad()
     def each(means: Sequence[torch.Tensor], weights: Sequence[torch.Tensor], count: Any) -> None:
@@ -131,7 +134,7 @@ def _span(config: TrainConfig, steps: int) -> tuple[int, int]:
 
 @torch.no_grad()
 def _exchange(model: nn.Module, average: AveragedModel) -> None:
-    """In place, a tensor at a time: a whole copy of large tables need not fit beside them."""
+    """Exchanges the weights in place, one tensor at a time: memory need not hold a second copy of large tables."""
     reshard(model)  # a forward without backward leaves FSDP2's root gathered
     for weight, mean in zip(model.parameters(), average.module.parameters(), strict=True):
         kept = weight.detach().clone()

@@ -13,7 +13,7 @@ from typing import Any
 
 
 class Terminated(KeyboardInterrupt):
-    """SIGTERM. What ends a run by Ctrl-C ends it by this too; only the exit status differs."""
+    """SIGTERM arrived. It ends a run wherever Ctrl-C would; only the exit status differs."""
 
 
 class Interrupt:
@@ -49,15 +49,16 @@ def deferred_interrupt() -> Iterator[Interrupt]:
 
 @contextmanager
 def terminable() -> Iterator[None]:
-    """Inside, SIGTERM raises `Terminated` where Ctrl-C would raise KeyboardInterrupt, so that what is under
-    way saves and tidies up."""
+    """Inside, SIGTERM raises `Terminated` where Ctrl-C would raise KeyboardInterrupt, so that the work under way is
+    saved and cleaned up.
+    """
     _came.clear()
     with _handled(_terminate, {signal.SIGTERM: (signal.SIG_DFL,)}):
         yield
 
 
 def is_terminated(error: KeyboardInterrupt) -> bool:
-    """Whether SIGTERM is behind it. A library that waits in C may raise a KeyboardInterrupt of its own."""
+    """Whether SIGTERM caused the error. A library that waits in C may raise a KeyboardInterrupt of its own."""
     return isinstance(error, Terminated) or _came.is_set()
 
 

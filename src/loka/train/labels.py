@@ -39,7 +39,7 @@ class Labels:
 
 
 def count_labels(source: Source, *, batch_size: int, most: int = MOST_ROWS) -> dict[str, Labels]:
-    """Reads the first `most` rows, whole batches; by task."""
+    """Reads the first `most` rows in whole batches, and counts their labels by task."""
     for found in _counted(source, batch_size):
         if next(iter(found.values())).rows >= most:
             break
@@ -60,7 +60,7 @@ def _and(labels: Labels, column: torch.Tensor) -> Labels:
 
 
 def require_both(source: Source, *, batch_size: int, what: str) -> None:
-    """Reads until rows of both classes were seen of every task, which the first batch mostly has.
+    """Reads until rows of both classes were seen for every task, for which the first batch is mostly enough.
 
     Raises:
         DataRefused: all labels of a task are equal.
@@ -78,14 +78,14 @@ def require_both(source: Source, *, batch_size: int, what: str) -> None:
 
 
 def by_name(labels: Mapping[str, Labels]) -> str:
-    """A line for each task; of one task, without its name."""
+    """A line of text for each task; a single task has no name in it."""
     if len(labels) == 1:
         return str(next(iter(labels.values())))
     return "; ".join(f"{name}: {each}" for name, each in labels.items())
 
 
 def shares(labels: Mapping[str, Labels]) -> float | tuple[float, ...] | None:
-    """The base rate of each task; None where the labels of one are all equal, and its NE is not defined."""
+    """The base rate of each task; None where all labels of a task are equal, since its NE is not defined."""
     rates = [each.rate for each in labels.values()]
     known = tuple(rate for rate in rates if rate is not None)
     if len(known) < len(rates):

@@ -15,7 +15,7 @@ from loka.train.steps.forward import rows_of
 
 @dataclass(frozen=True)
 class Length:
-    """How long a run is: `rows` in `steps`, of which each epoch takes `per_epoch`."""
+    """How long a run is: `rows` rows in `steps` steps, `per_epoch` of them in each epoch."""
 
     rows: int
     steps: int
@@ -55,8 +55,10 @@ def batches_from(source: Source, config: TrainConfig, length: Length, *, step: i
 
 
 def last_parts(source: Source, config: TrainConfig, length: Length) -> list[int]:
-    """In how many parts the last batch of an epoch, and that of the run, go backward: 10 rows in 4 parts of 3, 6 in
-    3 of 2. Ranks whose gradients meet in each backward need as many."""
+    """Into how many parts the last batch of an epoch, and the last batch of the run, are split for backward: 10 rows in
+    4 parts of at most 3, or 6 rows in 3 parts of 2. Ranks that exchange gradients in each backward need the same
+    numbers.
+    """
     found = []
     for rows in (min(source.rows, length.rows), length.rows % source.rows or source.rows):
         left = rows % config.batch_size or config.batch_size

@@ -8,7 +8,7 @@ log lines. A run that is killed and resumed ends with the same bits as one that 
 import math
 import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,6 +25,7 @@ from loka.core.exchange import ranks_of
 from loka.core.records.plan import Plan
 from loka.core.storage.files import canonical
 from loka.data.batch import Batch, Source, tasks_of
+from loka.data.workers import Track, untracked
 from loka.distributed import Fp8AllGather
 from loka.distributed.tables.sharded_tables import sharded_modules
 from loka.nn import unwrap
@@ -37,19 +38,12 @@ from loka.train.config import Precision, TrainConfig
 from loka.train.interrupt import deferred_interrupt
 from loka.train.length import Length, batches_from, last_parts, unused_batches
 from loka.train.metrics import Quality, normalized_entropy, only
-from loka.train.ranks import alone_together, require_alike_told, require_as_one, together
+from loka.train.ranks import alone_together, require_alike_told, require_as_one, require_same_steps, together
 from loka.train.run import Callback, Run
 from loka.train.running import Reading
 from loka.train.schedule import rate_factor
 from loka.train.segments import Segments
 from loka.train.steps.forward import arguments, matrix_precision, predict, repeatable, tasks_in
-
-Track = Callable[[Iterable[Batch], str, int], Iterable[Batch]]
-
-
-def untracked(batches: Iterable[Batch], description: str, total: int) -> Iterable[Batch]:
-    """The progress display that shows nothing."""
-    return batches
 
 
 @dataclass(frozen=True)
@@ -180,15 +174,7 @@ def train(
     rhythm = Rhythm(config.checkpoint_every)
     saves = rhythm if checkpoints else "no checkpoints"
     parts = f", the last batches in {last_parts(source, config, length)} parts" if config.accumulate > 1 else ""
-    _, told = together(lambda: f"{length.steps} steps{parts}, a log line every {config.log_every}, {saves}")
-    if len(set(told)) > 1:
-        raise DataRefused(
-            "the ranks would take different numbers of steps or parts of them, or log or save at different ones, and "
-            "wait for each other",
-            why=[f"rank {rank}: {what}" for rank, what in enumerate(told)],
-            way_out="give all equally many rows (or set max_rows), one log_every and checkpoint_every, and "
-            "all a folder for checkpoints or none",
-        )
+    require_same_steps(f"{length.steps} steps{parts}, a log line every {config.log_every}, {saves}")
     of_config = config.identity(ranks=ranks_of())
     require_alike_told({name: value for name, value in of_config.items() if name != "seed"})
     identity = {

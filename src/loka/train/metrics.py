@@ -20,6 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from loka.core.exceptions import LokaError, NonFinite
+from loka.core.numerics.label_rate import entropy
 
 T = TypeVar("T")
 Floats = npt.NDArray[np.float64]
@@ -28,7 +29,7 @@ Ints = npt.NDArray[np.int64]
 
 @dataclass(frozen=True)
 class Quality:
-    """Of `rows` predictions; nan where a measure does not exist (one class is absent)."""
+    """The quality of `rows` predictions; nan where a measure does not exist because one class is absent."""
 
     ne: float
     logloss: float
@@ -62,18 +63,20 @@ def quality(logits: npt.ArrayLike, labels: npt.ArrayLike) -> Quality:
 def quality_by_task(
     tasks: Sequence[str], logits: npt.NDArray[np.float32], labels: npt.NDArray[np.float32]
 ) -> dict[str, Quality]:
-    """Of `logits` and `labels` [N], or [N, tasks] of several, the quality of each task by itself."""
+    """The quality of each task by itself, of `logits` and `labels` [N], or [N, tasks] with several tasks."""
     both = zip(columns(logits), columns(labels), strict=True)
     return {name: quality(*each) for name, each in zip(tasks, both, strict=True)}
 
 
 def columns(values: npt.NDArray[np.float32]) -> list[npt.NDArray[np.float32]]:
-    """[N] of each task, of values [N] or [N, tasks]."""
+    """The values [N] of each task, from values [N] or [N, tasks]."""
     return [values] if values.ndim == 1 else list(values.T)
 
 
 def only(by_task: Mapping[str, T], what: str) -> T:
-    """The one there is. Raises LokaError where tasks are several: what is of one is not of another."""
+    """The value of the only task. Raises LokaError where there are several tasks, because none stands
+    for the others.
+    """
     if len(by_task) > 1:
         raise LokaError(
             f"there is no one {what}: it is of {len(by_task)} tasks, {', '.join(by_task)}",
@@ -120,7 +123,7 @@ def probabilities(logits: Floats) -> Floats:
 def normalized_entropy(logloss: float, base_rate: float) -> float:
     if not 0 < base_rate < 1:
         return math.nan
-    return logloss / -(base_rate * math.log(base_rate) + (1 - base_rate) * math.log1p(-base_rate))
+    return logloss / entropy(base_rate)
 
 
 @dataclass(frozen=True)

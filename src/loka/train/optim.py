@@ -71,15 +71,18 @@ class RowwiseAdagrad(torch.optim.Optimizer):
 
 
 def _coalesced(gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """As `_summed_by_row`, without zeros behind, which would be work for a CPU: there a count is no secret."""
+    """As `_summed_by_row`, without the zeros at the end. On a CPU nothing waits for the count, and
+    zeros would be work.
+    """
     gradient = gradient.float().coalesce()
     return gradient.indices()[0], gradient.values()
 
 
 def _summed_by_row(gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rows int64 [N] and float32 sums [N, width] of a sparse gradient of N values: each row once with its sum, in
-    order of their numbers, and behind these the last row again with zeros. How many there are only the device
-    knows: `coalesce` would wait for it, at every table of every step."""
+    """Row numbers int64 [N] and float32 sums [N, width] of a sparse gradient of N values: each row once, ascending,
+    with the sum of its values, and then the last row again with zeros. Only the device knows how many rows there
+    are, and `coalesce` would wait for it, at every table in every step.
+    """
     if gradient._nnz() == 0:
         return gradient._indices()[0], gradient._values().float()
     ids, order = gradient._indices()[0].sort(stable=True)
@@ -95,10 +98,11 @@ def _rate(accumulated: torch.Tensor, lr: float, eps: float) -> torch.Tensor:
 
 
 def build_optimizers(model: nn.Module, config: TrainConfig) -> dict[str, torch.optim.Optimizer]:
-    """`sparse` for tables whose module has `sparse=True`, `fused` for those that TorchRec shards, `dense` for all
-    other weights.
+    """The optimizers by kind: `sparse` for tables whose module has `sparse=True`, `fused` for tables that TorchRec
+    shards, `dense` for all other weights.
 
-    A kind without weights has no entry. Raises LokaError for what tables that learn in backward cannot do.
+    A kind without weights has no entry. Raises LokaError where the config asks for what tables that learn in backward
+    cannot do.
     """
     sharded = sharded_modules(model)
     if sharded:

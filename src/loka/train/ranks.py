@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from loka.core.exceptions import LokaError
+from loka.core.exceptions import DataRefused, LokaError
 from loka.core.exchange import gather, ranks_of
 from loka.core.storage.alone import alone_in
 from loka.core.timing import first_line
@@ -38,10 +38,11 @@ def first_rank() -> bool:
 
 
 def together(work: Callable[[], T], say: Callable[[T], str] = str) -> tuple[T, list[str]]:
-    """What `work` returns here, and what `say` makes of it on every rank, by rank. A collective.
+    """Runs `work` on each rank, and returns its result with what `say` makes of the results of all ranks, by rank. A
+    collective.
 
     Raises:
-        RankFailed: `work` raised on another rank. Where it raised here, that is what is raised.
+        RankFailed: `work` raised on another rank. Where it raised on this one, that error is raised.
     """
     if ranks_of() == 1:
         result = work()
@@ -61,7 +62,7 @@ def together(work: Callable[[], T], say: Callable[[T], str] = str) -> tuple[T, l
 
 @contextmanager
 def alone_together(folder: Path | None) -> Iterator[None]:
-    """Inside, no other run trains in `folder`, if there is one: rank 0 holds it. Raises InUse, RankFailed."""
+    """Inside, no other run trains in `folder`, if one is given: rank 0 holds its lock. Raises InUse, RankFailed."""
     with ExitStack() as held:
         if folder is not None:
             together(lambda: held.enter_context(alone_in(folder, "training")) if first_rank() else None)
@@ -69,14 +70,14 @@ def alone_together(folder: Path | None) -> Iterator[None]:
 
 
 def by_the_first(work: Callable[[Callable[[], object]], str], *, idle: Callable[[], None]) -> str:
-    """What `work` returns on rank 0, on every rank. The others do nothing meanwhile but call `idle`.
+    """What `work` returns on rank 0, on every rank. Meanwhile the others do nothing but call `idle`.
 
-    They wait at the store that the ranks met at: a collective would run into its timeout or NCCL's watchdog.
-    `work` gets a function to call now and then, by which they know that it goes on.
+    They wait at the store that the ranks met at: a collective would run into its timeout, or into NCCL's watchdog.
+    `work` is given a function that it calls now and then, which tells the others that it goes on.
 
     Raises:
-        RankFailed: `work` raised on rank 0, where that is what is raised; or rank 0 was not heard of for as
-            long as the process group waits.
+        RankFailed: `work` raised on rank 0, where its own error is raised; or rank 0 was silent for as long as the
+            process group waits.
     """
     if ranks_of() == 1:
         return work(lambda: None)
@@ -106,8 +107,7 @@ def by_the_first(work: Callable[[Callable[[], object]], str], *, idle: Callable[
 
 
 def require_alike_told(fields: Mapping[str, Any]) -> None:
-    """What ranks were told to do, and have to be told alike. A collective. Raises LokaError on all where a rank's
-    value is another one."""
+    """Raises LokaError on all ranks where the configurations that the ranks were given differ. A collective."""
     _, told = together(lambda: dict(fields), json.dumps)
     first, *others = map(json.loads, told)
     differences = [
@@ -124,11 +124,23 @@ def require_alike_told(fields: Mapping[str, Any]) -> None:
         )
 
 
-def require_as_one(weights: Iterable[torch.Tensor], *, saved: bool) -> None:
-    """Warns where the ranks hold other values of what they all have: nobody averages their gradients, or they
-    began apart.
+def require_same_steps(what: str) -> None:
+    """Raises DataRefused on all ranks where `what`, the steps that a rank is about to take, differs. A collective."""
+    _, told = together(lambda: what)
+    if len(set(told)) > 1:
+        raise DataRefused(
+            "the ranks would take different numbers of steps or parts of them, or log or save at different ones, and "
+            "wait for each other",
+            why=[f"rank {rank}: {theirs}" for rank, theirs in enumerate(told)],
+            way_out="give all equally many rows (or set max_rows), one log_every and checkpoint_every, and "
+            "all a folder for checkpoints or none",
+        )
 
-    Raises LokaError in place of that where the weights are `saved`: a checkpoint holds one model.
+
+def require_as_one(weights: Iterable[torch.Tensor], *, saved: bool) -> None:
+    """Warns where values differ that all ranks should share: then nobody averages their gradients, or they began apart.
+
+    Raises LokaError instead where the weights are `saved`, because a checkpoint holds one model.
     """
     if ranks_of() == 1:
         return

@@ -52,31 +52,31 @@ from loka.train.steps.step import Sight, Step
 
 
 class Callback:
-    """What goes on beside the steps; this one does nothing.
+    """What goes on beside the steps; this class itself does nothing.
 
-    One that calls the model between two steps calls `run.close()` first: TorchRec's pipeline has ids of the
-    next batch on their way.
+    A callback that calls the model between two steps calls `run.close()` first: TorchRec's pipeline has ids of the next
+    batch on their way.
     """
 
     def identity(self) -> dict[str, Any] | None:
-        """JSON values that a checkpoint has to share."""
+        """JSON values that a checkpoint has to share for a run to go on from it; None without any."""
         return None
 
     def start(self, run: Run) -> None:
-        """Once, before the first step of this process; after `restore`, where there was a checkpoint."""
+        """Called once, before the first step of this process; after `restore`, where there was a checkpoint."""
 
     def before(self, run: Run) -> Sight:
         """Before each step. Who has to see it."""
         return "none"
 
     def after(self, run: Run) -> None:
-        """After each step."""
+        """Called after each step."""
 
     def stop(self, run: Run, error: BaseException | None) -> None:
-        """At the end, also by an error."""
+        """Called at the end, also after an error."""
 
     def state(self) -> dict[str, Any]:
-        """Plain tensors, numbers and text."""
+        """What `restore` gets back: plain tensors, numbers and text."""
         return {}
 
     def restore(self, state: Mapping[str, Any]) -> None: ...
@@ -132,8 +132,9 @@ class Run:
 
     @property
     def replicas(self) -> list[torch.Tensor]:
-        """What is to be equal on all ranks, or one over all of them: what the dense optimizer trains (of a model of
-        tables alone, those), and tables beside FSDP2's units."""
+        """What has to be equal on all ranks, or is one tensor sharded over all of them: what the dense optimizer trains
+        (of a model of tables alone, the tables), and tables beside the units of FSDP2.
+        """
         optimizer = next(iter(self.optimizers.values()))
         dense = [weight for group in optimizer.param_groups for weight in group["params"]]
         return [*dense, *replicated_tables(self.model)]
@@ -155,8 +156,10 @@ class Run:
         return choice
 
     def open_wire(self, batches: Iterator[Batch]) -> None:
-        """Has gradients travel as the config says. Once, before the first step, which takes `batches`: a
-        choice looks at them and updates nothing. Raises as `choose_gradients`. A collective."""
+        """Has gradients travel between ranks as the config says. It is called once, before the first step, which takes
+        `batches`; a choice by measurement looks at them and updates nothing. Raises what `choose_gradients` raises.
+        A collective.
+        """
         codec = self.config.gradients
         if codec == "hp" or self.step == self.steps:
             return
@@ -190,7 +193,7 @@ class Run:
 
     @property
     def rate(self) -> float:
-        """Of the last step: the dense learning rate, or that of the tables where there is nothing else."""
+        """The dense learning rate of the last step, or that of the tables where nothing else is trained."""
         scheduler = next(iter(self._schedulers.values()))
         return float(scheduler.base_lrs[0]) * rate_factor(max(self.step - 1, 0), self.steps, self.config)
 
@@ -224,8 +227,9 @@ class Run:
             self.say(self.gathering)
 
     def save(self, folder: Path, *, beside: Mapping[str, Any], identity: Mapping[str, Any]) -> None:
-        """All that it takes to go on from here, and `beside`. Among several ranks, or with TorchRec's tables,
-        by DCP: a collective."""
+        """Saves all that a run needs to go on from here, and `beside`. With several ranks, or tables of TorchRec, it
+        uses DCP and is a collective.
+        """
         reshard(self.model)  # a forward beside the steps leaves FSDP2's root gathered
         what = (self.model, self.optimizers, self.running, self.average, self.plan)
         keep = self.config.keep_checkpoints

@@ -25,7 +25,7 @@ from loka.core.storage.codec import record, sparse
 from loka.core.storage.record_file import RecordFile
 from loka.validation.arms import NUDGED
 from loka.validation.power import Rates, deviation_by_rows, rates
-from loka.validation.record import Validation
+from loka.validation.record import Validation, title_of
 from loka.validation.variance import MIN_PAIRS, Expected, PairVariance
 from loka.validation.verdicts import ERROR
 
@@ -70,7 +70,7 @@ class BankedArm:
 
     @property
     def title(self) -> str:
-        return f"{self.name}, {self.task}" if self.task else self.name
+        return title_of(self.name, self.task)
 
     @property
     def values(self) -> list[float]:

@@ -16,6 +16,11 @@ from loka.validation.variance import Expected
 from loka.validation.verdicts import RowsVerdict, joined
 
 
+def title_of(arm: str, task: str) -> str:
+    """The name of an arm, with the task where there are several."""
+    return f"{arm}, {task}" if task else arm
+
+
 @dataclass(frozen=True, kw_only=True)
 class SeedPair:
     """The difference between the two runs of a training seed, with intervals over rows."""
@@ -57,7 +62,7 @@ class ArmVerdict:
     @property
     def title(self) -> str:
         """The arm, and its task where there are several."""
-        return f"{self.name}, {self.task}" if self.task else self.name
+        return title_of(self.name, self.task)
 
     @property
     def differences(self) -> dict[int, PairedDifference]:

@@ -32,13 +32,14 @@ from loka.core.storage.codec import record, sparse
 from loka.core.storage.files import canonical, read_tensors, remove_unfinished, sha256_of_file, write_tensors
 from loka.core.storage.record_file import RecordFile
 from loka.data.batch import Source, tasks_of
+from loka.data.workers import Track
 from loka.nn import check_finite, fp8_runs
 from loka.train.average import as_averaged
 from loka.train.checkpointing.checkpoint import identity_in
 from loka.train.checkpointing.rhythm import EVERY
 from loka.train.config import TrainConfig, as_recorded
 from loka.train.length import Length
-from loka.train.loop import Track, TrainLog, evaluate, train
+from loka.train.loop import TrainLog, evaluate, train
 from loka.train.metrics import Quality, columns, quality_by_task
 from loka.train.run import Callback
 from loka.validation.arms import ArmSpec

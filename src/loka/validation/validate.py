@@ -22,9 +22,9 @@ from torch import nn
 
 from loka.core.exceptions import FileRefused, LokaError
 from loka.data.batch import Source
+from loka.data.workers import Track, untracked
 from loka.train.config import TrainConfig
 from loka.train.labels import require_both
-from loka.train.loop import Track, untracked
 from loka.train.metrics import Floats, checked, log_losses
 from loka.validation.annealed import Annealed, annealed
 from loka.validation.arms import NUDGED, ArmSpec
@@ -95,18 +95,8 @@ def validate(
         DataRefused: all held-out labels of a task are equal.
     """
     segment_limit = limit if segment_limit is None else segment_limit
-    names = [arm.name for arm in arms]
     control = config.precision
-    if pairs < 1 or not arms:
-        raise ValueError(f"{pairs} pairs of {len(arms)} arms are nothing to validate")
-    if len({control, *names}) <= len(names):
-        raise LokaError(
-            f"arms of one name: {', '.join([control, *names])}", way_out="rename one, such as its plan file"
-        )
-    if not (limit > 0 and segment_limit > 0):
-        raise ValueError(f"limits of {limit} and {segment_limit} %: nothing can lie inside them")
-    if sequential and pairs < MIN_PAIRS:
-        raise ValueError(f"{pairs} pairs: looks begin after {MIN_PAIRS}, which sequential needs at least")
+    _check_asked(control, arms, pairs, (limit, segment_limit), sequential=sequential)
     planned = pairs if sequential else None
     before = _same_looks(Path(out), planned)
     bench = Bench(
@@ -191,6 +181,21 @@ class _Rules:
 
     def tail(self, tail: float, pairs: int) -> float:
         return tail if self.planned is None else look_tail(pairs, self.planned, tail)
+
+
+def _check_asked(
+    control: str, arms: Sequence[ArmSpec], pairs: int, limits: tuple[float, float], *, sequential: bool
+) -> None:
+    """Raises ValueError, or LokaError for arms of one name, for a validation that cannot be."""
+    names = [control, *(arm.name for arm in arms)]
+    if pairs < 1 or not arms:
+        raise ValueError(f"{pairs} pairs of {len(arms)} arms are nothing to validate")
+    if len(set(names)) < len(names):
+        raise LokaError(f"arms of one name: {', '.join(names)}", way_out="rename one, such as its plan file")
+    if not all(each > 0 for each in limits):
+        raise ValueError(f"limits of {limits[0]} and {limits[1]} %: nothing can lie inside them")
+    if sequential and pairs < MIN_PAIRS:
+        raise ValueError(f"{pairs} pairs: looks begin after {MIN_PAIRS}, which sequential needs at least")
 
 
 def _check_arms(bench: Bench, arms: Sequence[ArmSpec], seeds: Sequence[int]) -> None:

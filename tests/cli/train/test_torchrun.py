@@ -110,7 +110,7 @@ def test_ranks_that_differ_all_stop(two):
     for said in two:
         assert "rank 0: 25 steps, a log line every 100" in said["apart"]
         assert "rank 1: 25 steps, a log line every 3" in said["apart"]
-        assert "--average is of one process" in said["average"]
+        assert "--average works in one process only" in said["average"]
 
 
 def test_an_error_says_of_which_rank_it_is(tmp_path, monkeypatch):
@@ -166,7 +166,7 @@ def test_other_commands_are_of_one_process(tmp_path, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
     for command in (("validate", "--arm", "plan.json"), ("probe",), ("demo",)):
         said = command_line.loka(*command, cwd=tmp_path, fails=True)
-        assert f"loka {command[0]} is of one process" in said
+        assert f"loka {command[0]} runs in one process only" in said
 
 
 def torchrun(folder, *arguments, ranks=2):

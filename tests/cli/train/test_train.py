@@ -174,7 +174,7 @@ def test_an_interrupt_without_checkpoints_promises_nothing(tmp_path, monkeypatch
         ("--decay 0.2", "--decay with --schedule cosine"),
         ("--schedule constant --final-rate 0", "--final-rate with --schedule constant"),
         ("--average-share 0.5", "--average-share with --average none"),
-        ("--rows 4000 --data rows.csv", "--rows 4000 is of synthetic rows, and rows.csv is taken whole"),
+        ("--rows 4000 --data rows.csv", "--rows 4000 sets the number of synthetic rows, and rows.csv is read in full"),
     ],
 )
 def test_an_option_that_nothing_reads_is_refused(given, told):
@@ -190,8 +190,8 @@ def test_an_option_that_nothing_reads_is_refused(given, told):
         ("serve bench server --rate 5 --load 0.7", "--load with --rate"),
         ("serve package server --name ranker", "--name without --triton"),
         ("serve package server --triton models --out a.pt2", "--out with --triton"),
-        ("serve check server --rows 100 --data rows.csv", "rows.csv is taken whole"),
-        ("demo --rows 100 --data rows.csv", "rows.csv is taken whole"),
+        ("serve check server --rows 100 --data rows.csv", "rows.csv is read in full"),
+        ("demo --rows 100 --data rows.csv", "rows.csv is read in full"),
     ],
 )
 def test_other_commands_refuse_them_too(given, told):

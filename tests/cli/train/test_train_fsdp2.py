@@ -222,8 +222,8 @@ def test_what_cannot_be_is_refused(two, folder):
     for rank in two:
         assert "is of one process, and 2 ranks are here" in rank["of one"]
         assert "one of ddp, fsdp2" in rank["engine"]
-        assert "--dense fsdp2 beside it" in rank["ddp"]
-        assert "--plan or --auto beside it" in rank["unplanned"]
+        assert "add --dense fsdp2" in rank["ddp"]
+        assert "add --plan or --auto" in rank["unplanned"]
     for option in (("--dense", "fsdp2"), ("--gradients", "int8")):
         assert "torchrun --nproc-per-node" in logged(folder, *option, fails=True)["said"]
 

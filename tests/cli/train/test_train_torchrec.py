@@ -238,7 +238,7 @@ def test_two_ranks_train_what_one_process_does(two, one):
         ((*SHARDED, "--average", "ema"), "leave --average out"),
         ((*SHARDED, "--dense", "fsdp2"), "leave --dense out to shard tables"),
         ((*SHARDED, "--model", "dcnv2:bars"), "multiples of 4"),
-        (("--batch-size", BATCH, "--qcomm", "fp16"), "--engine torchrec beside it"),
+        (("--batch-size", BATCH, "--qcomm", "fp16"), "add --engine torchrec"),
         (("--batch-size", BATCH, "--engine", "torchrun"), "one of torch, torchrec"),
     ],
 )

@@ -65,7 +65,7 @@ def gemm(
 ) -> None:
     """All three GEMMs of every shape, every candidate; the plan's choice against each library."""
     if weight_dtype not in ("bfloat16", "float32"):
-        raise UnknownName(f"--weight-dtype {weight_dtype!r}", way_out="bfloat16 or float32")
+        raise UnknownName(f"--weight-dtype {weight_dtype!r} is not known", way_out="bfloat16 or float32")
     defaults = Settings()
     config = GemmConfig(
         out=out,

@@ -52,7 +52,7 @@ def limited_by_name(budget: Budget, given: Sequence[str], report: Report) -> Bud
         try:
             (tasks if name in tasks_in(report.parts) else segments)[name] = float(limit)
         except ValueError:
-            raise LokaError(f"--ne-of {text!r}", way_out="NAME=LIMIT, such as click=1e-4") from None
+            raise LokaError(f"--ne-of {text!r} is not NAME=LIMIT", way_out="NAME=LIMIT, such as click=1e-4") from None
     if tasks and budget.ne is not None:
         raise LokaError(
             f"--ne {budget.ne:g} holds for each task, and --ne-of names {', '.join(tasks)}",

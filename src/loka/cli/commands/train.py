@@ -214,7 +214,7 @@ def train(
             data, rows=rows, seed=seed, schema=schema, test=test_data, part=part, parts=_parts(checkpoints, part[1])
         )
         if part[1] > 1 and average != "none":
-            raise LokaError("--average is of one process", way_out="leave it out under torchrun")
+            raise LokaError("--average works in one process only", way_out="leave it out under torchrun")
         callback: Callback | None = None
         if auto:
             if plan:

@@ -45,9 +45,9 @@ Value = int | float
 
 
 def passes_on(node: Node) -> bool:
-    """Whether it keeps every value: float32 stands for every float dtype inside a program.
+    """Whether an op keeps every value of its operand. Inside a program float32 stands for every float dtype.
 
-    A cast to bool, to integers or to eight bits makes other values, and one from another device is no view.
+    A cast to bool, to integers or to eight bits makes other values, and a copy from another device is no view.
     """
     if node.op != "call_function" or node.target not in _PASSED_ON:
         return False
@@ -58,22 +58,23 @@ def passes_on(node: Node) -> bool:
 
 
 def exact(node: Node) -> bool:
-    """Whether it asks which elements equal others, or are the largest: a program and a fused kernel know values
-    that memory rounded to 16 bits before the others were found, and none would be."""
+    """Whether an op asks which elements equal others, or are the largest. A program or a fused kernel knows values as
+    they were before memory rounded them to 16 bits, and the others are rounded: no element would equal them.
+    """
     if node.target in _EQUALITIES:
         return True
     return node.target in _ORDERINGS and any(made_by(a).target in EXTREMES for a in node.all_input_nodes)
 
 
 def made_by(node: Node) -> Node:
-    """What made its values: the first node that it is no view or cast of."""
+    """The node that made the values of `node`: the first one above it that is no view and no cast."""
     while passes_on(node):
         node = args_of(node)[0]
     return node
 
 
 def is_pointwise(node: Node) -> bool:
-    """Whether a program can compute it from values of the same places."""
+    """Whether a program can compute the node elementwise, from values in the same places."""
     if node.op != "call_function":
         return False
     if node.target in _PASSED_ON:
@@ -92,7 +93,7 @@ def is_pointwise(node: Node) -> bool:
 
 
 def operands(node: Node) -> list[Node | float]:
-    """What a pointwise node computes from, in the order of its step."""
+    """The nodes that a pointwise node is computed from, in the order of its step's operands."""
     if node.target in _PASSED_ON or node.target is aten.pow.Tensor_Scalar:
         return [args_of(node)[0]]
     if node.target is aten.scalar_tensor.default:
@@ -103,13 +104,13 @@ def operands(node: Node) -> list[Node | float]:
 
 
 def steps_of(node: Node, values: list[Value], push: Callable[[Step], int]) -> Value:
-    """The value of a pointwise node from those of its operands; `push` appends a step and gives its place."""
+    """The value of a pointwise node, given those of its operands; `push` appends a step and returns its index."""
     target: Any = node.target
     if target in (aten.scalar_tensor.default, aten.full.default):
         return values[0]
     if target in _PASSED_ON:
         is_truth = value_of(args_of(node)[0]).dtype == torch.bool and value_of(node).dtype != torch.bool
-        # Two truths add up to 2, and have a difference; of booleans "add" is their "or".
+        # A boolean becomes a number here: as numbers two of them add up to 2, as booleans "add" is their "or".
         return push(Step("where", (values[0], 1.0, 0.0))) if is_truth else values[0]
     if target is aten.pow.Tensor_Scalar:
         power = float(args_of(node)[1])
@@ -129,7 +130,7 @@ def steps_of(node: Node, values: list[Value], push: Callable[[Step], int]) -> Va
 
 
 def computed_from(node: Node) -> list[Node | float]:
-    """What a node inside of a cone is computed from."""
+    """The operands that a node inside a cone is computed from."""
     if node.target in SUMS:
         return [args_of(node)[0]]
     if (made := variance_of(node)) is not None:
@@ -138,6 +139,6 @@ def computed_from(node: Node) -> list[Node | float]:
 
 
 def variance_of(node: Node) -> Node | None:
-    """The var_mean that this is a result of: 0 the variance, 1 the mean; None where it is no such thing."""
+    """The var_mean op that `node` is a result of (item 0 is the variance, 1 the mean); None for other nodes."""
     made = args_of(node)[0] if node.target is operator.getitem else None
     return made if isinstance(made, Node) and made.target is aten.var_mean.correction else None

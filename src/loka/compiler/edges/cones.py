@@ -32,10 +32,10 @@ _COMPARISONS = (aten.le.Scalar, aten.gt.Scalar)
 
 
 def cone_of(root: Node, matrix: Matrix, low: Mapping[Node, Low], absorbed: set[Node], *, forward: bool = False) -> Cone:
-    """The program above `root`, which is one of `matrix`.
+    """The program above `root`, which has the shape of `matrix`.
 
-    `absorbed`: what reads values of it and will be given them by the program itself. `forward`: statistics
-    are computed, and values that others read too are given to them (`Cone.given`).
+    `absorbed`: nodes that read values of the program and will get them from it. With `forward` statistics are computed
+    rather than read, and values that other nodes read too are handed to them (`Cone.given`).
     """
     cut: set[Node] = set()
     while True:
@@ -59,7 +59,7 @@ def cone_of(root: Node, matrix: Matrix, low: Mapping[Node, Low], absorbed: set[N
 
 
 def _as_it_is(root: Node) -> list[Node]:
-    """The root, and what it is a view or a cast of."""
+    """The root, and the nodes that it is a view or a cast of."""
     found = [root]
     while passes_on(found[-1]):
         found.append(args_of(found[-1])[0])
@@ -153,7 +153,7 @@ def variance_along(made: Node, matrix: Matrix) -> tuple[str, int]:
 
 
 def column_sum(node: Node, matrix: Matrix) -> Node | None:
-    """What a sum over all rows sums, or None."""
+    """What a sum over all rows adds up, or None for another node."""
     if node.target is not aten.sum.dim_IntList:
         return None
     inner = args_of(node)[0]
@@ -167,7 +167,7 @@ def column_sum(node: Node, matrix: Matrix) -> Node | None:
 
 
 def _in_low(comparison: Node, low: Mapping[Node, Low]) -> Node | None:
-    """The FP8 data of the joined input that is compared with zero here, or None."""
+    """The FP8 data of the joined input that is compared with zero here; None if there is no such input."""
     if args_of(comparison)[1] != 0:
         return None
     node = args_of(comparison)[0]
@@ -181,9 +181,9 @@ def _in_low(comparison: Node, low: Mapping[Node, Low]) -> Node | None:
 
 
 def extended(cone: Cone, value: Node, *, tied: bool) -> Cone | None:
-    """The cone with the code above `value`, or None where that reads other matrices.
+    """The cone together with the code above `value`, or None where that code reads other matrices than the cone does.
 
-    `tied`: it must share a value with the cone, not matrices alone.
+    `tied`: the two must share a computed value, not only a matrix that both read.
     """
     if cone.matrix.kind(value) is not Kind.FULL:
         return None

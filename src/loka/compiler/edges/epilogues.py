@@ -25,8 +25,9 @@ class Matched(NamedTuple):
 
 
 def matched(program: Program) -> Matched | None:
-    """What the program does, if it normalizes one matrix by blocks, activates it, and quantizes it as it
-    lies, and gives away nothing but 1 / rms."""
+    """What a program does, if a GEMM's epilogue can do it: it normalizes one matrix by blocks, applies an activation,
+    quantizes the result in its row layout, and hands out nothing but 1 / rms. None for every other program.
+    """
     leaves = sorted(program.leaves)
     if len(program.steps) > _LONGEST or leaves not in ([Kind.FULL], [Kind.COLUMN, Kind.FULL]):
         return None
@@ -77,7 +78,7 @@ def _formula(program: Program, argument: Argument) -> Any:
 
 
 def _ordered(op: str, arguments: list[Any]) -> Any:
-    """Numbers come first."""
+    """The arguments of a commutative step in one fixed order, with numbers first."""
     if op in _COMMUTATIVE:
         arguments = sorted(arguments, key=lambda each: (not isinstance(each, float), repr(each)))
     return (op, *arguments)

@@ -1,4 +1,6 @@
-"""Places of nodes in a program: by the matrix that its values are shaped by."""
+"""What shape a node's value has relative to a matrix [rows, features]: a full matrix, a row, a column,
+or a statistic.
+"""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -32,13 +34,13 @@ class Low:
 
 @dataclass(frozen=True, kw_only=True)
 class Matrix:
-    """What values of a program are shaped by. `rows` may be symbolic."""
+    """The matrix that gives the values of a program their shapes. `rows` may be symbolic."""
 
     rows: int | torch.SymInt
     features: int
 
     def kind(self, node: Node) -> Kind | None:
-        """By the shape of its value; None for what has no place beside this matrix."""
+        """The kind of a node by the shape of its value; None where the shape does not belong to this matrix."""
         val = node.meta.get("val")
         if not isinstance(val, torch.Tensor) or val.dtype not in _READ:
             return None
@@ -59,7 +61,9 @@ class Matrix:
         return None
 
     def block_of(self, shape: Sequence[Any]) -> int:
-        """Features in the last dimension of a full value: all, or a block; 0 where rows would be mixed."""
+        """How many features the last dimension of a full value holds: all of them, or one block; 0 where the dimension
+        would mix rows.
+        """
         last = shape[-1]
         if same(last, self.features):
             return self.features
@@ -75,7 +79,7 @@ def same(a: Any, b: Any) -> bool:
 
 @dataclass
 class Cone:
-    """The nodes of a program above `root`, and its leaves."""
+    """The nodes of a program above `root`, and the leaves that it reads."""
 
     matrix: Matrix
     low: Mapping[Node, Low]
@@ -87,5 +91,5 @@ class Cone:
 
     @property
     def matrices(self) -> set[Node]:
-        """Full leaves, FP8 ones included."""
+        """The leaves that are full matrices, in FP8 or not."""
         return {n for n, kind in self.leaves.items() if kind is Kind.FULL} | set(self.low_leaves.values())

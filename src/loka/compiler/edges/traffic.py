@@ -1,4 +1,4 @@
-"""Which values are worth writing: their bytes, written and read, against those that they are made of."""
+"""Whether writing a value is worth its bytes: it is compared with reading what the value is computed from."""
 
 from collections.abc import Mapping, Sequence
 
@@ -12,7 +12,9 @@ from loka.kernels.edge.program import Kind
 
 
 def is_given(node: Node, cone: Cone, absorbed: set[Node], given: Sequence[Node] = ()) -> bool:
-    """Whether others read it who do better to get it than to compute it from matrices or what is given."""
+    """Whether the program should hand `node` to other readers: they read fewer bytes so than if they computed it from
+    the matrices, or from other values that the program hands out.
+    """
     if not _is_asked(node) or not (others := _others(node, cone, absorbed)):
         return False
     kind = cone.matrix.kind(node)
@@ -38,14 +40,14 @@ def better_read(node: Node, root: Node, cone: Cone, absorbed: set[Node]) -> bool
 
 
 def _is_asked(node: Node) -> bool:
-    """Whether it is the one to be written or read: a view or a wider copy is not, but what it is made of."""
+    """Whether the question is put to this node. A view or a wider copy is not asked: the node that it is made of is."""
     if value_of(node).dtype == torch.bool:
         return False
     return not passes_on(node) or _bytes(node) < _bytes(args_of(node)[0])
 
 
 def _others(node: Node, cone: Cone, absorbed: set[Node]) -> set[Node]:
-    """Who reads its values beside the program."""
+    """The nodes outside the program that read its values."""
     return readers(node, cone) - cone.inside - absorbed
 
 
@@ -66,7 +68,7 @@ def _bytes(node: Node) -> int:
 
 
 def _beside(user: Node, node: Node) -> set[Node]:
-    """What code above the other operands of `user` reads."""
+    """The matrices that the code above the other operands of `user` reads."""
     found: set[Node] = set()
     waiting, seen = [user], {node}
     while waiting:
@@ -82,7 +84,9 @@ def _beside(user: Node, node: Node) -> set[Node]:
 
 
 def readers(node: Node, cone: Cone | None = None) -> set[Node]:
-    """Who reads its values, by whatever views; but for narrower copies inside `cone`, which are asked too."""
+    """The nodes that read the values of `node`, through any views. Narrower copies inside `cone` are not followed: they
+    are asked by themselves.
+    """
     found: set[Node] = set()
     waiting = list(node.users)
     while waiting:

@@ -1,4 +1,4 @@
-"""Writing a program down from the nodes of a cone, and the op that runs it."""
+"""Writes a cone down as a program, and emits the op that runs it."""
 
 import torch
 from torch.fx import Node
@@ -16,7 +16,7 @@ aten, prims = torch.ops.aten, torch.ops.prims
 
 
 class Writer:
-    """Steps over known leaves: those of `cone`, and `more` ones that a step is pushed for by hand."""
+    """Collects steps over known leaves: those of `cone`, and `more` leaves for steps that the caller pushes."""
 
     def __init__(self, cone: Cone, more: dict[Node, Kind]) -> None:
         self.cone = cone
@@ -34,7 +34,7 @@ class Writer:
         return len(self.leaves) + len(self._steps) - 1
 
     def place(self, node: Node) -> int:
-        """Of a leaf or a node inside the cone."""
+        """The index of a leaf, or of a node inside the cone."""
         value = self._value(node)
         return value if isinstance(value, int) else self.push(Step("copy", (value,)))
 
@@ -93,7 +93,7 @@ class Writer:
         transposed: int | None = None,
         sums: tuple[int, ...] = (),
     ) -> Program:
-        """Of what has been written, with the values that the cone gives to others."""
+        """The program of what has been written, with the values that the cone hands to other readers."""
         given = self.cone.given
         values = tuple(map(self.place, given))
         return Program(
@@ -120,7 +120,7 @@ class Writer:
         gradient_scale: Node | None = None,
         tops: Node | None = None,
     ) -> dict[str, Node]:
-        """Emits the op, hands what the cone gives to those who read it; gives back all outputs by name."""
+        """Emits the op, redirects those who read what the cone hands out, and returns all outputs by name."""
         leaves, side = [emitter.now(leaf) for leaf in self.leaves], emitter.side(rows)
         wide = self.cone.matrix.features
         kinds = zip(leaves, self._kinds, strict=True)
@@ -148,5 +148,5 @@ class Writer:
 
 
 def written(matrix: Matrix, low_leaves: dict[Node, Kind]) -> Writer:
-    """A writer over leaves alone."""
+    """A writer over leaves alone, without a cone."""
     return Writer(Cone(matrix=matrix, low={}), low_leaves)

@@ -1,7 +1,8 @@
-"""Strides behind nodes that give the same numbers in another layout than what they stand for.
+"""The strides of nodes that follow a rewritten node, whose numbers are the same as before in another layout.
 
-What only computes follows. What looks at memory gets it as it was: outputs of forward, whose views AOTAutograd
-and the caller take by their strides, custom ops, and ops that read tensors as other ones.
+Nodes that only compute take the new layout over. Nodes that look at memory get the layout that was there before:
+outputs of forward, whose views AOTAutograd and the caller take by their strides, custom ops, and ops that read a tensor
+as another one.
 """
 
 import operator
@@ -30,8 +31,9 @@ _OWN = ("aten", "prims", "loka")  # namespaces, of whose ops all but these take 
 
 
 def settle(emitter: Emitter) -> None:
-    """Fake values anew behind what has other strides than what it stands for, in order; what is looked at as memory
-    is laid out as it was. A view that the new strides do not allow reads a copy."""
+    """Computes the fake values anew, in order, behind nodes whose strides have changed. Where something looks at
+    memory, a copy in the old layout is put before it. A view that the new strides do not allow reads a copy.
+    """
     changed: set[Node] = set()
     for node in list(emitter.graph.nodes):
         before = emitter.lying.get(node, node.meta.get("val"))
@@ -62,7 +64,7 @@ def hold(graph: Graph) -> None:
 
 
 def is_looked_at(node: Node) -> bool:
-    """Whether something reads its memory, or that of its views, by strides."""
+    """Whether something reads the memory of a node, or of its views, by strides."""
     for user in node.users:
         if user.op == "output":
             if not in_backward(node):
@@ -80,8 +82,9 @@ def _reads_memory(node: Node) -> bool:
 
 
 def _is_fixed(node: Node) -> bool:
-    """Whether its fake value is not to be made twice: of graphs inside of the graph; and of sizes that only data
-    tells, which would get other symbols."""
+    """Whether the fake value of a node must not be computed a second time. That holds for graphs inside of the graph,
+    and for sizes that only data tells, which would get new symbols.
+    """
     return isinstance(node.target, HigherOrderOperator) or bool(node.meta.get("unbacked_bindings"))
 
 
@@ -106,8 +109,9 @@ def _anew(emitter: Emitter, node: Node) -> Any:
 
 
 def _as_before(emitter: Emitter, node: Node, before: Any) -> Node | None:
-    """Has all readers read `node` in the layout of the fake tensor `before`, in which nothing lies twice or apart;
-    None where its strides are not known to that end."""
+    """Has all readers read `node` in the layout of the fake tensor `before`, which is dense and without overlap. None
+    where its strides are not known.
+    """
     strides = [_hint(stride) for stride in before.stride()] if isinstance(before, torch.Tensor) else []
     if not is_tensor(node) or value_of(node).dim() != len(strides) or None in strides:
         return None

@@ -74,7 +74,9 @@ def keep_tokens(emitter: Emitter) -> None:
 
 
 def _product(emitter: Emitter, node: Node, as_they_lie: dict[tuple[Node, torch.dtype], Node]) -> _Product | None:
-    """A GEMM of forward, or for dx, where it would copy, X into rows or the result across, or need not lie so."""
+    """The product of a GEMM of forward, or of one for dx: where it would copy X into rows, or copy its result across,
+    or may lie either way.
+    """
     found = _operands(node)
     if found is None or value_of(found[0]).shape[1] < _COLUMNS:
         return None
@@ -99,7 +101,7 @@ def _product(emitter: Emitter, node: Node, as_they_lie: dict[tuple[Node, torch.d
 
 
 def _operands(node: Node) -> tuple[Node, Node, Node | None] | None:
-    """[B, d, n], [n, m], and [m] that is added; None where a GEMM is of something else."""
+    """x as [B, d, n], w as [n, m], and the bias [m] that is added; None where the GEMM is none over tokens."""
     bias = None
     if node.target is aten.bmm.default:
         left, every = (_unchanged(each) for each in args_of(node))
@@ -117,7 +119,7 @@ def _operands(node: Node) -> tuple[Node, Node, Node | None] | None:
 
 
 def _views(node: Node, sides: tuple[Any, ...]) -> list[Node]:
-    """Of a product as [B, *sides], by which all that read it read it; else none."""
+    """The views of a product as [B, *sides] through which all its readers read it; empty where some do not."""
     if node.target is aten.bmm.default and not any(_is_view(user, sides) for user in node.users):
         return [node]
     found = list(node.users)
@@ -125,7 +127,7 @@ def _views(node: Node, sides: tuple[Any, ...]) -> list[Node]:
 
 
 def _unchanged(node: Node) -> Node:
-    """Before views and expansions into the shape that it had."""
+    """The node above views and expansions that left its shape as it was."""
     while node.target in (*_VIEWS, aten.expand.default):
         source = args_of(node)[0]
         if not _same(value_of(source).shape, value_of(node).shape):
@@ -158,7 +160,9 @@ def _multiply(emitter: Emitter, products: list[_Product]) -> None:
 
 
 def _give(emitter: Emitter, product: _Product, y: Node) -> None:
-    """`y` [B, m, d] in the place of the product: as it lies, and across where it is read so."""
+    """Puts `y` [B, m, d] in the place of the product: as it lies for some readers, transposed for those that read it
+    so.
+    """
     back = emitter.call(aten.permute.default, y, [0, 2, 1])
     lying = dict.fromkeys(product.views, y)
     for view in product.views:
@@ -169,7 +173,7 @@ def _give(emitter: Emitter, product: _Product, y: Node) -> None:
 
 
 def _lying(emitter: Emitter, node: Node, lying: dict[Node, Node]) -> Node:
-    """What a cast or a sum with a bias gives, made of what lies there. `lying`: what there is so far."""
+    """The cast, or the sum with a bias, of what lies there; `lying` holds the nodes that were made so far."""
     if node not in lying:
         if node.target is _CONVERT:
             source, dtype = args_of(node)
@@ -211,14 +215,16 @@ def _weight_gradient(emitter: Emitter, node: Node, as_they_lie: dict[tuple[Node,
 
 
 def _is_given(w: Node) -> bool:
-    """Whether it is made of one input or one constant of the graph alone, and so there from the start."""
+    """Whether a node is computed from one input or one constant of the graph alone, and so can be computed at the
+    start.
+    """
     while len(w.all_input_nodes) == 1:
         (w,) = w.all_input_nodes
     return w.op == "get_attr" or (w.op == "placeholder" and "tangent" not in str(w.target))
 
 
 def _uncollapsed(rows: Any) -> Node | None:
-    """[B, d, n] of what lies as its rows [B d, n], before it was copied for that; None where it is not so."""
+    """[B, d, n] of which the rows [B d, n] were copied; None where the rows are no such copy."""
     if not isinstance(rows, Node) or rows.target not in _VIEWS:
         return None
     whole = args_of(rows)[0]
@@ -233,7 +239,7 @@ def _uncollapsed(rows: Any) -> Node | None:
 
 
 def _passed(node: Node) -> list[Node]:
-    """A value, its casts, and its sums with a bias."""
+    """A value together with its casts and its sums with a bias."""
     found = [node]
     for user in node.users:
         if user.target is _CONVERT or _sum_with_bias(user)[0] is node:
@@ -242,13 +248,13 @@ def _passed(node: Node) -> list[Node]:
 
 
 def _readers(node: Node) -> list[Node]:
-    """What else reads one of them."""
+    """The other nodes that read one of these."""
     passed = _passed(node)
     return [user for each in passed for user in each.users if user not in passed]
 
 
 def _sum_with_bias(node: Node) -> tuple[Any, Any]:
-    """[B, d, m] and [m], whose sum in the first one's dtype a node is; else None, twice."""
+    """The operands [B, d, m] and [m] of a node that adds a bias in the dtype of the first; else None, twice."""
     operands = args_of(node)
     tensors = [each for each in operands if isinstance(each, Node) and is_tensor(each)]
     if node.target is not aten.add.Tensor or node.kwargs or len(tensors) != 2:
@@ -259,12 +265,12 @@ def _sum_with_bias(node: Node) -> tuple[Any, Any]:
 
 
 def _is_view(node: Node, sides: tuple[Any, ...]) -> bool:
-    """Of rows as [B, *sides]; B follows from the others."""
+    """Whether a node is a view of the rows as [B, *sides]; B follows from the other sides."""
     return node.target in _VIEWS and _same(value_of(node).shape[1:], sides)
 
 
 def _same(sides: Sequence[Any], others: Sequence[Any]) -> bool:
-    """Whether they are known to be, without a question that data would have to answer."""
+    """Whether all sides are known to be equal, without a question that only data could answer."""
     return len(sides) == len(others) and all(map(same, sides, others))
 
 
@@ -273,7 +279,9 @@ def _is_transpose(node: Node) -> bool:
 
 
 def _as_it_lies(emitter: Emitter, whole: Node, as_they_lie: dict[tuple[Node, torch.dtype], Node]) -> Node:
-    """[B, n, d] of [B, d, n], one node for all that ask; what was cast across is cast as it lies."""
+    """[B, n, d] of [B, d, n]: one node that all readers share. A tensor that was cast when it was transposed is cast as
+    it lies.
+    """
     if _is_transpose(whole):
         return emitter.now(args_of(whole)[0])
     cast = whole.target is _CONVERT and _is_transpose(args_of(whole)[0])

@@ -38,6 +38,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from loka.core.error import Estimate, student_t_95
+from loka.core.numerics.label_rate import entropy
 from loka.core.storage.codec import record, sparse
 
 NO_PROMISE = "nothing can be promised on KL/H: "  # begins the reason why no site's effect is known
@@ -112,7 +113,7 @@ class Effect:
     @property
     def entropy(self) -> float:
         """H in nats; nan without samples."""
-        return math.fsum(_entropy(p / self.count) for p in self.probabilities) if self.count else math.nan
+        return math.fsum(entropy(p / self.count) for p in self.probabilities) if self.count else math.nan
 
     @property
     def sampling_variance(self) -> float:
@@ -238,9 +239,3 @@ def _added(mine: tuple[float, ...], theirs: tuple[float, ...]) -> tuple[float, .
     if not mine or not theirs:
         return ()
     return tuple(a + b for a, b in zip(mine, theirs, strict=True))
-
-
-def _entropy(q: float) -> float:
-    if not 0 < q < 1:
-        return 0.0
-    return -q * math.log(q) - (1 - q) * math.log1p(-q)

@@ -52,7 +52,7 @@ class LabelRate:
         q = self.share
         if not 0 < q < 1:
             return math.inf
-        return (math.log((1 - q) / q) / _entropy(q)) ** 2 * q * (1 - q) / self.rows
+        return (math.log((1 - q) / q) / entropy(q)) ** 2 * q * (1 - q) / self.rows
 
 
 BaseRate = float | LabelRate | Sequence[float | LabelRate]
@@ -100,9 +100,10 @@ def task_rates(base_rate: BaseRate, tasks: int) -> TaskRates:
             shares=shares, log_variance=base_rate.log_variance if isinstance(base_rate, LabelRate) else 0.0
         )
     known = [(rate.share, rate.log_variance) for rate in several if isinstance(rate, LabelRate)]
-    total = math.fsum(_entropy(share) for share in shares)
-    return TaskRates(shares=shares, log_variance=math.fsum(_entropy(q) ** 2 * v for q, v in known) / total**2)
+    total = math.fsum(entropy(share) for share in shares)
+    return TaskRates(shares=shares, log_variance=math.fsum(entropy(q) ** 2 * v for q, v in known) / total**2)
 
 
-def _entropy(q: float) -> float:
-    return -q * math.log(q) - (1 - q) * math.log1p(-q)
+def entropy(q: float) -> float:
+    """h(q) in nats, of labels of which the share `q` is positive; 0 where all are alike, or `q` is NaN."""
+    return -q * math.log(q) - (1 - q) * math.log1p(-q) if 0 < q < 1 else 0.0

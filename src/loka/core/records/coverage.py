@@ -1,4 +1,4 @@
-"""What share of a step's matmul FLOPs are sites, and what the rest is."""
+"""Which share of the matmul FLOPs of a step belongs to sites, and what the rest is."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -9,7 +9,7 @@ from loka.core.storage.codec import record
 @record(row=True)
 @dataclass(frozen=True, kw_only=True)
 class Uncovered:
-    """Matmul FLOPs that are no site's: where, in which op, and why.
+    """Matmul FLOPs that belong to no site: where, in which op, and why.
 
     `parameter`: whether an operand is a parameter, or a view or cast of one.
     """
@@ -40,13 +40,13 @@ class Coverage:
 
     @property
     def seen(self) -> float:
-        """The share of FLOPs with a parameter that are sites'; 1 where there are none."""
+        """The share of the FLOPs with a parameter that belong to sites; 1 where there are no such FLOPs."""
         seen = sum(map(self.of_site, self.sites))
         missed = sum(rest.flops for rest in self.uncovered if rest.parameter)
         return seen / (seen + missed) if seen + missed else 1.0
 
     def lines(self) -> list[str]:
-        """A line for the sites together and one for each uncovered part, by share."""
+        """One line for all sites together, and one for each uncovered part, ordered by share."""
         total = self.total or 1.0
         sites = sum(map(self.of_site, self.sites))
         found = [f"{100 * sites / total:.1f} % of the step's matmul FLOPs are sites"]
@@ -55,8 +55,9 @@ class Coverage:
         return found
 
     def planned_lines(self, in_fp8: Mapping[tuple[str, str], bool], eight_bits: str = "FP8") -> list[str]:
-        """As `lines`, the sites parted by a plan: whether (site, GEMM) runs in FP8 (or what `eight_bits`
-        names), where that is decided."""
+        """As `lines`, with the sites divided by a plan: into those GEMMs that run in FP8 (or in what `eight_bits`
+        names) and the others, where that is decided.
+        """
         total = self.total or 1.0
         low: dict[str, float] = {}
         kept = undecided = 0.0

@@ -165,7 +165,11 @@ def vocabulary_from_dict(content: Mapping[str, Any]) -> Vocabulary | HashedVocab
         return Vocabulary(decode(Mapping[str, tuple[str, ...]], content["categories"], at="categories"))
     if content.get("kind") == "hashed":
         return hashed_vocabulary(decode(int, content["buckets"], at="buckets"))
-    raise DataRefused("not a vocabulary", why=[f"kind is {content.get('kind')!r}, known: 'known', 'hashed'"])
+    raise DataRefused(
+        "this is not a vocabulary",
+        why=[f"its kind is {content.get('kind')!r}, and 'known' and 'hashed' are known"],
+        way_out="give what to_dict of a vocabulary returned",
+    )
 
 
 def write_vocabulary(path: Path, vocabulary: Vocabulary | HashedVocabulary, *, made_for: str = "") -> None:

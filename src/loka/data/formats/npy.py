@@ -21,6 +21,7 @@ from loka.core.storage.untrusted import open_regular
 from loka.data.batch import History
 from loka.data.block import MOST_IDS, Block
 from loka.data.content import content_of, identity_of
+from loka.data.files import COPY_AGAIN
 from loka.data.order import Shuffle
 from loka.data.reader import Reader
 from loka.data.workers import in_order, processors
@@ -93,11 +94,12 @@ class NpyStore:
         widths = {(dense.shape[1], sparse.shape[1]) for dense, sparse, _ in self._arrays}
         if len(widths) > 1:
             raise DataRefused(
-                "the triplets have other numbers of features",
+                "the triplets differ in their numbers of features",
                 why=[
                     f"{triplet.dense.name}: {dense.shape[1]} dense, {sparse.shape[1]} sparse"
                     for triplet, (dense, sparse, _) in zip(self._triplets, self._arrays, strict=True)
                 ],
+                way_out="give triplets of one data set, which have the same columns",
             )
         ((self._dense, sparse_features),) = widths
         if vocab_sizes is not None and len(vocab_sizes) != sparse_features:
@@ -155,6 +157,7 @@ class NpyStore:
             raise DataRefused(
                 f"{triplet.labels}: labels must be 0 and 1",
                 why=[f"row {start + first + wrong[0]} holds {label[wrong[0]]}"],
+                way_out="map or filter the labels where the files are made",
             )
         with np.errstate(over="ignore"):
             held = dense.astype(np.float32)
@@ -222,10 +225,18 @@ def _mapped(triplet: Triplet) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
             "tasks are converted from a table: loka data convert --schema",
         )
     if not np.issubdtype(sparse.dtype, np.integer):
-        raise DataRefused(f"{triplet.sparse}: ids must be integers", why=[f"they are {sparse.dtype}"])
+        raise DataRefused(
+            f"{triplet.sparse}: ids must be integers",
+            why=[f"they are {sparse.dtype}"],
+            way_out="save the ids with an integer dtype, such as int32",
+        )
     for path, array in ((triplet.dense, dense), (triplet.labels, labels)):
         if array.dtype.kind not in "fiub":
-            raise DataRefused(f"{path}: values must be real numbers", why=[f"they are {array.dtype}"])
+            raise DataRefused(
+                f"{path}: values must be real numbers",
+                why=[f"they are {array.dtype}"],
+                way_out="save the array with a floating-point or integer dtype",
+            )
     return dense, sparse, labels
 
 
@@ -236,9 +247,7 @@ def _map(path: Path) -> np.ndarray:
         found: np.ndarray = np.load(path, mmap_mode="r", allow_pickle=False)
         return found
     except Exception as error:  # what numpy raises on a header that it did not write has no bounds
-        raise DataRefused(
-            f"{path}: not a readable npy file", why=[str(error)], way_out="copy it again, or leave it out"
-        ) from error
+        raise DataRefused(f"{path}: not a readable npy file", why=[str(error)], way_out=COPY_AGAIN) from error
 
 
 def _existing(candidates: list[Path]) -> Path:
@@ -248,7 +257,11 @@ def _existing(candidates: list[Path]) -> Path:
     names = " or ".join(path.name for path in candidates)
     packed = sorted(candidates[0].parent.glob(f"{candidates[0].stem}*.npz"))
     why = [f"{packed[0].name} holds several ids per column; models here take one"] if packed else []
-    raise DataRefused(f"{candidates[0].parent}: there is no {names}", why=why)
+    raise DataRefused(
+        f"{candidates[0].parent}: there is no {names}",
+        why=why,
+        way_out="put the file there, or pass the triplets by name: Triplet(dense, ...)",
+    )
 
 
 def _natural(name: str) -> list[tuple[int, str]]:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from loka.core.exceptions import DataRefused
-from loka.data.files import TableFile
+from loka.data.files import COPY_AGAIN, TableFile
 from loka.data.schema import Schema
 from loka.data.source.text import Chunk, text_chunks
 
@@ -70,7 +70,7 @@ def count_rows(file: TableFile, schema: Schema) -> int:
             schema.locate(parquet.schema_arrow.names, where=str(file.path))
             rows = parquet.metadata.num_rows
         if not rows:
-            raise DataRefused(f"{file.path}: the file has no rows")
+            raise DataRefused(f"{file.path}: the file has no rows", way_out="leave it out")
         return rows
     return sum(len(chunk) for chunk in text_chunks(file, schema, label_only=True))
 
@@ -135,9 +135,7 @@ def _read(batches: Iterator[Any], file: TableFile) -> Iterator[Any]:
             way_out="store lists of plain strings or integers",
         ) from error
     except (OSError, ValueError) as error:  # pyarrow's errors are of these two
-        raise DataRefused(
-            f"{file.path}: the parquet file is damaged", why=[str(error)], way_out="copy it again, or leave it out"
-        ) from error
+        raise DataRefused(f"{file.path}: the parquet file is damaged", why=[str(error)], way_out=COPY_AGAIN) from error
 
 
 def _parquet(file: TableFile) -> Any:
@@ -147,4 +145,4 @@ def _parquet(file: TableFile) -> Any:
     try:
         return parquet.ParquetFile(file.path)
     except (pa.ArrowInvalid, OSError) as error:
-        raise DataRefused(f"{file.path}: not a readable parquet file", why=[str(error)]) from error
+        raise DataRefused(f"{file.path}: not a readable parquet file", why=[str(error)], way_out=COPY_AGAIN) from error

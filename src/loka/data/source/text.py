@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 import numpy as np
 
 from loka.core.exceptions import DataRefused
-from loka.data.files import TableFile
+from loka.data.files import COPY_AGAIN, TableFile
 from loka.data.schema import Schema
 from loka.data.source.quotes import ends_open, line_count, without_open_quotes
 
@@ -249,7 +249,7 @@ def _whole_lines(file: TableFile, span: tuple[int, int] | None) -> Iterator[byte
         if rest:
             yield rest
     except OSError as error:
-        raise DataRefused(f"{file.path}: cannot be read", why=[str(error)]) from error
+        raise DataRefused(f"{file.path}: cannot be read", why=[str(error)], way_out=COPY_AGAIN) from error
 
 
 def _decompressed(file: TableFile) -> Iterator[bytes]:

@@ -184,7 +184,7 @@ def _codecs(exchange: str, device: torch.device, widths: Iterable[int]) -> Any:
     A scale in FP8 is that of a looked-up row, or of the largest part of one that all tables have.
     """
     if exchange not in EXCHANGES:
-        raise UnknownName(f"--qcomm {exchange!r}", way_out=f"one of {', '.join(EXCHANGES)}")
+        raise UnknownName(f"--qcomm {exchange!r} is not known", way_out=f"one of {', '.join(EXCHANGES)}")
     if exchange == "fp32":
         return None
     library = torchrec("torchrec.distributed.fbgemm_qcomm_codec")

@@ -38,7 +38,9 @@ def _edge_fake(leaves: list[torch.Tensor], rows: int, program: str) -> list[torc
 
 
 def lying(program: Program, leaves: list[torch.Tensor], rows: int) -> list[torch.Tensor]:
-    """Leaves as the kernels read them: matrices whose rows are runs of memory, all else without gaps."""
+    """The leaves in the layout that the kernels read: the rows of a matrix are contiguous, everything
+    else has no gaps.
+    """
     found = []
     for leaf, kind in zip(leaves, program.leaves, strict=True):
         if kind is not Kind.FULL:

@@ -1,4 +1,4 @@
-"""Memory for what a program writes: what the op, its fake and its kernels agree on."""
+"""Allocates the memory for what a program writes, as the op, its fake and its kernels agree on."""
 
 import torch
 
@@ -8,7 +8,7 @@ from loka.kernels.edge.twin import value_shape
 
 
 def unwritten(program: Program, rows: int, device: torch.device) -> list[torch.Tensor]:
-    """Memory for `Program.outputs`, in order; `rows` may be a symbol."""
+    """Uninitialised memory for `Program.outputs`, in order; `rows` may be symbolic."""
     columns, high = round_up(program.features, 16), round_up(rows, 16)
     shapes: dict[str, tuple[int, ...]] = {
         "row": (rows, columns),

@@ -20,6 +20,8 @@ from typing import Any
 
 
 class Kind(StrEnum):
+    """What a value of a program is a number for; see the text of this module."""
+
     FULL = "full"
     ROW = "row"
     COLUMN = "column"
@@ -46,11 +48,13 @@ ARITY = {**dict.fromkeys(POINTWISE + REDUCTIONS, 1), **dict.fromkeys(_TWO, 2), "
 
 @dataclass(frozen=True, eq=False)
 class Step:
+    """One operation of a program: its name, and its arguments as indices of earlier values or as constants."""
+
     op: str
     args: tuple[Argument, ...]
 
     def __eq__(self, other: object) -> bool:
-        """By the text, as the place 0 equals the constants 0.0 and -0.0 in Python."""
+        """Compares the texts, because in Python the index 0 equals the constants 0.0 and -0.0."""
         return isinstance(other, Step) and (self.op, repr(self.args)) == (other.op, repr(other.args))
 
     def __hash__(self) -> int:
@@ -122,7 +126,7 @@ class Program:
             _check(kind in (Kind.FULL, Kind.COLUMN, Kind.BLOCK), f"value {value} cannot leave: it is {kind}")
 
     def __hash__(self) -> int:
-        """Worked out once: every launch looks a program up, and hashing a long one takes longer than that."""
+        """Computed once: every launch looks a program up, and hashing a long one takes longer than the lookup."""
         return self._hash
 
     @functools.cached_property
@@ -131,7 +135,7 @@ class Program:
 
     @functools.cached_property
     def kinds(self) -> tuple[Kind, ...]:
-        """Of all values, in the order of their places."""
+        """The kinds of all values, in the order of their indices."""
         found = list(self.leaves)
         for step in self.steps:
             if step.op in ("row_sum", "row_max"):
@@ -185,7 +189,7 @@ def _check(condition: bool, what: str) -> None:
 
 @functools.lru_cache(maxsize=4096)
 def program_of(text: str) -> Program:
-    """The program that `Program.to_text` wrote. ValueError, LookupError or TypeError for other text."""
+    """The program that `Program.to_text` wrote. Other text raises ValueError, LookupError or TypeError."""
     content: dict[str, Any] = json.loads(text)
     steps = tuple(
         Step(op, tuple(float(a) if isinstance(a, str) else a for a in args)) for op, *args in content["steps"]

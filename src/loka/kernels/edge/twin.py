@@ -1,4 +1,4 @@
-"""A program's values and copies in plain PyTorch: ground truth for the generated kernels, and the CPU path.
+"""The values and copies of a program in plain PyTorch: ground truth for the generated kernels, and the CPU path.
 
     r_i  = 2^ceil(log2(max_j |G_ij| / 448)), at least 2^-60; NaN where the row is not finite
     row  = fp8(G_ij / r_i)        transposed = fp8(A_ij r'_i / M)^T,   M = max of the given tops
@@ -97,7 +97,7 @@ def value_shape(program: Program, kind: Kind, rows: int) -> tuple[int, ...]:
 
 
 def evaluate(program: Program, leaves: list[torch.Tensor], rows: int) -> list[torch.Tensor]:
-    """Every value, float32 or bool, of a shape that broadcasts to [T, N / b, b]."""
+    """Every value of the program, float32 or bool, in a shape that broadcasts to [T, N / b, b]."""
     blocks = program.features // program.block
     shapes = {
         Kind.FULL: (rows, blocks, program.block),
@@ -113,8 +113,9 @@ def evaluate(program: Program, leaves: list[torch.Tensor], rows: int) -> list[to
 
 
 def quantized_by_rows(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """INT8 [T, N] and its steps, float32 [T, 1], by the recipe int8_row. A row that is not finite has a step
-    of NaN, and integers that mean nothing."""
+    """INT8 [T, N] and its steps, float32 [T, 1], by the recipe int8_row. For a row that is not finite the step is NaN,
+    and the integers mean nothing.
+    """
     if values.shape[0] == 0:
         return values.to(torch.int8), values.new_ones(0, 1, dtype=torch.float32)
     made = quantize(values, _INT8)
@@ -161,7 +162,7 @@ def _full(value: torch.Tensor, program: Program, rows: int) -> torch.Tensor:
 
 
 def _by_groups(values: torch.Tensor) -> torch.Tensor:
-    """values [T] as [P, GROUP]."""
+    """Reshapes values [T] to [P, GROUP]."""
     wide = values.new_zeros(-(-values.shape[0] // GROUP) * GROUP)
     wide[: values.shape[0]] = values
     return wide.view(-1, GROUP)

@@ -35,10 +35,10 @@ class Copies(NamedTuple):
 
 def unwritten(weight: torch.Tensor, *, transposed: bool) -> Copies:
     rows, columns = round_up(weight.shape[0], SIDE), round_up(weight.shape[1], SIDE)
-    turned = (columns, rows) if transposed else (0,)
+    column = (columns, rows) if transposed else (0,)
     return Copies(
         torch.empty(rows, columns, dtype=FP8, device=weight.device),
-        torch.empty(turned, dtype=FP8, device=weight.device),
+        torch.empty(column, dtype=FP8, device=weight.device),
         torch.empty(torch.sym_max(rows, columns), dtype=torch.float32, device=weight.device),
     )
 
@@ -68,5 +68,5 @@ def quantize_weight(weight: torch.Tensor, *, transposed: bool) -> Copies:
     data = torch.zeros(rows, columns, dtype=torch.uint8, device=weight.device)
     data[: weight.shape[0], : weight.shape[1]] = values.to(FP8).view(torch.uint8)
     data = torch.where(scale.isnan(), NAN_BYTE, data)
-    turned = data.t().clone(memory_format=torch.contiguous_format) if transposed else data.new_empty(0)
-    return Copies(data.view(FP8), turned.view(FP8), scale.repeat(max(rows, columns)))
+    column = data.t().clone(memory_format=torch.contiguous_format) if transposed else data.new_empty(0)
+    return Copies(data.view(FP8), column.view(FP8), scale.repeat(max(rows, columns)))

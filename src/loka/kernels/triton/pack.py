@@ -28,8 +28,8 @@ _FOUR = (
 _LOW = "cvt.rn.satfinite.{0} $0, $2, $1;"
 _HIGH = "{{.reg .b16 high; cvt.rn.satfinite.{0} high, $3, $2; mov.b32 $0, {{$1, high}};}}"
 CVT = {torch.float8_e4m3fn: _FOUR.format("e4m3x2.f32"), torch.float8_e5m2: _FOUR.format("e5m2x2.f32")}
-_FOUR_E4M3, _LOW_E4M3, _HIGH_E4M3, _FOUR_E5M2, _LOW_E5M2, _HIGH_E5M2 = (
-    tl.constexpr(asm.format(kind)) for kind in ("e4m3x2.f32", "e5m2x2.f32") for asm in (_FOUR, _LOW, _HIGH)
+_LOW_E4M3, _HIGH_E4M3, _LOW_E5M2, _HIGH_E5M2 = (
+    tl.constexpr(asm.format(kind)) for kind in ("e4m3x2.f32", "e5m2x2.f32") for asm in (_LOW, _HIGH)
 )
 
 
@@ -102,18 +102,6 @@ def whole(low, value_2, value_3, OUT: tl.constexpr):
 
 
 @triton.jit
-def four(value, OUT: tl.constexpr):
-    """A tile of values as bytes uint8, four columns of it by one conversion."""
-    if _COMPILED:
-        return tl.inline_asm_elementwise(
-            _FOUR_E4M3 if tl.float8e4nv == OUT else _FOUR_E5M2,
-            "=r,f,f,f,f", [value], dtype=tl.uint8, is_pure=True, pack=4,
-        )  # fmt: skip
-    else:
-        return value.to(OUT).to(tl.uint8, bitcast=True)
-
-
-@triton.jit
 def store_row(out_ptr, packed, SHIFT: tl.constexpr, r, c, padded_rows, padded_columns):
     """One byte of every word into row r of a row-major copy."""
     written = (r < padded_rows)[:, None] & (c < padded_columns)[None, :]
@@ -122,7 +110,7 @@ def store_row(out_ptr, packed, SHIFT: tl.constexpr, r, c, padded_rows, padded_co
 
 
 @triton.jit
-def store_turned(out_ptr, low, r, c, padded_rows, padded_columns):
+def store_transposed(out_ptr, low, r, c, padded_rows, padded_columns):
     """A tile [r, c] into a transposed copy [c, r]; `low` and the sizes in bytes or in words alike."""
     written = (r < padded_columns)[:, None] & (c < padded_rows)[None, :]
     tl.store(out_ptr + c[None, :] * padded_columns + r[:, None], low, mask=written)

@@ -140,13 +140,15 @@ def region_choice(options: Mapping[Gemm, Option], times: Mapping[str, Measuremen
 
 
 def best_of(allowed: Sequence[Choice]) -> Choice:
-    """The fastest, or what is tied with it and comes first."""
+    """The fastest of the choices, or the one that is tied with it and comes first."""
     best = min(allowed, key=lambda choice: (choice.microseconds, _order(choice)))
     return min((choice for choice in allowed if tied(choice, best)), key=_order)
 
 
 def tied(choice: Choice, best: Choice) -> bool:
-    """Within 1 % of what the GEMMs take in which the two differ; the rest of the layer is no excuse."""
+    """Whether two choices differ by at most 1 % of the time of those GEMMs in which they differ; the rest of the layer
+    does not count.
+    """
     differing = [o for gemm, o in best.options.items() if o.name != choice.options[gemm].name]
     return choice.microseconds - best.microseconds <= TIE * sum(option.time.value for option in differing)
 
@@ -164,7 +166,7 @@ def combine(options: Mapping[Gemm, Option], savings: Savings) -> Choice:
 
 
 def speedup_of(choice: Choice, gemm: Gemm, hp: Option) -> Estimate:
-    """hp's time over what this GEMM adds to the layer, with the rest of the choice as it is."""
+    """The time in hp over what this GEMM adds to the time of the layer, with the rest of the choice as it is."""
     time = choice.options[gemm].time
     savings = [
         choice.saved[tensor]

@@ -30,20 +30,18 @@ _AMAX = TOP - 3 * BINS_PER_OCTAVE - BINS_PER_OCTAVE // 4
 
 @dataclass(frozen=True)
 class Ranges:
-    """Depths, in octaves below the amax, at which a format's normal numbers, subnormals and range end.
+    """Depths in octaves below the amax: normal numbers reach down to `normal`; what is below `flushed` becomes zero.
 
     Integers are a constant step apart, as subnormals are: they have no normal numbers, `normal` is 0.
     """
 
     normal: float
-    subnormal: float
     flushed: float
 
     @classmethod
     def of(cls, format: Format) -> Ranges:
         top = math.log2(format.max)
-        smallest = math.log2(format.smallest_subnormal)
-        return cls(max(top - format.min_exponent, 0.0), top - smallest, top - smallest + 1)
+        return cls(max(top - format.min_exponent, 0.0), top - math.log2(format.smallest_subnormal) + 1)
 
 
 def octaves(table: torch.Tensor) -> list[float]:

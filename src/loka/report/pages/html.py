@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 
 class Html(str):
-    """Markup. Everything else is text."""
+    """Markup that goes into a page as it is. Everything else is text, and is escaped."""
 
     __slots__ = ()
 
@@ -20,8 +20,9 @@ _VOID = frozenset({"meta", "link", "line", "rect", "circle", "br", "path", "poly
 
 
 def tag(name: str, /, *children: object, **attributes: object) -> Html:
-    """An element. Children are escaped unless they are `Html`; None is left out. In attributes a final
-    underscore goes and others become hyphens: class_, data_v, stroke_width."""
+    """An HTML element. Children are escaped unless they are `Html`; None is left out. In the names of attributes a
+    final underscore is dropped and other underscores become hyphens: class_, data_v, stroke_width.
+    """
     parts = [
         f' {key.rstrip("_").replace("_", "-")}="{html.escape(str(value), quote=True)}"'
         for key, value in attributes.items()

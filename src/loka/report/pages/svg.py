@@ -13,11 +13,12 @@ from dataclasses import dataclass, field
 from loka.report.pages.html import Html, tag
 
 WIDTH = 440.0
+_TICKS = 5  # marks of an axis, about
 
 
 @dataclass(frozen=True, kw_only=True)
 class Scale:
-    """From data to pixels. With `log` data are positive."""
+    """Maps values of the data to pixels. With `log` the values are positive."""
 
     low: float
     high: float
@@ -32,16 +33,16 @@ class Scale:
         share = (at - low) / (high - low) if high != low else 0.5
         return self.start + min(max(share, 0.0), 1.0) * (self.end - self.start)
 
-    def ticks(self, count: int = 5) -> list[float]:
+    def ticks(self) -> list[float]:
         """Round numbers inside the range; of a logarithmic scale, 1, 2 and 5 times powers of ten."""
         if not self.log:
-            return _linear_ticks(self.low, self.high, count)
+            return _linear_ticks(self.low, self.high, _TICKS)
         first, last = math.floor(math.log10(self.low)), math.ceil(math.log10(self.high))
         for steps in ((1,), (1, 3), (1, 2, 5)):
             found = [s * 10.0**p for p in range(first, last + 1) for s in steps]
             inside = [value for value in found if self.low <= value <= self.high]
             if len(inside) >= 3:
-                return inside[:: max(len(inside) // count, 1)]
+                return inside[:: max(len(inside) // _TICKS, 1)]
         return _linear_ticks(self.low, self.high, 4)
 
 
@@ -56,7 +57,7 @@ def _linear_ticks(low: float, high: float, count: int) -> list[float]:
 
 
 def fit(values: Sequence[float], *, log: bool = False, include: Sequence[float] = ()) -> tuple[float, float]:
-    """A range that holds all finite values with some air."""
+    """A range that holds all finite values, with a margin."""
     finite = [v for v in (*values, *include) if math.isfinite(v) and (v > 0 or not log)]
     if not finite:
         return (1.0, 10.0) if log else (0.0, 1.0)

@@ -100,16 +100,18 @@ def scale_across(
     for ranks in gpus:
         check_ranks(ranks, network)
     if not gpus:
-        raise LokaError("no number of GPUs was asked for", way_out="such as 8, 64, 256")
+        raise LokaError("no number of GPUs was asked for", way_out="give some, such as 8, 64, 256")
     engines, groups = _engines(engines, groups, gpus, network)
     if ids is None and not tables and (tables_by != "size" or table_group or sync_every or qcomm != "bf16"):
-        raise LokaError("tables are to be placed or exchanged, and left out", way_out="--ids, or --table too")
+        raise LokaError("options of tables were given, and no tables", way_out="give --ids, or --table too")
     if table_group:
         check_groups([table_group], gpus, network, option="--table-group", replicas_first=True)
     if plan is not None:
         lines = signature(unwrap(model), like=plan.model).differences(plan.model)
         if lines:
-            raise PlanMismatch("the plan is of another model", why=lines[:8], way_out="plan this model")
+            raise PlanMismatch(
+                "the plan is of another model", why=lines[:8], way_out="probe, measure and plan this model"
+            )
     found = scale(model, batch, gpu=gpu, batch_size=batch_size, kernels=kernels)
     times = forecast_times(found) if plan is None else planned_times(found, plan)
     steps = _steps(model, batch, found.batch_size, engines, units)
@@ -197,8 +199,8 @@ def _engines(
     chosen = tuple(dict.fromkeys(engines)) or ENGINES[: 3 if groups else 2]
     if not set(chosen) <= set(ENGINES) or (groups and "hsdp" not in chosen):
         raise UnknownName(
-            f"engines {', '.join(chosen)}{' with groups' if groups else ''}",
-            way_out=f"of {', '.join(ENGINES)}; groups are of hsdp",
+            f"engines {', '.join(chosen)}{' with groups' if groups else ''} cannot be forecast",
+            way_out=f"engines out of {', '.join(ENGINES)}; groups are for hsdp alone",
         )
     if "hsdp" in chosen:
         groups = tuple(dict.fromkeys(groups)) or (network.gpus_per_node,)

@@ -53,7 +53,9 @@ def calibrate(
     sizes = [size for size in SIZES if size <= most]
     if len(sizes) < _FEWEST:
         way_out = f"--max-mb {SIZES[_FEWEST - 1] >> 20} or more; free memory for {_PART} times as much"
-        raise LokaError(f"up to {most} bytes there are {len(sizes)} sizes of {_FEWEST}", way_out=way_out)
+        raise LokaError(
+            f"up to {most} bytes there are {len(sizes)} sizes to measure, and it takes {_FEWEST}", way_out=way_out
+        )
     buffers = Buffers(sizes[-1], device)
     found = [decode(Estimate, one) for one in _every(encode(memory_gbps(buffers)))]
     memory = min(found, key=lambda one: one.value)  # of the slowest rank, for which the others wait
@@ -106,13 +108,15 @@ def _agreed(device: torch.device, base: Network | None, most_bytes: int) -> tupl
     ]
     if lines:
         way_out = "start all ranks on machines alike, with the same software and options"
-        raise LokaError("ranks disagree, and a network file is of ranks alike", why=lines, way_out=way_out)
+        raise LokaError("the ranks differ, and a network file describes equal ones", why=lines, way_out=way_out)
     if local < 1 or ranks % local:
-        raise LokaError(f"{ranks} ranks in nodes of {local}", way_out="as many ranks on every node")
+        raise LokaError(
+            f"{ranks} ranks do not fill nodes of {local} ranks", way_out="start as many ranks on every node"
+        )
     nodes, each = ranks // local, base.gpus_per_node if base else local
     if each < local or (nodes > 1 and each != local):
         what = f"--base has nodes of {each} GPUs, and {nodes} of {local} ranks are here"
-        raise LokaError(what, way_out="a file of this cluster; or leave --base out")
+        raise LokaError(what, way_out="give a file of this cluster, or leave --base out")
     return local, min(most_bytes, *(least // _PART for _, least in every))
 
 

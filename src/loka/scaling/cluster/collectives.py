@@ -48,14 +48,14 @@ def check_ranks(ranks: int, network: Network) -> None:
     each = network.gpus_per_node
     if ranks > each and network.between is None:
         raise LokaError(
-            f"{network.name} tells nothing of links between nodes, and {ranks} GPUs are in several of {each}",
+            f"{network.name} says nothing of links between nodes, and {ranks} GPUs need several nodes of {each}",
             way_out=f"at most {each}; or write the field between, or measure it: `loka scale calibrate` "
             "on two nodes, or with --base and a file that has it",
         )
     if ranks < 2 or (ranks > each and ranks % each):
         raise LokaError(
-            f"{ranks} GPUs in nodes of {each}",
-            why=["a step needs two GPUs or more to exchange anything, and nodes are taken as whole"],
+            f"{ranks} GPUs do not fill nodes of {each}",
+            why=["a step needs two GPUs or more to exchange anything, and every node is taken to be full"],
             way_out=f"2 to {each} GPUs, or a multiple of {each}",
         )
 
@@ -76,7 +76,7 @@ def check_groups(
         if group not in candidates:
             raise LokaError(
                 f"{option} {group} on {', '.join(map(str, gpus))} GPUs in nodes of {each}",
-                why=["there are two groups or more, all alike, and so are their parts in nodes"],
+                why=["there must be two equal groups or more, and their parts in nodes must be equal"],
                 way_out=f"one of {', '.join(map(str, candidates))}" if candidates else "more GPUs",
             )
 

@@ -43,7 +43,7 @@ class MeasuredStep:
         times = [one for one in (self.bf16, self.planned) if one is not None]
         if self.gpus < 1 or not all(0 < one < math.inf for one in times):
             raise LokaError(
-                f"a step of {self.engine} on {self.gpus} GPUs that took {times} us",
+                f"no step of {self.engine} on {self.gpus} GPUs takes {times} us",
                 way_out="one GPU or more, and times above 0",
             )
 
@@ -55,7 +55,8 @@ def parsed_step(text: str) -> MeasuredStep:
     found = re.fullmatch(rf"(ddp|fsdp2|hsdp/\d{{1,6}})@(\d{{1,6}})={number}(?:/{number})?", text)
     if found is None:
         raise LokaError(
-            f"--step {text!r}", way_out="engine@GPUs=ms in bf16/ms by plan, such as ddp@2=29.9/22.9, hsdp/8@16=61.2"
+            f"--step {text!r} is no measured step",
+            way_out="engine@GPUs=ms in bf16/ms by plan, such as ddp@2=29.9/22.9, hsdp/8@16=61.2",
         )
     engine, gpus, bf16, planned = found.groups()
     return MeasuredStep(
@@ -184,13 +185,16 @@ def by_engine(measured: Sequence[MeasuredStep], rows: Mapping[str, int], network
     strange = [one for one in found if one not in rows]
     if strange or len(found) < len(measured):
         raise LokaError(
-            f"steps were measured of {', '.join(one.engine for one in measured)}",
-            why=["each engine that is told takes one"],
-            way_out=f"one of {', '.join(rows)} each",
+            f"measured steps were given for {', '.join(one.engine for one in measured)}",
+            why=["there is one for each engine of the forecast at most"],
+            way_out=f"give at most one for each of {', '.join(rows)}",
         )
     for one in measured:
         if one.gpus > 1:
             check_ranks(one.gpus, network)
         if (group := rows[one.engine]) and (one.gpus <= group or one.gpus % group):
-            raise LokaError(f"a step of {one.engine} on {one.gpus} GPUs", way_out=f"{2 * group}, or more such groups")
+            raise LokaError(
+                f"{one.gpus} GPUs are not two or more groups of {group}, for a step of {one.engine}",
+                way_out=f"{2 * group} GPUs, or more such groups",
+            )
     return found

@@ -40,17 +40,17 @@ class Tables:
     def __post_init__(self) -> None:
         if not self.shapes or not 0 < self.ids < math.inf or min(min(shape) for shape in self.shapes) < 1:
             raise LokaError(
-                f"{len(self.shapes)} tables with {self.ids:g} ids a sample",
+                f"there are {len(self.shapes)} tables, with {self.ids:g} ids a sample",
                 way_out="one table or more, each with rows and width, and ids above 0",
             )
         if self.qcomm not in _BYTES:
-            raise LokaError(f"--qcomm {self.qcomm!r}", way_out=f"one of {', '.join(_BYTES)}")
+            raise LokaError(f"--qcomm {self.qcomm!r} is not known", way_out=f"one of {', '.join(_BYTES)}")
         if self.by not in PLACERS:
-            raise LokaError(f"--tables-by {self.by!r}", way_out=f"one of {', '.join(PLACERS)}")
+            raise LokaError(f"--tables-by {self.by!r} is not known", way_out=f"one of {', '.join(PLACERS)}")
         if (self.group > 0) != (self.every > 0):
             raise LokaError(
-                f"--table-group {self.group} with --sync-every {self.every}",
-                way_out="both: GPUs that share tables, and the steps between two all-reduces of replicas",
+                f"--table-group is {self.group} and --sync-every {self.every}: one does nothing without the other",
+                way_out="give both: how many GPUs share tables, and the steps between two all-reduces of replicas",
             )
 
 
@@ -110,6 +110,8 @@ def parsed(text: str) -> tuple[tuple[int, int], ...]:
     """ "26x1000000x128" as 26 tables of a million rows of 128. Raises LokaError for another text."""
     found = re.fullmatch(r"(\d{1,5})x(\d{1,12})x(\d{1,6})", text)
     if found is None:
-        raise LokaError(f"--table {text!r}", way_out="number x rows x width, such as 26x1000000x128")
+        raise LokaError(
+            f"--table {text!r} describes no tables", way_out="number x rows x width, such as 26x1000000x128"
+        )
     count, rows, width = map(int, found.groups())
     return ((rows, width),) * count

@@ -1,7 +1,7 @@
-"""In the place of a weight that is not there: a tensor of its shape with which nothing is computed.
+"""A stand-in for a weight that is not in memory: a tensor of its shape that nothing can be computed with.
 
-The meta device alone is no such place: torch's `mm`, `addmm` and `linear` take a weight on it beside rows on any
-other, and answer with whatever memory holds.
+The meta device alone does not do: torch's `mm`, `addmm` and `linear` accept a weight on it beside rows on another
+device, and return whatever the memory holds.
 """
 
 from collections.abc import Mapping
@@ -44,7 +44,9 @@ class AbsentBuffer(_Absent, torch.Tensor):
 
 
 def absent(tensor: torch.Tensor) -> torch.Tensor:
-    """Raises NotImplementedError wherever it is more than asked for its form; `is_meta`."""
+    """A stand-in for the tensor. It raises NotImplementedError on everything but questions about its form, and
+    `is_meta` is true.
+    """
     if isinstance(tensor, _Absent):
         return tensor
     empty = torch.empty_like(tensor, device="meta", requires_grad=False)
@@ -54,7 +56,9 @@ def absent(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def for_compilers(tree: nn.Module) -> None:
-    """Puts plain tensors on the meta device in their place: compilers refuse these themselves, by the device."""
+    """Replaces stand-ins by plain tensors on the meta device, which compilers refuse by themselves because of the
+    device.
+    """
     for module in tree.modules():
         for held in (module._parameters, module._buffers):
             for name, tensor in held.items():

@@ -1,4 +1,4 @@
-"""Whether a model scores rows by themselves: what is padded, split and sliced must be."""
+"""Checks that a model scores each row by itself: the rows of a request are padded, split and sliced."""
 
 from collections.abc import Sequence
 
@@ -13,7 +13,7 @@ from loka.serve.watch.agreement import LEAST_DB, finite_in_both
 
 
 def alike(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """The same entries, NaN where the other has NaN."""
+    """Whether two tensors have the same entries, with NaN equal to NaN."""
     return one.shape == other.shape and bool(((one == other) | ((one != one) & (other != other))).all())
 
 
@@ -48,8 +48,10 @@ def check_sizes(
 
 
 def _moved(one: torch.Tensor, other: torch.Tensor, like: torch.Tensor) -> bool:
-    """Whether floating-point answers to the same rows differ by more than rounding: a tenth of the rms of `like`, the
-    answers to many rows, as one of few may lie near zero. Or are finite elsewhere."""
+    """Whether floating-point answers to the same rows differ by more than rounding, which is a tenth of the rms of
+    `like`, or are finite at other entries. `like` holds the answers to many rows, since an answer to a few rows may
+    be near zero.
+    """
     if not other.is_floating_point() or one.shape != other.shape:
         return False
     if not torch.equal(one.isfinite(), other.isfinite()):
@@ -62,16 +64,22 @@ def _moved(one: torch.Tensor, other: torch.Tensor, like: torch.Tensor) -> bool:
 def check_independent(
     tree: nn.Module, precise: nn.Module, run: Runner, form: Form, batches: Sequence[Sequence[torch.Tensor]]
 ) -> None:
-    """Raises ServeRefused where rows of padding change the answers of others, or their place or number does.
-    In place, and among as many, kernels are the same, and bits must be; elsewhere, in high precision, they agree."""
+    """Raises ServeRefused where rows of padding change the answers to other rows, or where the place or the number of
+    rows does.
+
+    At the same place, and among as many rows, the same kernels run, so the bits must be the same. Otherwise the answers
+    in high precision must agree.
+    """
     whole = [torch.cat(column) for column in zip(*batches, strict=True)]
     differs = torch.stack([(c != c[:1])[:, None].flatten(1).any(1) for c in whole]).any(0)
-    differs[0] = True  # beside it rows unlike it: of rows alike another order shows nothing
+    differs[0] = True  # and the rows that differ from it: among equal rows another order would show nothing
     picked = differs.nonzero()[:128, 0]
     batch, count = [column[picked] for column in whole], len(picked)
     answer = run(tree, pad(batch, 2 * count + 1, form))
     other = [column.flip(0) for column in batch]
-    beside = [torch.cat([a, b, b[-1:]]) for a, b in zip(batch, other, strict=True)]  # no last row like padding's
+    beside = [
+        torch.cat([a, b, b[-1:]]) for a, b in zip(batch, other, strict=True)
+    ]  # the last rows are unlike those of padding
     among = [torch.cat([torch.stack([b, a], 1).flatten(0, 1), b, b]) for a, b in zip(batch, other, strict=True)]
     answers = (answer, run(tree, beside), run(precise, beside), run(precise, among))
     for one, two, plain, moved in zip(*map(leaves, answers), strict=True):

@@ -1,4 +1,6 @@
-"""A copy of the user's model that a server owns: it reads nothing of the original, and a refresh reaches all of it."""
+"""Makes the copy of the user's model that a server owns: it reads nothing of the original, and a refresh reaches all of
+it.
+"""
 
 from collections.abc import Callable
 from typing import Any
@@ -15,9 +17,10 @@ from loka.nn.unwrap import kind_of, named_modules, named_parameters, unwrap
 
 
 def own_copy(model: nn.Module) -> nn.Module:
-    """As the user wrote it, without sites, in eval.
+    """A copy of the model as the user wrote it, without sites, in eval mode.
 
-    Raises ServeRefused where it holds shards, lies on several devices, cannot be copied, or holds views of weights.
+    Raises ServeRefused where the model holds shards, lies on several devices, cannot be copied, or holds views of
+    weights.
     """
     parameters = [p for _, p in named_parameters(model)]
     sharded = [name for name, p in named_parameters(model) if hasattr(p, "device_mesh")]
@@ -43,12 +46,12 @@ def own_copy(model: nn.Module) -> nn.Module:
 
 
 def kinds_of(model: nn.Module) -> dict[str, str]:
-    """Classes of its modules, by path; "" is its own."""
+    """The class of each module by path; "" is the path of the model itself."""
     return {path: kind_of(module).__qualname__ for path, module in named_modules(model)}
 
 
 def check_apart(original: nn.Module, call: Callable[[], Any]) -> None:
-    """Raises ServeRefused where `call`, of a copy, reads tensors of the original's state dict."""
+    """Raises ServeRefused where `call`, which runs a copy, reads tensors of the original's state dict."""
     if found := read_of(unwrap(original), call):
         raise ServeRefused(
             "a copy of this model reads the original's weights, which no refresh would reach",
@@ -59,7 +62,7 @@ def check_apart(original: nn.Module, call: Callable[[], Any]) -> None:
 
 
 def tried(call: Callable[[], Any], what: str, way_out: str) -> Any:
-    """`call()`. Raises ServeRefused, which says `what` failed, for an error that is none of ours."""
+    """The result of `call()`. An error that is not LoKA's becomes a ServeRefused that says `what` failed."""
     try:
         return call()
     except (LokaError, torch.OutOfMemoryError, torch.AcceleratorError):
@@ -69,7 +72,7 @@ def tried(call: Callable[[], Any], what: str, way_out: str) -> Any:
 
 
 def written_attributes(module: nn.Module, call: Callable[[], Any]) -> list[str]:
-    """Attributes and buffers that a call writes to, such as `tower.cache`: the next call finds them."""
+    """The attributes and buffers that a call writes to, such as `tower.cache`: the next call would read them."""
 
     def version(value: Any) -> int:
         return value._version if isinstance(value, torch.Tensor) and not value.is_inference() else 0

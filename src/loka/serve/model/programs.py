@@ -96,9 +96,9 @@ def like(tree: nn.Module) -> nn.Module:
 
 
 def fits(template: nn.Module, tree: nn.Module, run: Runner, inputs: Sequence[torch.Tensor]) -> bool:
-    """Whether the template with the tensors of `tree` is that model, by its bits for `inputs`: modules may keep other
-    things too, which hooks of a state dict set or forward derives of weights. Numbers in attributes have to be alike
-    besides."""
+    """Whether the template with the tensors of `tree` computes what `tree` does, to the bit, for `inputs`. It may not,
+    because modules may keep other things too, which hooks of a state dict set or forward derives from weights. Numbers
+    in attributes have to be equal besides."""
     numbers = [[(path, _numbers(module)) for path, module in named_modules(each)] for each in (template, tree)]
     if held_by(template).keys() != held_by(tree).keys() or numbers[0] != numbers[1]:
         return False
@@ -110,7 +110,7 @@ def fits(template: nn.Module, tree: nn.Module, run: Runner, inputs: Sequence[tor
             ours, theirs = (leaves(run(each, [x.clone() for x in inputs])) for each in (like(template), tree))
     except LokaError:
         raise
-    except Exception:  # of what it kept
+    except Exception:  # whatever code raises that finds other things in its modules than it kept there
         return False
     return all(same_bits(one, other) for one, other in zip(ours, theirs, strict=True))
 

@@ -83,7 +83,7 @@ def traced(
     from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
     mend_compilers()
-    sizes = ShapeEnv(allow_scalar_outputs=False, allow_dynamic_output_shape_ops=False)  # of values nothing is asked
+    sizes = ShapeEnv(allow_scalar_outputs=False, allow_dynamic_output_shape_ops=False)  # no size may depend on values
     fake = FakeTensorMode(allow_non_fake_inputs=True, shape_env=sizes, static_shapes=True)
     named: dict[int, str] = {}
     one = {name: each for name, each in held.items() if named.setdefault(id(each), name) == name}

@@ -161,7 +161,7 @@ def package_version(
     from torch._dynamo.convert_frame import compile_lock  # here, as it takes a while to import
 
     run = Runner(form=card.form, autocast=None if card.autocast is None else getattr(torch, card.autocast))
-    with writing(path):  # asked before it is compiled, which takes minutes
+    with writing(path):  # before compiling, which takes minutes
         path.parent.mkdir(parents=True, exist_ok=True)
         beside = tempfile.TemporaryDirectory(dir=path.parent)
     with beside as folder:
@@ -271,14 +271,14 @@ def _checked(
     sizes = tried(batch)
     inputs = {size: card.form.check_rows(device, size) for size in sizes}
     given = {f"{size}/{n}": column for size, columns in inputs.items() for n, column in enumerate(columns)}
-    digest = sha256_of_file(made)  # before it runs: of what is compared
+    digest = sha256_of_file(made)  # before the check, so that it is the sha256 of what is checked
     found = answers_of(made, given, device)
     expected = [leaves(run(version.module, inputs[size])) for size in sizes]
     want = [torch.cat([leaf.cpu().flatten() for leaf in of_sizes]) for of_sizes in zip(*expected, strict=True)]
     got = [torch.cat([found[f"{size}/{place}"].flatten() for size in sizes]) for place in range(len(want))]
     apart = [error_of(one, other) for one, other in zip(got, want, strict=True)]
-    # A region rounds once what eager code rounds twice, and last bits move values to the next FP8 value: two
-    # computations of one answer, as a server's graphs are beside it. Without regions nothing does.
+    # A region rounds once what eager code rounds twice, and a difference in the last bits moves values to the next FP8
+    # value. So a package with regions is held to the bound of a server's graphs; one without has to agree more closely.
     why = disagreements(got, want, card.answers)
     if not joined:
         bounds = [

@@ -1,8 +1,7 @@
-"""Statistics of a model as it is, from rows of a reader: nothing is trained.
+"""Statistics of a model as it is, from the rows of a reader: nothing is trained.
 
-`learn` watches forward and backward passes without a step of an optimizer, and `renew` takes effects on KL/H
-from fresh rows (probe/model_effects/renewal.py). Both call the model as training does, at its precision, but
-in eval mode.
+`learn` watches forward and backward passes without a step of an optimizer, and `renew` takes effects on KL/H from fresh
+rows (probe/model_effects/renewal.py). Both call the model as training does, at its precision, but in eval mode.
 """
 
 import itertools
@@ -35,7 +34,7 @@ _REFERENCE = "rowwise_e4m3"  # the recipe whose effects have to be known
 
 @dataclass(frozen=True)
 class Divided:
-    """Segments of the rows of a source: `places` int64 [N], in their order, each row's place in `names`."""
+    """The segments of the rows of a source. `places` int64 [N] is, for each row in order, its index in `names`."""
 
     names: tuple[str, ...]
     places: torch.Tensor
@@ -47,7 +46,7 @@ class Divided:
 
 
 def batches_needed(batch_size: int) -> int:
-    """How many a renewal reads at most: 8, or of small ones as many as hold its rows.
+    """How many batches a renewal reads at most: 8, or, where batches are small, as many as hold the rows that it needs.
 
     One row of a batch is left out, as probe/model_effects/sensitivity.py says.
     """
@@ -55,7 +54,7 @@ def batches_needed(batch_size: int) -> int:
 
 
 def rate_of(reading_by_task: Mapping[str, Reading]) -> BaseRate:
-    """The labels that were counted, of several tasks one for each."""
+    """The labels that were counted; of several tasks, one count for each."""
     rates = tuple(_counted(reading.lifetime) for reading in reading_by_task.values())
     return rates[0] if len(rates) == 1 else rates
 
@@ -163,7 +162,7 @@ def learn(
 
 
 def effect_lines(stats: Stats, seconds: float) -> list[str]:
-    """Lines for the user: how many rows the effects come from, and which effects are not known."""
+    """Lines for the user: from how many rows the effects come, and which effects are not known."""
     reasons: dict[str, list[str]] = {}
     for path, layer in stats.layers.items():
         if layer.no_effect:
@@ -182,14 +181,16 @@ def effect_lines(stats: Stats, seconds: float) -> list[str]:
 
 
 def relative_width(stats: Stats) -> float | None:
-    """What a budget is charged for all layers' effects together over their estimate; None while unknown."""
+    """What a budget is charged for the effects of all layers together, divided by the estimate; None while it is not
+    known.
+    """
     effects = [found[_REFERENCE] for found in effects_of(stats).values() if _REFERENCE in found]
     total = total_effect(effects)
     return upper_bound(total) / total.value if effects and total.value > 0 else None
 
 
 def as_they_are(output: Any) -> Any:
-    """What the models of `train` return are logits, so nothing has to be guessed."""
+    """The logits themselves: models that `train` accepts return logits, so nothing has to be guessed."""
     return output
 
 

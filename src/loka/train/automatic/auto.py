@@ -34,6 +34,7 @@ from loka.core.records.report import HP
 from loka.core.records.stats import Stats
 from loka.core.records.stats_bytes import from_bytes, to_bytes
 from loka.core.storage.codec import decode, encode
+from loka.data.workers import Track
 from loka.measurement import measure
 from loka.measurement.measure import timeable
 from loka.nn.fsdp_units import gathered_throughout
@@ -54,7 +55,6 @@ from loka.train.steps.blocks import left_as_written
 from loka.train.steps.step import Sight
 
 Phase = Literal["probe", "measure", "fp8", "bf16"]
-Track = Callable[[Iterable[Any], str, int], Iterable[Any]]
 
 NE_ALLOWED = 2e-4
 _CANNOT_RUN = (EffectUnknown, NoKernelFits, PlanMismatch, WrongResults)  # a plan; bf16 goes on
@@ -93,14 +93,14 @@ class Auto(Callback):
         self._say = say or (lambda text: None)
         self._probe: Probe | None = None
         self._stats: Stats | None = None
-        self._sampled = 0  # steps, in this process
+        self._sampled = 0  # sampled steps of this process
         self._looked_at = 0
         self._least = 0  # steps of the probe's phase, once it was found too early to end it
-        self._looks: list[Look] = []  # at ever twice the steps
-        self._step = ExitStack()  # in which FSDP2 keeps weights whole: a sampled one
+        self._looks: list[Look] = []  # each at twice the steps of the one before
+        self._step = ExitStack()  # open during a sampled step, in which FSDP2 keeps weights gathered
         self._pace: Pace | None = None
         self._in_bf16: Estimate | None = None  # milliseconds of a step before the plan
-        self._verdict_at = 0  # step; 0: not at all, or done
+        self._verdict_at = 0  # the step at which to judge the plan; 0: never, or done
         self._verdict = ""
 
     def identity(self) -> dict[str, Any]:
@@ -216,7 +216,7 @@ class Auto(Callback):
         return self.config.least_steps or max(int(run.steps * run.config.warmup), 100)
 
     def _half(self, run: Run) -> int:
-        """Of the way to where the probe may end first."""
+        """Half of the way to the step at which the probe may end first."""
         return max(min(self._least_steps(run), self._most(run)) // 2, 1)
 
     def _most(self, run: Run) -> int:
@@ -337,7 +337,7 @@ class Auto(Callback):
         return "\n".join(reasons) or None
 
     def _reach_verdict(self, run: Run) -> None:
-        """Goes back to bf16 where steps by the plan are not faster, as rank 0 times them."""
+        """Goes back to bf16 where steps by the plan are not faster, by the times that rank 0 takes."""
         self._verdict_at = 0
         assert self.plan is not None
         assert self._pace is not None
@@ -373,7 +373,9 @@ class Auto(Callback):
         return Budget()
 
     def _tracked(self, run: Run, alive: Callable[[], object]) -> Track:
-        """Progress that Ctrl-C gets through: it is deferred to between two steps, and so is measuring."""
+        """A progress display that lets Ctrl-C through. Ctrl-C is otherwise deferred to the end of a step, and measuring
+        is work between two steps.
+        """
 
         def track(items: Iterable[Any], description: str, total: int) -> Iterator[Any]:
             for item in self._track(items, description, total) if self._track else items:

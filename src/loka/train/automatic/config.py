@@ -1,4 +1,4 @@
-"""What `--auto` does when."""
+"""What `--auto` does, and when."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,24 +13,23 @@ from loka.measurement.settings import COARSE, Settings
 
 @dataclass(frozen=True, kw_only=True)
 class AutoConfig:
-    """What `Auto` does when.
+    """What `Auto` does, and when.
 
     Attributes:
-        every, overhead, base_rate: of the probe; `overhead` is a share of the time of its phase, not of
-            the whole run.
-        least_steps: of the probe's phase; by default the warm-up's and at least 100, for what a model is
-            sensitive to moves early.
-        most_steps: after which the phase ends whatever is known; by default a fifth of the run.
-        width: the phase ends when what all layers in FP8 would cost is known so well that the end a budget is
-            charged with is at most `width` times the estimate.
+        every, overhead, base_rate: of the probe. `overhead` is a share of the time of its phase, not of the whole run.
+        least_steps: the fewest steps of the probe's phase; by default those of the warm-up and at least 100, since what
+            a model is sensitive to moves early.
+        most_steps: the phase ends after so many steps, whatever is known; by default a fifth of the run.
+        width: the phase ends when the cost of all layers in FP8 is known so well that the upper end, which a budget is
+            charged with, is at most `width` times the estimate.
         budget: of the plan. None: an increase of KL/H of 2e-4, or, where no effect can be known, the default
             `Budget()`.
-        candidates: to measure; by default three of torch's on a GPU, which take a minute, and all on a CPU.
-            UnknownName is raised for one that does not exist.
-        settings: how finely to measure; coarsely by default, for the clock sets how much.
-        measure_seconds: after which measuring begins nothing new; the largest layers come first, and what was
+        candidates: what to measure; by default three of torch's on a GPU, which take a minute, and all on a CPU. A name
+            that does not exist raises UnknownName.
+        settings: how finely to measure; coarsely by default, because the time limit decides how much gets measured.
+        measure_seconds: after so many seconds measuring begins nothing new. The largest layers come first, and what was
             not timed stays in bf16. The next run goes on from `cache`. None: until all is measured.
-        cache: folder of times measured before.
+        cache: folder of times that were measured before.
     """
 
     every: int | Literal["auto"] = "auto"

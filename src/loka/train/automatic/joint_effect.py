@@ -22,7 +22,7 @@ from torch.nn import functional
 
 from loka.core.error import Estimate, estimate_mean
 from loka.core.exceptions import DataRefused, NonFinite, NotConverted, PlanMismatch, UnknownName
-from loka.core.numerics.label_rate import require_shares, task_rates
+from loka.core.numerics.label_rate import entropy, require_shares, task_rates
 from loka.core.records.parts import WHOLE
 from loka.core.records.plan import Plan
 from loka.core.records.report import HP
@@ -155,11 +155,15 @@ def joint_effect(
     rates = plain.sigmoid().mean(dim=0).tolist()
     if base_rate is not None:
         rates = list(task_rates(base_rate, plain.shape[1]).shares)
-    entropy = sum(_entropy(rate) for rate in rates)
-    if not entropy > 0:
-        raise DataRefused("the predictions have no entropy, so KL/H is not defined on these rows")
+    of_labels = sum(entropy(rate) for rate in rates)
+    if not of_labels > 0:
+        raise DataRefused(
+            "the predictions have no entropy, so KL/H is not defined on these rows",
+            why=["the share of positives, by the predictions or by base_rate=, is 0 or 1 for every task"],
+            way_out="train the model further, or give rows with clicks and without",
+        )
     return JointEffect(
-        measured=_mean(rows / entropy),
+        measured=_mean(rows / of_labels),
         predicted=plan.kl_of(part),
         budget=plan.limits.get(part) if plan.limits else plan.kl_limit,
         rows=len(rows),
@@ -218,10 +222,6 @@ def _divergence(plain: torch.Tensor, quantized: torch.Tensor) -> torch.Tensor:
     """KL of each row [B], summed over tasks."""
     shift = plain.sigmoid() * (plain - quantized)
     return (shift + functional.softplus(quantized) - functional.softplus(plain)).sum(dim=1).clamp_min(0)
-
-
-def _entropy(q: float) -> float:
-    return -q * math.log(q) - (1 - q) * math.log1p(-q) if 0 < q < 1 else 0.0
 
 
 def _mean(values: torch.Tensor) -> Estimate:

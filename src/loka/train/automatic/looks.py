@@ -1,7 +1,8 @@
 """Effects of a model while it trains, from rows ahead of it, and how far they move.
 
-Sampled steps would tell that too, but where they are dear there are two, one of them of a model that had learnt
-nothing: Wukong 2 GF moved by a factor of 1e8 so. A look is of one model, at a known step, from 1,536 rows.
+Sampled steps would tell that too. But where they are expensive there are only two of them, one of a model that had
+learnt nothing yet: between those, effects of Wukong 2 GF moved by a factor of 1e8. A look is of one model, at a known
+step, from 1,536 rows.
 """
 
 import itertools
@@ -25,7 +26,7 @@ from loka.train.running import label_rates
 @record(row=True)
 @dataclass(frozen=True, kw_only=True)
 class Look:
-    """Effects of a model at a step, by site and recipe."""
+    """The effects of a model at a step, by site and recipe."""
 
     step: int
     effects: Mapping[str, Mapping[str, Effect]]
@@ -36,15 +37,17 @@ def look_at(stats: Stats) -> Look:
 
 
 def next_look(looks: Sequence[Look], first: int) -> int:
-    """At which step: `first`, then at ever twice the steps."""
+    """The step of the next look: `first`, and then always twice as many steps."""
     return 2 * looks[-1].step if looks else first
 
 
 def renewed(
     run: Run, stats: Stats, looks: Sequence[Look], *, until: int, base_rate: Shares | None, say: Callable[[str], None]
 ) -> Stats:
-    """`stats` with effects of the model as it is, from the next rows, that hold until a step. Rows of a second epoch
-    are not fresh: then `stats`. How far it moves the last look at half of the steps, or fewer, tells."""
+    """`stats` with effects of the model as it is, from the next rows, to hold until a later step. How far they will
+    move follows from the last look at half of the steps, or fewer. Rows of a second epoch are not fresh: then it
+    returns `stats` as they are.
+    """
     batches = list(itertools.islice(run.unused(), batches_needed(run.config.batch_size)))
     if not batches:
         say("effects on KL/H are those of sampled steps: no row is left that was not trained on")

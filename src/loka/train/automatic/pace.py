@@ -1,10 +1,10 @@
-"""How long steps of a run take, whole: with tables, data, optimizers and the host. What a plan gains shows here.
+"""How long whole steps of a run take, with tables, data, optimizers and the host: what a plan gains shows here.
 
-    step     from its begin to the begin of the next one, on the device's clock
-    pace     mean of medians of eight steps, of the last 64, with Student's interval
+    step     from its begin to the begin of the next one, on the clock of the device
+    pace     mean of the medians of eight steps each, over the last 64 steps, with Student's interval
 
-Steps of another kind (sampled ones) do not count; a stall now and then (a checkpoint) moves no median. Steps side by
-side are alike, as the host and the reader are for a while, so that eights count as one each.
+Steps of another kind (sampled ones) do not count, and a stall now and then (a checkpoint) moves no median. Steps next
+to each other are alike, because host and reader stay the same for a while, so eight of them count as one sample.
 """
 
 import math
@@ -22,7 +22,7 @@ _EIGHT, _LEAST = 8, 3
 
 
 class Pace:
-    """Of a run on `device`, which is never waited for but by `read`."""
+    """The pace of a run on `device`. Only `read` waits for the device."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -30,7 +30,7 @@ class Pace:
         self._steps: deque[tuple[torch.cuda.Event, torch.cuda.Event]] = deque(maxlen=KEPT)
 
     def step(self, *, counts: bool) -> None:
-        """A step begins, which is like the others or does not count."""
+        """Notes that a step begins. `counts` is False for a step of another kind."""
         before, self._begun = self._begun, self._now() if counts or self._begun else None
         if before and self._begun:
             self._steps.append((before, self._begun))
@@ -38,7 +38,7 @@ class Pace:
             self._begun = None
 
     def read(self) -> Estimate | None:
-        """Milliseconds of a step, and forgets them; None of fewer than 24."""
+        """The milliseconds of a step, or None after fewer than 24 of them; what was noted is forgotten."""
         if self._steps:
             self._steps[-1][1].synchronize()
         steps = [elapsed(begin, end) / 1e3 for begin, end in self._steps]
@@ -53,16 +53,18 @@ class Pace:
 
 
 def pace_on(device: torch.device) -> Pace | None:
-    """None where nothing is timed."""
+    """A Pace for the device, or None where steps are not timed."""
     return Pace(device) if device.type == "cuda" else None
 
 
 def gain(before: Estimate, now: Estimate) -> Estimate:
-    """Of steps `now` over those `before`, from the ends of both intervals."""
+    """How many times as fast steps `now` are as those `before`, from the ends of both intervals."""
     high = before.high / now.low if now.low > 0 else math.inf
     return Estimate(before.value / now.value, before.low / now.high, high)
 
 
 def worth_it(gained: Estimate, least: float) -> bool:
-    """Whether a plan stays: it is surely faster, and by a percent, or as slow as a budget's `min_speedup` allows."""
+    """Whether a plan stays: it is surely faster, by a percent at least, or no slower than a `min_speedup` below 1
+    allows.
+    """
     return gained.low > min(least, 1.0) and gained.value > min(least, 1.0 + TIE)

@@ -1,4 +1,4 @@
-"""When a run did what: phases with the step, the rows and the seconds at which they began."""
+"""What a run did when: its phases, with the step, the rows and the seconds at which each began."""
 
 import time
 import warnings
@@ -28,8 +28,9 @@ class Event:
 
 
 class Timeline:
-    """Seconds count over all processes of a run, from what its checkpoints kept; what a killed one did after
-    its last checkpoint is done again, and counts once."""
+    """The phases of a run. Seconds count over all its processes, from what checkpoints kept: what a killed process did
+    after its last checkpoint is done again, and counts once.
+    """
 
     def __init__(self, events: Sequence[Event] = (), *, seconds: float = 0.0, file: Path | None = None) -> None:
         self.events = list(events)
@@ -75,7 +76,7 @@ class Timeline:
 
 
 def load_timeline(path: Path) -> tuple[Event, ...]:
-    """Raises FileRefused for a missing, truncated or edited file."""
+    """Reads a timeline. Raises FileRefused for a file that is missing, truncated or edited."""
     return read_record(
         path,
         kind=_KIND,

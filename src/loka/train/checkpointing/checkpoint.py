@@ -1,10 +1,10 @@
-"""Checkpoints that are whole or not there.
+"""Checkpoints that are either complete or absent.
 
     run/step-00000100/state.pt        torch.save, read back with weights_only=True
     run/step-00000100/manifest.json   a record: step, sha256 of state.pt, identity of the run
 
-A checkpoint is written to a sibling folder, flushed to disk, and renamed. A killed save
-leaves a folder that starts with a dot, which loading reports and the next save removes.
+A checkpoint is written to a sibling folder, flushed to disk, and then renamed. A save that is killed leaves a folder
+whose name starts with a dot; loading reports it, and the next save removes it.
 """
 
 from __future__ import annotations
@@ -51,10 +51,10 @@ __all__ = ["Checkpoint", "CheckpointNotSaved", "load_newest", "load_one", "newes
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """The state of a run after `step` steps. `skipped` says what was passed over, and why.
+    """The state of a run after `step` steps. `skipped`: which newer checkpoints were passed over, and why.
 
-    `of_ranks`: it was written in shards; `sharded`: and `state` is what is this rank's alone. `identity`: what its run
-    is.
+    `of_ranks`: several ranks wrote it, in shards. `sharded`: it is such a checkpoint, and `state` holds only what
+    belongs to this rank. `identity`: which run it is of.
     """
 
     step: int
@@ -130,7 +130,8 @@ def load_newest(folder: Path, *, identity: Mapping[str, Any] | None = None, step
 
 
 def load_one(path: Path) -> Checkpoint | None:
-    """Of any run: `path` itself, "step-00000100", or the newest usable one in it. None where it holds none.
+    """A checkpoint of any run: `path` itself, such as "step-00000100", or the newest usable one in it. None where there
+    is none.
 
     Raises:
         CheckpointRefused: there is one, and it is damaged.
@@ -151,12 +152,12 @@ _OF_TORCHREC = ".embedding_bags."  # weights of an EmbeddingBagCollection
 
 
 def require_model(found: Checkpoint, model: nn.Module) -> bool:
-    """That the run of `found` trained a model such as this one, whose weights may fit by name and by shape alone.
+    """Checks that the run of `found` trained a model such as this one: weights may fit by name and shape alone.
 
-    Returns whether kinds of modules say so too: not where TorchRec sharded tables and put some of its own in, nor
-    where the checkpoint does not say of what it is.
+    Returns whether the kinds of modules were compared too. They are not where TorchRec has sharded tables and put
+    modules of its own in, nor where the checkpoint does not say of which model it is.
 
-    Raises CheckpointRefused with what differs.
+    Raises CheckpointRefused, with what differs.
     """
     mine, saved = layout(model), found.identity.get("model")
     sharded = found.of_ranks and any(_OF_TORCHREC in f".{name}" for name in found.state["model"])
@@ -181,7 +182,7 @@ def newest_step(folder: Path) -> int:
 
 
 def identity_in(folder: Path) -> dict[str, Any] | None:
-    """What the newest checkpoint in `folder` that says so is of; nothing else is read, or checked."""
+    """The identity in the newest checkpoint in `folder` that has one. Nothing else is read or checked."""
     for path in checkpoints_in(folder):
         try:
             return identity_at(path)
@@ -191,12 +192,12 @@ def identity_in(folder: Path) -> dict[str, Any] | None:
 
 
 def identity_at(path: Path) -> dict[str, Any]:
-    """What the checkpoint at `path` is of. Raises FileRefused where it does not say so."""
+    """The identity of the run in the checkpoint at `path`. Raises FileRefused where it does not say."""
     return read_manifest(path).identities[0] if is_sharded(path) else _manifest(path).identity
 
 
 def given_plan_in(folder: Path) -> tuple[dict[str, Any], Path] | None:
-    """A state for `plan_in` with the plan that the run in `folder` began by, and where it was found."""
+    """A state for `plan_in`, with the plan that the run in `folder` began by, and where it was found."""
     for path in checkpoints_in(folder):
         try:
             return (read_own(path, 0) if is_sharded(path) else _read(path, None, 0)), path
@@ -233,9 +234,9 @@ def _refuse_folders_of_ranks(folder: Path) -> None:
 
 
 def _read(path: Path, identity: Mapping[str, Any] | None, steps: int) -> dict[str, Any]:
-    """The state in `path`, of several ranks what is this one's own.
+    """The state in `path`; of a checkpoint of several ranks, the part of this rank.
 
-    Raises FileRefused: damaged. CheckpointRefused: of another run.
+    Raises FileRefused: it is damaged. CheckpointRefused: it is of another run.
     """
     if is_sharded(path):
         manifest = read_manifest(path)

@@ -1,11 +1,11 @@
 """What several ranks save of a run, and how as many or other ranks go on from it.
 
     tensors    weights, optimizer state, the mean of the weights: sharded, or equal on all ranks; by name
-    own        of each rank: random state, sums of its rows' metrics, buffers, counts of FP8 sites, the plan
+    own        of each rank: random state, sums of the metrics of its rows, buffers, counts of FP8 sites, the plan
 
-As many ranks as before get what was theirs, bit for bit. Otherwise rank r of R goes on for the ranks r,
-r + R, ... of before: it adds up their sums of metrics, so that no row is lost from them, and has the rest of
-rank r mod W of W. Weights and optimizer state are the same numbers for any number of ranks.
+As many ranks as before get their own parts back, bit for bit. With another number of ranks, rank r of R goes on for the
+earlier ranks r, r + R, ...: it adds up their sums of metrics, so that no row is lost from them, and takes the rest from
+rank r mod W of the W earlier ones. Weights and optimizer state are the same numbers for any number of ranks.
 """
 
 from collections.abc import Mapping, Sequence
@@ -33,7 +33,9 @@ _SPARSE = f"{_OPTIMIZERS}sparse/"
 def tensors_of(
     model: nn.Module, optimizers: Mapping[str, Optimizer], average: AveragedModel | None
 ) -> dict[str, torch.Tensor]:
-    """Shared with the model, not copied. A weight that modules share is there by each of its names."""
+    """The tensors of a run by name, shared with the model, not copied. A weight that modules share is there under each
+    name.
+    """
     inner = unwrap(model)
     found = _weights(inner) | _states_of_tables(inner)
     names = {id(weight): name for name, weight in inner.named_parameters()}
@@ -53,7 +55,7 @@ def own_state(
     average: AveragedModel | None,
     plan: Plan | None,
 ) -> dict[str, Any]:
-    """Of this rank alone; tensors are shared, not copied."""
+    """The state of this rank alone. Its tensors are shared, not copied."""
     inner = unwrap(model)
     found = capture(inner, {}, running, None, plan)
     state = found.pop("model")
@@ -75,9 +77,9 @@ def restore_sharded(
     *,
     path: Path,
 ) -> None:
-    """Puts the tensors in `path` and a rank's own `state` in place, however the model is sharded now.
+    """Puts the tensors in `path`, and the own `state` of a rank, in place, however the model is sharded now.
 
-    The model has to run by the state's plan already. A collective.
+    The model has to run by the plan of the state already. A collective.
     """
     inner = unwrap(model)
     weights = dict(inner.named_parameters())
@@ -117,7 +119,7 @@ def _groups(there: Mapping[str, Any], optimizers: Mapping[str, Any]) -> Mapping[
 
 
 def taken_over(path: Path, manifest: Manifest) -> dict[str, Any]:
-    """What was the own of this rank, or of those that it goes on for. Raises FileRefused."""
+    """The own state of this rank, or that of the ranks it goes on for. Raises FileRefused."""
     rank = dist.get_rank() if ranks_of() > 1 else 0
     base = read_own(path, rank % manifest.ranks)
     if ranks_of() == manifest.ranks:
@@ -127,7 +129,9 @@ def taken_over(path: Path, manifest: Manifest) -> dict[str, Any]:
 
 
 def whole_state(path: Path, manifest: Manifest) -> dict[str, Any]:
-    """As a run of one process would have saved it, but for the optimizers' tensors. Raises FileRefused."""
+    """The state as a run of one process would have saved it, without the tensors of the optimizers.
+    Raises FileRefused.
+    """
     own = [read_own(path, rank) for rank in range(manifest.ranks)]
     state = own[0]
     model: dict[str, torch.Tensor] = {}

@@ -49,6 +49,8 @@ _METADATA = ".metadata"
 
 @dataclass(frozen=True)
 class File:
+    """A file of a checkpoint, as its manifest lists it."""
+
     bytes: int
     sha256: str
 
@@ -65,7 +67,7 @@ class Manifest(RecordFile, kind="sharded training checkpoint", version=1, way_ou
 
 
 def is_sharded(path: Path) -> bool:
-    """Whether it is, or was meant to be, one of several ranks."""
+    """Whether a folder is a checkpoint of several ranks, or was meant to be one."""
     return not (path / "state.pt").exists() and any(path.glob("rank-*.pt"))
 
 
@@ -135,7 +137,7 @@ def save_sharded(
 
 
 def _write_tensors(folder: Path, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Raises OSError where DCP could not, on all ranks."""
+    """Writes the tensors by DCP. Raises OSError on all ranks where that failed on one."""
     import torch.distributed.checkpoint as dcp  # 0.3 s
 
     try:
@@ -156,7 +158,9 @@ def read_manifest(path: Path) -> Manifest:
 
 
 def damage(path: Path, manifest: Manifest) -> str:
-    """Of the files that fall to this rank to look at, the first reason why one is not as written; or ""."""
+    """The first reason why one of the files that this rank has to look at is not as it was written; "" where there is
+    none.
+    """
     files = sorted(manifest.files)
     first = dist.get_rank() if ranks_of() > 1 else 0
     for name in files[first :: ranks_of()]:
@@ -170,7 +174,7 @@ def damage(path: Path, manifest: Manifest) -> str:
 
 
 def require_same_run(path: Path, manifest: Manifest, identity: Mapping[str, Any], *, steps: int) -> None:
-    """Raises CheckpointRefused: it is of another run, or so many ranks cannot go on with it."""
+    """Raises CheckpointRefused where the checkpoint is of another run, or so many ranks cannot go on with it."""
     ranks = ranks_of()
     if ranks == manifest.ranks:
         saved = manifest.identities[dist.get_rank() if ranks > 1 else 0]
@@ -206,7 +210,7 @@ def _of_any_ranks(identity: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def read_own(path: Path, rank: int) -> dict[str, Any]:
-    """What was one rank's alone. Raises FileRefused."""
+    """What belonged to one rank alone. Raises FileRefused."""
     return read_state(path / f"rank-{rank}.pt")
 
 
@@ -259,7 +263,7 @@ def _metadata(path: Path, load_id: str | None = None) -> Any:
 
 
 class _Metadata(pickle.Unpickler):
-    """Makes nothing but the values that DCP describes tensors by."""
+    """An unpickler that makes nothing but the values by which DCP describes tensors."""
 
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) == ("builtins", "getattr"):

@@ -93,7 +93,7 @@ def restore(
 
 
 def restore_own(state: Mapping[str, Any], model: nn.Module, running: RunningTasks, *, path: Path) -> None:
-    """Buffers, counts of FP8 sites, metrics and random numbers: all but weights and optimizers."""
+    """Restores buffers, counts of FP8 sites, metrics and random state: all but weights and optimizers."""
     try:
         _restore_buffers(model, state["buffers"])
         load_fp8_state_dict(model, state["fp8"])
@@ -106,7 +106,7 @@ def restore_own(state: Mapping[str, Any], model: nn.Module, running: RunningTask
 
 
 def restore_model(state: Mapping[str, Any], model: nn.Module, *, path: Path) -> None:
-    """Weights and buffers alone; whether `model` runs by a plan does not matter."""
+    """Restores weights and buffers alone. It does not matter whether `model` runs by a plan."""
     try:
         model.load_state_dict(state["model"])
         _restore_buffers(model, state["buffers"])
@@ -126,8 +126,10 @@ def _refused(path: Path, error: Exception) -> CheckpointRefused:
 
 
 def layout(model: nn.Module) -> dict[str, Any]:
-    """Modules and weights, short enough for a manifest: another or a converted model differs, and one with other
-    weights frozen, which optimizers count otherwise; a sharded one does not, however many ranks share it."""
+    """Modules and weights in a form that is short enough for a manifest. It differs for another model, for a converted
+    one, and for one with other weights frozen, since optimizers number their weights by these. It is the same for a
+    sharded model, however many ranks share it.
+    """
     lines = [f"{name} {kind_of(module).__qualname__}" for name, module in model.named_modules()]
     tables, own = sharded_weights(model), dict(model.named_parameters())
     weights = {**own, **tables}
@@ -141,7 +143,9 @@ def layout(model: nn.Module) -> dict[str, Any]:
 
 
 def rows_identity(source: Source) -> dict[str, Any]:
-    """Of the rows of all ranks where any number of them can share these out, else of this rank's."""
+    """The identity of the rows of all ranks, where any number of ranks can share them out; else of the rows of this
+    rank.
+    """
     if isinstance(source, Dealt):
         return {"identity": source.identity, "rows": source.all_rows, "parts": len(source.parts)}
     own = {"identity": source.identity, "rows": source.rows}
@@ -149,14 +153,16 @@ def rows_identity(source: Source) -> dict[str, Any]:
 
 
 def identity_of(plan: Plan | None) -> dict[str, Any] | None:
-    """What of a plan decides the weights: not its times."""
+    """What of a plan decides the weights, which its times do not."""
     if plan is None:
         return None
     return {"sites": {name: decision.candidate for name, decision in plan.decisions.items()}}
 
 
 def restore_optimizer(optimizer: torch.optim.Optimizer, state: Mapping[str, Any], *, path: Path) -> None:
-    """A rate that is a tensor stays the one on the device: the loaded one lies on the CPU."""
+    """Restores an optimizer. A learning rate that is a tensor stays the one on the device: the loaded one lies on the
+    CPU.
+    """
     rates = [group["lr"] for group in optimizer.param_groups]
     try:
         optimizer.load_state_dict(dict(state))
@@ -168,7 +174,9 @@ def restore_optimizer(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]
 
 
 def _buffers(model: nn.Module) -> dict[str, torch.Tensor]:
-    """But for those of TorchRec's sharded collections, which say how features lie in the shards of these ranks."""
+    """All buffers except those of sharded TorchRec collections, which say how features lie in the shards of these
+    ranks.
+    """
     placed = tuple(f"{path}." for path in sharded_modules(model))
     found = model.named_buffers(remove_duplicate=False)
     return {name: buffer for name, buffer in found if not name.startswith(placed)}

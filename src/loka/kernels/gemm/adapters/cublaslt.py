@@ -201,7 +201,11 @@ def _run(a: Quantized, b: Quantized, dtype: torch.dtype, *, algorithm: int = 0, 
         types = a.data.dtype, b.data.dtype, dtype
         plan = _plan(_Key(m, n, k, types, scales, fast, min(bits & -bits, 256), a.data.get_device()))
         if not plan.algorithms:
-            raise LokaError(f"cuBLASLt has no algorithm for M={m} N={n} K={k} in {dtype}", why=[plan.failure])
+            raise LokaError(
+                f"cuBLASLt has no algorithm for M={m} N={n} K={k} in {dtype}",
+                why=[plan.failure],
+                way_out="plan again with another candidate at this site: loka.plan(report, force={site: candidate})",
+            )
         address, size = plan.algorithms[min(algorithm, len(plan.algorithms) - 1)]
         workspace = torch.empty(size, dtype=torch.uint8, device=device) if size else None
         with plan.lock:

@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 
 from loka.core.numerics.reference import LARGEST_STEP
-from loka.kernels.triton.pack import byte, magnitude_bits, store_row, store_turned, word
+from loka.kernels.triton.pack import byte, magnitude_bits, store_row, store_transposed, word
 
 _LARGEST_STEP = tl.constexpr(LARGEST_STEP)  # of INT8
 # Where a side's scale comes from.
@@ -325,12 +325,12 @@ def cast_tiles(
             packed = word(value_0, value_1, value_2, value_3, COLUMN_OUT, COLUMN_CVT)
         if WORDS:
             words = column_out_ptr.to(tl.pointer_type(tl.int32))
-            store_turned(words, packed, r0 // 4, c, column_rows, column_columns // 4)
+            store_transposed(words, packed, r0 // 4, c, column_rows, column_columns // 4)
         else:
             column_bytes = column_out_ptr.to(tl.pointer_type(tl.uint8))
             for quarter in tl.static_range(4):
                 low = ((packed >> (8 * quarter)) & 0xFF).to(tl.uint8)
-                store_turned(column_bytes, low, r0 + quarter, c, column_rows, column_columns)
+                store_transposed(column_bytes, low, r0 + quarter, c, column_rows, column_columns)
         _store_scale(
             column_scale_ptr, scale, c, column_rows, tl.program_id(0), column_last,
             column_scale_stride_0, column_scale_stride_1, COLUMN, COLUMN_STEP,

@@ -135,10 +135,10 @@ class _Maxima:
     columns: torch.Tensor
     tensor: torch.Tensor
 
-    def of(self, cast: Cast, *, turned: bool) -> torch.Tensor:
+    def of(self, cast: Cast, *, transposed: bool) -> torch.Tensor:
         if cast.granularity is Granularity.TENSOR:
             return self.tensor
-        return self.columns if turned else self.rows
+        return self.columns if transposed else self.rows
 
 
 _NO_MAXIMA = _Maxima(torch.empty(0), torch.empty(0), torch.empty(0))
@@ -201,8 +201,8 @@ def _cast_tiles(
     block_r, block_c, warps = _tile(row, column)
     args = (
         hp,
-        *_pointers(hp, row, row_copy, maxima, turned=False),
-        *_pointers(hp, column, column_copy, maxima, turned=True),
+        *_pointers(hp, row, row_copy, maxima, transposed=False),
+        *_pointers(hp, column, column_copy, maxima, transposed=True),
         health.view(-1) if health is not None else hp,
         *hp.shape,
         *hp.stride(),
@@ -246,12 +246,12 @@ def _empty(side: Side | None, device: torch.device, given: torch.Tensor | None) 
 
 
 def _pointers(
-    hp: torch.Tensor, side: Side | None, copy: Quantized | None, maxima: _Maxima, *, turned: bool
+    hp: torch.Tensor, side: Side | None, copy: Quantized | None, maxima: _Maxima, *, transposed: bool
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Data, scale and maxima of a copy; any valid pointer where the kernel will not look."""
     if side is None or copy is None:
         return hp, hp, hp
-    amax = maxima.of(side.cast, turned=turned)
+    amax = maxima.of(side.cast, transposed=transposed)
     return copy.data, copy.scale, amax if amax.numel() else copy.scale
 
 
