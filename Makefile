@@ -36,7 +36,7 @@ kills: .venv/ready
 	test -f tests/robustness/kills.py || git archive d711f79a tests/robustness/kills.py tests/robustness/killed.py | tar x
 	OMP_NUM_THREADS=1 $(BIN)/python tests/robustness/kills.py
 
-# 2,000 damaged records, and 170 hostile files and folders of rows.
+# 2,000 damaged records, and 172 hostile files and folders of rows.
 fuzz: .venv/ready
 	OMP_NUM_THREADS=1 $(BIN)/python tests/robustness/fuzz.py
 

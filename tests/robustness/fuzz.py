@@ -1,6 +1,6 @@
 """Damaged records and hostile files of rows: each is refused by name, counted, or means what it meant.
 
-    make fuzz                                             2,000 records and 100 files
+    make fuzz                                             2,000 records and 172 files
     python tests/robustness/fuzz.py --records 500         fewer
     python tests/robustness/fuzz.py --only 1234           one case again, with its traceback
 
