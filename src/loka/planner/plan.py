@@ -76,7 +76,7 @@ def plan(
         layers.setdefault(site.path, []).append(site)
 
     def decide(charged: Limits) -> tuple[Granted | None, Plan]:
-        granted, decisions = _spent(report, budget, charged, force, layers)
+        granted, decisions = _decide_by_sums(report, budget, charged, force, layers)
         return granted, Plan(
             model=report.model,
             machine=report.machine,
@@ -88,6 +88,13 @@ def plan(
         )
 
     granted, decided = within_together(report, limits, decide)
+    notes = _notes(decided, granted, report, limits)
+    centres, hot_columns = _centres_and_hot_columns(decided, report)
+    return replace(decided, notes=notes, centres=centres, hot_columns=hot_columns)
+
+
+def _notes(decided: Plan, granted: Granted | None, report: Report, limits: Limits) -> tuple[str, ...]:
+    """What a reader of the plan has to know beside its decisions."""
     notes = [f"{path} stays in hp: {reason}" for path, reason in report.skipped.items()]
     notes += [*(granted.notes if granted else ()), *report.notes, *beyond_second_order(decided, limits)]
     if limits:
@@ -97,20 +104,23 @@ def plan(
         notes.append(annealing_note(report.final_rate))
     if not report.complete:
         notes.append("the report is incomplete; sites not yet measured stay in hp")
-    names, hot = decided.output_recipes, report.hot_columns  # what centred and hot recipes need
+    return tuple(notes)
+
+
+def _centres_and_hot_columns(
+    decided: Plan, report: Report
+) -> tuple[dict[str, tuple[float, ...]], dict[str, tuple[int, ...]]]:
+    """By layer, what its recipe reads when it runs: means of `input`'s columns if centred, indices of hot columns."""
+    names, hot = decided.output_recipes, report.hot_columns
     centred = [path for path, name in names.items() if recipe_named(name).centred]
-    return replace(
-        decided,
-        notes=tuple(notes),
-        centres={path: report.centres[path] for path in centred if path in report.centres},
-        hot_columns={path: hot[path][name] for path, name in names.items() if name in hot.get(path, ())},
-    )
+    centres = {path: report.centres[path] for path in centred if path in report.centres}
+    return centres, {path: hot[path][name] for path, name in names.items() if name in hot.get(path, ())}
 
 
-def _spent(
+def _decide_by_sums(
     report: Report, budget: Budget, limits: Limits, force: Mapping[str, str], layers: Mapping[str, list[SiteReport]]
 ) -> Decided:
-    """Decisions where the sums of effects keep `limits`."""
+    """What `limits` grant each layer, and the decisions by site. Limits hold for sums of the layers' effects."""
 
     def open_layer(path: str, joined: Collection[str] | None) -> Layer:
         return _open_layer(layers[path], report, budget, limits, force, joined)
