@@ -22,9 +22,9 @@ Sampler = Callable[[int, torch.Generator], torch.Tensor]
 
 
 def normal(
-    features: int, *, rows: int | None = None, mean: float = 0.0, std: float = 1.0, spread: float = 0.0, seed: int = 0
+    features: int, *, rows: int | None = None, std: float = 1.0, spread: float = 0.0, seed: int = 0
 ) -> Distribution:
-    """Independent normal numbers, for shapes without a model: nothing was learnt, so no tensors.
+    """Independent normal numbers of mean 0, for shapes without a model: nothing was learnt, so no tensors.
 
     Feature j has the standard deviation std * exp(spread z_j - spread^2), z_j standard normal from
     `seed`: the features' scales are log-normal and their mean square stays std^2.
@@ -34,7 +34,7 @@ def normal(
         rows: N of a weight [N, K]; None for an operand whose rows are asked for.
     """
     # `count` is what readers of an operand ask first: how many rows stand behind it.
-    numbers = {"features": features, "rows": rows, "mean": mean, "std": std, "spread": spread, "seed": seed}
+    numbers = {"features": features, "rows": rows, "std": std, "spread": spread, "seed": seed}
     return Distribution(kind=NORMAL, numbers={**numbers, "count": 1})
 
 
@@ -160,7 +160,7 @@ def _tailed(draw: Sampler, kept: tails.Tails | None) -> Sampler:
 
 def _normal_sampler(distribution: Distribution, device: torch.device) -> Sampler:
     numbers = distribution.numbers
-    features, spread, mean = numbers["features"], numbers["spread"], numbers["mean"]
+    features, spread = numbers["features"], numbers["spread"]
     # On the CPU, so that the features have the same scales on every device.
     z = torch.randn(features, generator=torch.Generator().manual_seed(numbers["seed"]), dtype=torch.float32)
     std = (numbers["std"] * (spread * z - spread**2).exp()).to(device)
@@ -168,7 +168,7 @@ def _normal_sampler(distribution: Distribution, device: torch.device) -> Sampler
     def draw(rows: int, generator: torch.Generator) -> torch.Tensor:
         # In place: a weight of 147840 x 16384 in float32 is 9.7 GB.
         values = _normal((numbers["rows"] or rows, features), generator)
-        return values.mul_(std).add_(mean)
+        return values.mul_(std)
 
     return draw
 
