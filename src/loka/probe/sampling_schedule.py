@@ -39,6 +39,7 @@ import torch
 
 from loka.core.exceptions import LokaError
 from loka.core.exchange import follow
+from loka.core.timing import elapsed, event_on
 
 _SHORTEST, _GROWTH, _CAP = 50, 0.25, 2000
 LONGEST = 20_000
@@ -269,15 +270,13 @@ class CudaClock(Clock):
         self._device = device
 
     def _now(self) -> torch.cuda.Event:
-        event = torch.cuda.Event(enable_timing=True)
-        event.record(torch.cuda.current_stream(self._device))
-        return event
+        return event_on(self._device)
 
     def _passed(self, mark: Any) -> bool:
         return bool(mark.query())
 
     def _between(self, begin: Any, end: Any) -> float:
-        return float(begin.elapsed_time(end)) / 1000
+        return elapsed(begin, end) / 1e6
 
 
 def clock_of(device: torch.device) -> Clock:
