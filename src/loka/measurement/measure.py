@@ -21,6 +21,7 @@ from loka.core.device import fingerprint
 from loka.core.error import Estimate
 from loka.core.exceptions import LokaError
 from loka.core.problem import Problem
+from loka.core.progress import Track, untracked
 from loka.core.recipe import Gemm
 from loka.core.records.report import HP, REGION_INT8, Measurement, Report, SiteReport, site_name
 from loka.core.records.stats import LinearStats, Stats
@@ -37,7 +38,7 @@ from loka.measurement.queue import agenda
 from loka.measurement.resume import ERRORS_ONLY, continue_from
 from loka.measurement.settings import Settings
 from loka.measurement.sites import gemms_of, problem_of
-from loka.measurement.times.compile_ahead import Track, compile_ahead, untracked
+from loka.measurement.times.compile_ahead import compile_ahead
 from loka.measurement.times.layer_times import NOT_TIMED, Timer, cell_key, time_in_region, time_layer
 from loka.measurement.times.region_ahead import Cell, compile_regions_ahead
 from loka.measurement.times.region_times import unfit

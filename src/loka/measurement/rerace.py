@@ -16,6 +16,7 @@ import torch
 
 from loka.core.error import Estimate
 from loka.core.numerics.centring import restore, subtract
+from loka.core.progress import Track, untracked
 from loka.core.recipe import Gemm
 from loka.core.records.gemm_bench import CHOICE, Contest, joined, parted
 from loka.core.records.report import HP, Report, SiteReport, site_name
@@ -23,7 +24,7 @@ from loka.core.records.stats import LinearStats, Stats
 from loka.core.timing import Race, median_interval, time_interleaved
 from loka.kernels.gemm.registry import candidate_named
 from loka.measurement.operands import Operands, any_columns, rotated_operands
-from loka.measurement.times.compile_ahead import Track, compile_ahead, untracked
+from loka.measurement.times.compile_ahead import compile_ahead
 from loka.measurement.times.site_times import site_call
 
 Arms = Mapping[str, Mapping[str, str]]

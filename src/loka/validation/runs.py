@@ -28,11 +28,11 @@ import torch
 from torch import nn
 
 from loka.core.exceptions import FileRefused, LokaError, NonFinite
+from loka.core.progress import Track
 from loka.core.storage.codec import record, sparse
 from loka.core.storage.files import canonical, read_tensors, remove_unfinished, sha256_of_file, write_tensors
 from loka.core.storage.record_file import RecordFile
 from loka.data.batch import Source, tasks_of
-from loka.data.workers import Track
 from loka.nn import check_finite, fp8_runs
 from loka.train.average import as_averaged
 from loka.train.checkpointing.checkpoint import identity_in

@@ -21,8 +21,8 @@ import torch
 from torch import nn
 
 from loka.core.exceptions import FileRefused, LokaError
+from loka.core.progress import Track, untracked
 from loka.data.batch import Source
-from loka.data.workers import Track, untracked
 from loka.train.config import TrainConfig
 from loka.train.labels import require_both
 from loka.train.metrics import Floats, checked, log_losses

@@ -19,10 +19,10 @@ from typing import Any
 
 import torch
 
+from loka.core.progress import Track
 from loka.core.records.stats import LinearStats
 from loka.core.signature import LinearShape
 from loka.core.storage.codec import decode, encode
-from loka.measurement.times.compile_ahead import Track
 from loka.measurement.times.region_times import LAYERS, time_region
 
 _FEWEST, _MOST = 4, 32  # processes: each imports torch first, and two on two cores took longer than none

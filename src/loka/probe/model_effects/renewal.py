@@ -22,8 +22,8 @@ from loka.core.exceptions import NotConverted, PlanMismatch
 from loka.core.numerics.effect import NO_PROMISE, OLD, Effect
 from loka.core.numerics.label_rate import BaseRate, TaskRates, require_shares, task_rates
 from loka.core.records.parts import WIDTH, Part, part_name
+from loka.core.records.row_segments import RowSegments
 from loka.core.records.stats import LinearStats, Stats
-from loka.core.row_segments import RowSegments
 from loka.nn.linears import signature
 from loka.nn.site import site_forwards
 from loka.nn.unwrap import unwrap
