@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from loka.core.exceptions import NotConverted, PlanMismatch
+from loka.core.exceptions import NotConverted
 from loka.core.numerics.effect import NO_PROMISE, OLD, Effect
 from loka.core.numerics.label_rate import BaseRate, TaskRates, require_shares, task_rates
 from loka.core.records.parts import WIDTH, Part, part_name
@@ -37,6 +37,7 @@ from loka.probe.model_effects.movement import Horizon, added_variance, widened
 from loka.probe.model_effects.promise import no_promise
 from loka.probe.model_effects.sample_rows import of_mean_one
 from loka.probe.model_effects.segment_rows import SEGMENT_ROWS, SegmentRows
+from loka.probe.refusals import refuse_other_model
 from loka.statistics.effect_casts import CASTS
 from loka.statistics.effect_depths import Tables, columns_in, merge_tables, tables_of
 
@@ -156,9 +157,7 @@ def _require_names(tasks: Sequence[str], segments: RowSegments | None) -> None:
 
 
 def _require_same_model(model: nn.Module, stats: Stats) -> None:
-    differences = signature(model, like=stats.model).differences(stats.model)
-    if differences:
-        raise PlanMismatch("these statistics are of another model", why=differences, way_out="probe this model afresh")
+    refuse_other_model(stats, signature(model, like=stats.model))
     if site_forwards(model):
         raise NotConverted(
             "this model runs a plan, and its effects are those of the unquantized model",
