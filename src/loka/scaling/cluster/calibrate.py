@@ -20,7 +20,7 @@ from loka.core.exceptions import LokaError
 from loka.core.exchange import broadcast, gather, ranks_of
 from loka.core.records.network import Calibration, Link, Network
 from loka.core.storage.codec import decode, encode
-from loka.scaling.cluster.alpha_beta import Sample, checked, fitted_network, told
+from loka.scaling.cluster.alpha_beta import Sample, checked, fitted_network, quantity_of
 from loka.scaling.cluster.rounds import Buffers, memory_gbps, timed, whole
 
 SIZES = tuple((64 << 10) << step for step in range(15))
@@ -86,8 +86,8 @@ def _backend() -> str:
     name = str(dist.get_backend())
     if name != "nccl":
         return name
-    told = [f"{key}={value}" for key, value in sorted(os.environ.items()) if key.startswith("NCCL_")]
-    return " ".join((name, ".".join(map(str, torch.cuda.nccl.version())), *told))
+    settings = [f"{key}={value}" for key, value in sorted(os.environ.items()) if key.startswith("NCCL_")]
+    return " ".join((name, ".".join(map(str, torch.cuda.nccl.version())), *settings))
 
 
 def _agreed(device: torch.device, base: Network | None, most_bytes: int) -> tuple[int, int]:
@@ -148,7 +148,7 @@ def _measured(
 
 
 def _template(base: Network | None, *, inner: int, nodes: int, memory: Estimate) -> Network:
-    idle = told(Estimate(1.0, 1.0, 1.0), "one rank a node: nothing goes over it", "assumed")
+    idle = quantity_of(Estimate(1.0, 1.0, 1.0), "one rank a node: nothing goes over it", "assumed")
     share = "1 is eager code; what torch.compile leaves depends on the model: a guess"
     return Network(
         name="",
@@ -156,7 +156,7 @@ def _template(base: Network | None, *, inner: int, nodes: int, memory: Estimate)
         inside=Link(alpha_us=idle, bandwidth_gbps=idle),
         between=base.between if base else None,
         launch_us=idle,
-        memory_gbps=told(memory, "a copy, a product and a sum of the largest buffers, on the slowest rank"),
-        elementwise_share=base.elementwise_share if base else told(Estimate(0.6, 0.25, 1), share, "assumed"),
+        memory_gbps=quantity_of(memory, "a copy, a product and a sum of the largest buffers, on the slowest rank"),
+        elementwise_share=base.elementwise_share if base else quantity_of(Estimate(0.6, 0.25, 1), share, "assumed"),
         comment=f"{inner} ranks of {nodes} node(s) were measured, and are taken to tell of other numbers",
     )
