@@ -135,6 +135,7 @@ def _decide_by_sums(
 
 
 def _matches(site: SiteReport, pattern: str) -> bool:
+    """Whether a pattern fits the site's name, "path/gemm", or its layer's path."""
     return _fits(site.name, pattern) or _fits(site.path, pattern)
 
 
@@ -187,7 +188,10 @@ def _open_layer(
     force: Mapping[str, str],
     joined: Collection[str] | None,
 ) -> Layer:
-    """`joined`: those that the layer would be in a region with; None: it may not be in one."""
+    """What a layer may run: decisions that stand already, the timed options of its other GEMMs, and regions.
+
+    `joined`: the layers in regions, beside which its own time there is; None: it may be in none.
+    """
     fixed: dict[Gemm, Decision] = {}
     rejected: dict[Gemm, dict[str, str]] = {}
     options: dict[Gemm, dict[str, Option]] = {}
@@ -220,6 +224,7 @@ def _open_layer(
 
 
 def _fixed(site: SiteReport, report: Report, budget: Budget, force: Mapping[str, str]) -> Decision | None:
+    """The decision of a site that is forced, or kept in hp by rule; None: it is to be chosen."""
     for pattern, wanted in force.items():
         if _matches(site, pattern):
             candidate = _measured_name(site, wanted)
@@ -252,6 +257,11 @@ def _check_forced(site: SiteReport, candidate: str) -> None:
 def _admit(
     site: SiteReport, budget: Budget, limits: Limits, *, timed: bool
 ) -> tuple[Decision | None, dict[str, Option], dict[str, str]]:
+    """Which candidates of a site the budget admits.
+
+    Returns a decision where that settles the site, as none is admitted or nothing was `timed`; else None, and the timed
+    options with "hp" among them. Last, why each other candidate is out.
+    """
     rejected, admitted = {}, {}
     for name, measured in site.measurements.items():
         if name == HP:
@@ -278,6 +288,7 @@ def _admit(
 
 
 def _kept(site: SiteReport, model: ModelSignature, budget: Budget) -> str | None:
+    """Why the budget keeps the site in hp by rule, whatever was measured; or None."""
     for pattern in budget.keep:
         if _matches(site, pattern):
             return f"kept by the budget ({pattern!r})"
