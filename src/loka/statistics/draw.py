@@ -74,6 +74,12 @@ def samplers(
 
 
 def _paired(input: Distribution, grad_output: Distribution) -> dict[str, Sampler]:
+    """Samplers of both operands whose rows go together: g = mean_g + M (x - mean_x) + rest, or by sample.
+
+    M [N, K] is how g goes with x in the mean (statistics/tails.py `coupling`), and `rest` has what is left of g's
+    covariance. Where samples have several rows, rows are drawn by sample (statistics/sample_draws.py). Empty where the
+    statistics do not say how the two go together, or keep no whole covariance of either.
+    """
     cross = tails.cross_in(grad_output)
     if cross is None or {input.kind, grad_output.kind} != {gaussian.KIND}:
         return {}
@@ -174,6 +180,7 @@ def _normal_sampler(distribution: Distribution, device: torch.device) -> Sampler
 
 
 def _gaussian_sampler(learnt: gaussian.Gaussian) -> Sampler:
+    """Rows mu + z L^T with L L^T the covariance; of a low rank with a diagonal, mu + z F + e sqrt(diagonal)."""
     freedom = max(learnt.count - 1, 1)
     mean = learnt.mean
     if learnt.scatter is not None:
@@ -195,6 +202,7 @@ def _gaussian_sampler(learnt: gaussian.Gaussian) -> Sampler:
 
 
 def _matrix_normal_sampler(learnt: matrix_normal.MatrixNormal) -> Sampler:
+    """Weights M + L_U Z L_V^T [N, K] with the covariances U of rows and V of columns, in full or diagonal."""
     rows_root, columns_root = _root(learnt.rows), _root(learnt.columns)
 
     def draw(rows: int, generator: torch.Generator) -> torch.Tensor:
