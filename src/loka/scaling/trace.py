@@ -102,6 +102,7 @@ def _does_not_run(model: nn.Module, error: Exception) -> LokaError:
 
 
 def _watched(model: nn.Module, batch: Any, rows: int) -> Traced:
+    """One forward pass of the model under the matcher of Probe, and the GEMMs of its sites in the order of calls."""
     linears, skipped = find_linears(model)
     names = SiteNames(linears, {})
     calls: list[SiteGemms] = []

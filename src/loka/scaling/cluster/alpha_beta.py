@@ -86,6 +86,11 @@ def fitted_network(template: Network, samples: Sequence[Sample], held_out: Seque
 
 
 def _fitted(network: Network, samples: Sequence[Sample], held_out: Sequence[Sample], *, known: bool) -> Network:
+    """`network` with the link that `samples` crossed, all inside of a node or all between nodes.
+
+    `known`: launch and the link inside were fitted before, so that only what is fixed beyond them is a hop's. Else the
+    two are told apart by groups of several sizes, or, with one size, split as NCCL's tuner splits them.
+    """
     lines = _lines(samples)
     outer = lines[0].nodes > 1
     size = max(line.inner for line in lines)

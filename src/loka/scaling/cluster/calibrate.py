@@ -91,6 +91,10 @@ def _backend() -> str:
 
 
 def _agreed(device: torch.device, base: Network | None, most_bytes: int) -> tuple[int, int]:
+    """Ranks of a node, and bytes of the largest buffers, which have to fit on every rank.
+
+    Raises LokaError, on all ranks, where they differ in hardware, software or options, or do not fill nodes.
+    """
     ranks = ranks_of()
     local = int(os.environ.get("LOCAL_WORLD_SIZE", ranks))
     said: dict[str, Any] = {**encode(fingerprint(device)), "ranks of its node": local}
@@ -123,6 +127,10 @@ def _agreed(device: torch.device, base: Network | None, most_bytes: int) -> tupl
 def _measured(
     buffers: Buffers, sizes: Sequence[int], *, inner: int, ranks: int, seconds: float
 ) -> tuple[list[Sample], list[str]]:
+    """Times of all collectives in groups of 2, 4, .. ranks, a whole node and all ranks, on every rank alike.
+
+    Returns also notes of ranks that were slower than the others. `inner`: ranks of a node; `seconds`: for each group.
+    """
     samples: list[Sample] = []
     slow: dict[int, float] = {}
     counts = [1 << step for step in range(1, 16) if 1 << step < inner]
