@@ -68,19 +68,19 @@ def _within_grant(layer: Layer, budget: Budget, limits: Limits, granted: Cost) -
         if is_forced(fixed.get(gemm)):
             continue
         for name in [fixed[gemm].candidate] if gemm in fixed else list(options.get(gemm, ())):
-            spends = _beyond_grant(site, name, limits, granted)
-            if not spends:
+            excess = _beyond_grant(site, name, limits, granted)
+            if not excess:
                 continue
             if gemm in fixed:
-                reason = f"{spends} is better spent elsewhere"
+                reason = f"{excess} is better spent elsewhere"
                 fixed[gemm] = no_candidate(site, budget, {**fixed[gemm].rejected, name: reason})
             else:
                 del options[gemm][name]
-                over[gemm][name] = spends
+                over[gemm][name] = excess
     regions_over = {
-        str(region.arm): spends
+        str(region.arm): excess
         for region in layer.regions
-        if (spends := _region_beyond_grant(layer, region, limits, granted))
+        if (excess := _region_beyond_grant(layer, region, limits, granted))
     }
     left = layer  # itself where nothing costs too much: its allowed choices are known already
     if any(over.values()) or regions_over:
@@ -103,9 +103,9 @@ def _rejected(layer: Layer, affordable: _Affordable, choice: Choice, budget: Bud
             for reasons in rejected.values():
                 reasons[arm] = why
     for gemm, names in affordable.over.items():
-        for name, spends in names.items():
+        for name, excess in names.items():
             if any(c.arm is None and c.options[gemm].name == name and _saves(c, choice) for c in layer.allowed):
-                rejected[gemm][name] = f"{spends} is better spent elsewhere"
+                rejected[gemm][name] = f"{excess} is better spent elsewhere"
     return rejected
 
 

@@ -33,7 +33,7 @@ from loka.core.records.stats import Distribution, LinearStats, Stats
 from loka.core.records.stats_bytes import from_bytes, to_bytes
 from loka.core.signature import ModelSignature
 from loka.core.storage.codec import decode, encode
-from loka.probe.merged_effects import sharing, with_effects_of, with_merged_effects
+from loka.probe.merged_effects import with_effects_of, with_means_of, with_merged_effects
 from loka.statistics import depths, effect_depths, gaussian, matrix_normal, sample_coherence
 
 _OWN = {
@@ -103,7 +103,7 @@ def gather_renewed(stats: Stats, renew: Callable[[Stats], Stats], *, group: dist
     if exchange.ranks_of(group) == 1:
         return renew(stats)
     whole = gather_stats(stats, group=group)
-    return with_effects_of(whole, gather_stats(renew(sharing(stats, whole)), group=group))
+    return with_effects_of(whole, gather_stats(renew(with_means_of(stats, whole)), group=group))
 
 
 def _claim(stats: Stats) -> dict[str, Any]:

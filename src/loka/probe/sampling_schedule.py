@@ -46,7 +46,7 @@ LONGEST = 20_000
 _WINDOW = 25  # unsampled steps whose median is `base`; a mean would take minutes of compiling for training
 _FEWEST = 5  # of them, before a cost is known
 _TRUSTED = 8  # samples whose cost is not known
-_numbers = itertools.count()  # of the "auto" cadences of this process, which ranks make in the same order
+_numbers = itertools.count()  # of the "auto" schedules of this process, which ranks make in the same order
 
 
 class Costs:
@@ -104,7 +104,7 @@ class Costs:
         self._uncharged = 0
 
 
-class Cadence(ABC):
+class SamplingSchedule(ABC):
     """Asked at the begin of each step; told later what steps took, through `costs`."""
 
     def __init__(self) -> None:
@@ -127,7 +127,7 @@ class Cadence(ABC):
     def _wanted(self, step: int) -> bool: ...
 
 
-class Every(Cadence):
+class Every(SamplingSchedule):
     """One step in `every`, the first one included."""
 
     def __init__(self, every: int) -> None:
@@ -138,7 +138,7 @@ class Every(Cadence):
         return step % self._every == 0
 
 
-class Auto(Cadence):
+class Auto(SamplingSchedule):
     """As often as `overhead` allows; see above.
 
     Args:
@@ -205,7 +205,7 @@ class Auto(Cadence):
         return math.ceil(missing / earned) if earned > 0 else 1
 
 
-def sampling_of(every: int | str, *, overhead: float, start: int = 0) -> Cadence:
+def sampling_of(every: int | str, *, overhead: float, start: int = 0) -> SamplingSchedule:
     """Raises ValueError for an `every` or an `overhead` that cannot be."""
     if every == "auto":
         if not 0 < overhead < 1:
