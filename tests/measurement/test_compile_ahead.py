@@ -7,10 +7,11 @@ from timers import FakeTimer, install, kernel
 import loka
 from loka.core.exceptions import UnknownName
 from loka.core.problem import linear_problem
+from loka.core.progress import untracked
 from loka.core.recipe import Gemm
 from loka.core.records.report import HP
 from loka.measurement import Settings
-from loka.measurement.times.compile_ahead import compile_ahead, untracked
+from loka.measurement.times.compile_ahead import compile_ahead
 
 PROBLEMS = tuple(
     linear_problem(Gemm.OUTPUT, rows=rows, in_features=32, out_features=48, dtype="bfloat16", target="sm_90")

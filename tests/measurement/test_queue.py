@@ -8,7 +8,7 @@ from torch import nn
 
 import loka
 from loka.measurement import Settings
-from loka.measurement.queue import Job, agenda
+from loka.measurement.queue import Job, jobs_of
 
 ROWWISE = "emulated:rowwise_e4m3"
 measuring = sys.modules["loka.measurement.measure"]
@@ -42,10 +42,10 @@ LARGEST_FIRST = ["alone", "large.0", "large.2", "logit", "small.0", "small.2"]
 
 
 def test_from_the_largest_on_each_with_errors_and_times(stats):
-    assert agenda(stats, timed=True) == [
+    assert jobs_of(stats, timed=True) == [
         Job(kind, path) for path in LARGEST_FIRST for kind in ("errors", "times", "region")
     ]
-    assert [job.path for job in agenda(stats, timed=False)] == LARGEST_FIRST
+    assert [job.path for job in jobs_of(stats, timed=False)] == LARGEST_FIRST
 
 
 def test_a_limited_time_goes_to_the_largest_layer(stats, monkeypatch, tmp_path):
@@ -77,7 +77,7 @@ def test_the_order_changes_no_result(stats, monkeypatch):
     def as_called(stats, *, timed):
         return [Job(kind, path) for kind in ("errors", "times", "region") for path in stats.layers]
 
-    monkeypatch.setattr(measuring, "agenda", as_called)
+    monkeypatch.setattr(measuring, "jobs_of", as_called)
     other = timed(stats)
     assert other == ordered
     assert list(other.sites) == list(ordered.sites)

@@ -88,9 +88,9 @@ def test_a_protocol_that_changes_with_the_size_is_told_as_it_was_measured():
         found, inside=replace(found.inside, own={op: replace(own, carried=()) for op, own in found.inside.own.items()})
     )
     for one in fitting:  # what is fixed is fitted, so the smallest need not be as they were
-        assert one.told(found) == pytest.approx(one.us.value, rel=1e-6 if one.size >= 1 << 20 else 0.15)
+        assert one.predicted(found) == pytest.approx(one.us.value, rel=1e-6 if one.size >= 1 << 20 else 0.15)
     beyond = [one for one in held_out if one.size >= 8 << 20]
-    worst, of_lines = (max(abs(one.told(net) / one.us.value - 1) for one in beyond) for net in (found, as_a_line))
+    worst, of_lines = (max(abs(one.predicted(net) / one.us.value - 1) for one in beyond) for net in (found, as_a_line))
     assert worst < 1e-6 < 0.1 < of_lines, (worst, of_lines)
     for one in held_out:  # the ends hold what was not fitted too
         ends = [{n: e[("bandwidth" in n)] for n in found.quantities} for e in (("low", "high"), ("high", "low"))]

@@ -8,7 +8,7 @@ from torch import nn
 import loka
 from loka.probe.merging import merge_stats
 from loka.statistics import sample_coherence
-from loka.statistics.sample_coherence import SUMS, layout_of, merge_samples, pick, samples_in, samples_of
+from loka.statistics.sample_coherence import SUMS, merge_samples, pick, rows_by_sample, samples_in, samples_of
 
 
 def named(samples):
@@ -85,15 +85,15 @@ def test_bad_rows_are_left_out_and_zero_rows_have_no_log_energy():
 
 
 def test_rows_by_sample_as_shapes_tell():
-    assert layout_of((8,), 8) is None
-    assert layout_of((8, 1), 8) is None
-    assert layout_of((8, 3), 8).tolist() == torch.arange(24).view(8, 3).tolist()
-    assert layout_of((3, 8), 8).tolist() == torch.arange(24).view(3, 8).t().tolist()  # sequence first
-    assert layout_of((24,), 8).tolist() == torch.arange(24).view(8, 3).tolist()  # flattened
-    assert layout_of((4, 5), 7).shape == (4, 5)  # of another batch: runs of rows, along the first side
-    assert layout_of((4, 5), 0).shape == (4, 5)
-    assert layout_of((7,), 3) is None
-    assert layout_of((0, 5), 0) is None
+    assert rows_by_sample((8,), 8) is None
+    assert rows_by_sample((8, 1), 8) is None
+    assert rows_by_sample((8, 3), 8).tolist() == torch.arange(24).view(8, 3).tolist()
+    assert rows_by_sample((3, 8), 8).tolist() == torch.arange(24).view(3, 8).t().tolist()  # sequence first
+    assert rows_by_sample((24,), 8).tolist() == torch.arange(24).view(8, 3).tolist()  # flattened
+    assert rows_by_sample((4, 5), 7).shape == (4, 5)  # of another batch: runs of rows, along the first side
+    assert rows_by_sample((4, 5), 0).shape == (4, 5)
+    assert rows_by_sample((7,), 3) is None
+    assert rows_by_sample((0, 5), 0) is None
 
 
 def test_whole_samples_are_picked_and_long_ones_in_part():

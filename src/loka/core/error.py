@@ -49,7 +49,11 @@ def student_t_95(freedom: int) -> float:
         return math.inf
     if freedom <= len(_T95):
         return _T95[freedom - 1]
-    z = _Z95
+    return expanded_t(_Z95, freedom)
+
+
+def expanded_t(z: float, freedom: int) -> float:
+    """Student's t at the level of the normal quantile `z`, to the second order of the Cornish-Fisher expansion."""
     return z + (z**3 + z) / (4 * freedom) + (5 * z**5 + 16 * z**3 + 3 * z) / (96 * freedom**2)
 
 

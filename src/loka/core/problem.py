@@ -42,6 +42,11 @@ class Problem:
     def __str__(self) -> str:
         return f"{self.gemm} M={self.m} N={self.n} K={self.k} {self.dtype} {self.target}"
 
+    @property
+    def flops(self) -> float:
+        """Floating-point operations of the product: two for each of its multiplications."""
+        return 2.0 * self.m * self.n * self.k
+
     def padded(self, multiples: tuple[int, int, int]) -> Problem:
         """The problem with m, n, k rounded up to multiples; what runs after zero padding."""
         m, n, k = (round_up(side, to) for side, to in zip((self.m, self.n, self.k), multiples, strict=True))

@@ -358,6 +358,13 @@ def timed_replay(graph: Recording) -> tuple[torch.cuda.Event, torch.cuda.Event]:
     return begin, end
 
 
+def event_on(device: torch.device) -> torch.cuda.Event:
+    """An event recorded now on the current stream of `device`; `elapsed` reads the time between two of them."""
+    event = torch.cuda.Event(enable_timing=True)
+    event.record(torch.cuda.current_stream(device))
+    return event
+
+
 def elapsed(begin: torch.cuda.Event, end: torch.cuda.Event) -> float:
     """Microseconds, never zero: logarithms are taken of them."""
     return max(begin.elapsed_time(end) * 1e3, 1e-3)

@@ -15,6 +15,7 @@ from threading import Event
 from typing import Any
 
 from loka.core.exceptions import DataRefused, FileRefused, LokaError, NotWritten
+from loka.core.progress import Track, untracked
 from loka.core.storage.alone import alone_in
 from loka.core.storage.files import canonical
 from loka.data.block import MOST_IDS
@@ -32,7 +33,7 @@ from loka.data.formats.shard_writer import UNFINISHED, ShardWriter
 from loka.data.formats.shards import GROUP_ROWS, MANIFEST, Manifest, Shard, check_size, read_manifest, write_manifest
 from loka.data.schema import CRITEO, Schema
 from loka.data.source.rows import Piece, count_piece, piece_chunks, pieces_of
-from loka.data.workers import Track, as_done, in_order, processors, untracked
+from loka.data.workers import as_done, in_order, processors
 
 VOCABULARY = "vocabulary.json"
 # A shard is made of that much input: small inputs still give every core some, large ones few files.

@@ -9,21 +9,10 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterable
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from threading import Event
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 T = TypeVar("T")
 R = TypeVar("R")
-
-
-class Track(Protocol):
-    """Wraps results to show progress: `track(results, description, total)`."""
-
-    def __call__(self, items: Iterable[T], description: str, total: int) -> Iterable[T]: ...
-
-
-def untracked(items: Iterable[T], description: str, total: int) -> Iterable[T]:
-    """The progress display that shows nothing."""
-    return items
 
 
 def processors() -> int:

@@ -35,6 +35,8 @@ from loka.statistics.effect_depths import centre_of_input
 
 @dataclass
 class _Drawn:
+    """What draws showed of a candidate at a GEMM: the values of each measure, one a draw, and turns of gradients."""
+
     samples: dict[str, list[float]] = field(default_factory=dict)
     turns: list[Turn] = field(default_factory=list)
 
@@ -68,39 +70,21 @@ def draw_errors(
     """
     samplers = layer_samplers(layer, device, keep_tails=settings.keep_tails)
     generator = torch.Generator(device).manual_seed(settings.seed)
-    drawn: _All = {}
-    folds: dict[Gemm, Fold] = {}
-    failures: dict[Gemm, dict[str, str]] = {gemm: {} for gemm in runnable}
+    draws = _Draws(
+        problems=problems,
+        runnable=runnable,
+        centre=centre_of_input(layer).to(device),
+        hot={name: hot_of_input(layer, name, device) for names in runnable.values() for name in names},
+        failures={gemm: {} for gemm in runnable},
+    )
     rows = min(layer.rows, settings.rows)
-    centre = centre_of_input(layer).to(device)
-    hot = {name: hot_of_input(layer, name, device) for names in runnable.values() for name in names}
     for count in itertools.count(1):
         operands = draw_operands(layer, samplers, rows, generator)
-        for gemm, names in runnable.items():
-            a, b = sides(gemm, operands)
-            truth = _truth(gemm, a.float() @ b.float().t(), folds)
-            for name in names:
-                if name in failures[gemm]:
-                    continue
-                try:
-                    dtype, m = DTYPES[problems[gemm].dtype], _centre(name, centre)
-                    out = run_gemm(name, a, b, gemm=gemm, dtype=dtype, centre=m, hot=hot[name])
-                    found, turn = errors_of(out, truth)
-                except Exception as error:  # libraries raise what they like
-                    error.add_note(f"while the error of {name} was drawn for {problems[gemm]}")
-                    if name == HP or (device.type == "cuda" and not still_usable()):
-                        raise
-                    failures[gemm][name] = first_line(error)
-                    drawn.pop((gemm, name), None)
-                    continue
-                kept = drawn.setdefault((gemm, name), _Drawn())
-                for measure, value in found.items():
-                    kept.samples.setdefault(measure, []).append(value)
-                kept.turns += [turn] if turn else []
-        if count >= settings.max_draws or (count >= settings.min_draws and _narrow(drawn, settings)):
+        _compare(operands, draws, device)
+        if count >= settings.max_draws or (count >= settings.min_draws and _narrow(draws.drawn, settings)):
             break
     errors: dict[Gemm, dict[str, dict[str, Estimate]]] = {gemm: {} for gemm in runnable}
-    for (gemm, name), kept in drawn.items():
+    for (gemm, name), kept in draws.drawn.items():
         errors[gemm][name] = kept.estimates()
     for name, measures in errors.get(Gemm.OUTPUT, {}).items():
         if name == HP:
@@ -110,23 +94,70 @@ def draw_errors(
             measures["sqnr_db"] = _with_tails(measures["sqnr_db"], layer, recipe, operands)
         if (effect := predicted_kl(layer, recipe)) is not None:
             measures["ne"] = effect
-    return LayerErrors(errors=errors, failures=failures)
+    return LayerErrors(errors=errors, failures=draws.failures)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Draws:
+    """What all draws of a layer share, and what they showed so far: `drawn`, `failures` and the `folds` of gradients.
+
+    `centre`: m [K] of centred recipes. `hot`: by candidate, the columns of a hot recipe.
+    """
+
+    problems: Mapping[Gemm, Problem]
+    runnable: Mapping[Gemm, Sequence[str]]
+    centre: torch.Tensor
+    hot: Mapping[str, torch.Tensor | None]
+    failures: dict[Gemm, dict[str, str]]
+    drawn: _All = field(default_factory=dict)
+    folds: dict[Gemm, Fold] = field(default_factory=dict)
+
+
+def _compare(operands: Operands, draws: _Draws, device: torch.device) -> None:
+    """Runs every candidate that has not failed on one draw, and adds its errors against the float32 product."""
+    for gemm, names in draws.runnable.items():
+        a, b = sides(gemm, operands)
+        truth = _truth(gemm, a.float() @ b.float().t(), draws.folds)
+        for name in names:
+            if name in draws.failures[gemm]:
+                continue
+            try:
+                dtype, centre = DTYPES[draws.problems[gemm].dtype], _centre(name, draws.centre)
+                out = run_gemm(name, a, b, gemm=gemm, dtype=dtype, centre=centre, hot=draws.hot[name])
+                found, turn = errors_of(out, truth)
+            except Exception as error:  # libraries raise what they like
+                error.add_note(f"while the error of {name} was drawn for {draws.problems[gemm]}")
+                if name == HP or (device.type == "cuda" and not still_usable()):
+                    raise
+                draws.failures[gemm][name] = first_line(error)
+                draws.drawn.pop((gemm, name), None)
+                continue
+            kept = draws.drawn.setdefault((gemm, name), _Drawn())
+            for measure, value in found.items():
+                kept.samples.setdefault(measure, []).append(value)
+            kept.turns += [turn] if turn else []
 
 
 def _centre(name: str, centre: torch.Tensor) -> torch.Tensor | None:
+    """What the candidate takes off its input: `centre` where its recipe is centred."""
     return centre if name != HP and candidate_named(name).recipe.centred else None
 
 
-def _with_tails(told: Estimate, layer: LinearStats, recipe: Recipe, drawn: Operands) -> Estimate:
-    """Integers lose more of learnt operands, by depth histograms, than of `drawn` ones, which have no tails: 9 dB
-    of lognormal rows. FP8 rounds all depths alike."""
+def _with_tails(sqnr_db: Estimate, layer: LinearStats, recipe: Recipe, drawn: Operands) -> Estimate:
+    """The SQNR of a recipe on operands with the tails that were learnt, where `drawn` operands have none.
+
+    Integers lose more of operands with tails, by their depth histograms: 9 dB of lognormal rows. FP8 rounds all depths
+    alike, so its SQNR stays.
+    """
     if recipe.output is None or not recipe.output[0].format.uniform:
-        return told
+        return sqnr_db
     cast = replace(recipe.output[0], centred=False)  # centres move no tail, and have no histograms
     learnt = operand_errors(layer, Gemm.OUTPUT, replace(recipe, output=(cast, cast)))
     gaussian = (depth_error(depth_histogram(drawn[name], cast.granularity), cast.format) for name in learnt)
     less = decibels(*(sum(error.relative for error in errors) for errors in (gaussian, learnt.values())))
-    return Estimate(told.value - less, told.low - less, told.high - less) if math.isfinite(less) else told
+    if not math.isfinite(less):
+        return sqnr_db
+    return Estimate(sqnr_db.value - less, sqnr_db.low - less, sqnr_db.high - less)
 
 
 def _truth(gemm: Gemm, product: torch.Tensor, folds: dict[Gemm, Fold]) -> Truth:
@@ -138,6 +169,7 @@ def _truth(gemm: Gemm, product: torch.Tensor, folds: dict[Gemm, Fold]) -> Truth:
 
 
 def _narrow(drawn: _All, settings: Settings) -> bool:
+    """Whether the interval of every `sqnr_db`, and of every gradient's `shrink` and `bias`, is narrow enough."""
     low = [kept for (_, name), kept in drawn.items() if name != HP]
     decibels = (estimate_mean(kept.samples["sqnr_db"]) for kept in low)
     if any(e.high - e.low > 2 * settings.interval_db for e in decibels):

@@ -21,6 +21,7 @@ from loka.core.device import fingerprint
 from loka.core.error import Estimate
 from loka.core.exceptions import LokaError
 from loka.core.problem import Problem
+from loka.core.progress import Track, untracked
 from loka.core.recipe import Gemm
 from loka.core.records.report import HP, REGION_INT8, Measurement, Report, SiteReport, site_name
 from loka.core.records.stats import LinearStats, Stats
@@ -33,11 +34,11 @@ from loka.measurement.cache import TimesCache, sources_digest
 from loka.measurement.errors import draw_errors
 from loka.measurement.operands import hot_of_input
 from loka.measurement.predicted_kl import REGION_RECIPES, predicted_kl_by_part, region_kl, tasks_together
-from loka.measurement.queue import agenda
+from loka.measurement.queue import jobs_of
 from loka.measurement.resume import ERRORS_ONLY, continue_from
 from loka.measurement.settings import Settings
 from loka.measurement.sites import gemms_of, problem_of
-from loka.measurement.times.compile_ahead import Track, compile_ahead, untracked
+from loka.measurement.times.compile_ahead import compile_ahead
 from loka.measurement.times.layer_times import NOT_TIMED, Timer, cell_key, time_in_region, time_layer
 from loka.measurement.times.region_ahead import Cell, compile_regions_ahead
 from loka.measurement.times.region_times import unfit
@@ -126,7 +127,7 @@ def measure(
         )
         work = _Work(stats=stats, timer=timer, time_limit=time_limit, out=path, report=report)
         try:
-            jobs = agenda(stats, timed=timed)
+            jobs = jobs_of(stats, timed=timed)
             if timed:
                 _compile_ahead(work, track or untracked)
                 _compile_regions_ahead(work, [*dict.fromkeys(job.path for job in jobs)], track or untracked)
@@ -263,7 +264,7 @@ def _draw_layer(
     refused: dict[Gemm, dict[str, str]] = {}
     for gemm, problem in problems.items():
         reasons = {
-            name: _pointless(name, layer) or _unsupported(name, problem, timer.device) for name in timer.candidates
+            name: _no_difference(name, layer) or _unsupported(name, problem, timer.device) for name in timer.candidates
         }
         runnable[gemm] = [HP, *(name for name, reason in reasons.items() if reason is None)]
         refused[gemm] = {name: reason for name, reason in reasons.items() if reason is not None}
@@ -300,7 +301,7 @@ def _by_part(layer: LinearStats, gemm: Gemm, name: str) -> dict[str, Estimate]:
     return predicted_kl_by_part(layer, candidate_named(name).recipe)
 
 
-def _pointless(name: str, layer: LinearStats) -> str | None:
+def _no_difference(name: str, layer: LinearStats) -> str | None:
     """Why a centred or hot candidate is no other than the one without, at this layer; None where it is."""
     recipe = candidate_named(name).recipe
     if recipe.centred and not bool(centre_of_input(layer).any()):

@@ -21,14 +21,15 @@ _ROTATION = 8  # as many calls as a graph holds at most
 
 
 def layer_samplers(layer: LinearStats, device: torch.device, *, keep_tails: bool = True) -> dict[str, Sampler]:
-    """By operand. With `keep_tails`, draws have the tails that were learnt (statistics/tails.py), if any
-    were."""
+    """A sampler for each operand. With `keep_tails`, draws have the tails that were learnt (statistics/tails.py), if
+    any were."""
     return samplers(layer.operands, device, keep_tails=keep_tails)
 
 
 def draw_operands(
     layer: LinearStats, samplers: Mapping[str, Sampler], rows: int, generator: torch.Generator
 ) -> Operands:
+    """One draw of `rows` rows, in the dtypes that the model uses."""
     dtypes = {"input": layer.dtype, "weight": layer.weight_dtype, "grad_output": layer.dtype}
     return {name: draw(rows, generator).to(DTYPES[dtypes[name]]) for name, draw in samplers.items()}
 
@@ -41,7 +42,10 @@ def hot_of_input(layer: LinearStats, candidate: str, device: torch.device | str 
 
 
 def any_columns(candidate: str, device: torch.device) -> torch.Tensor | None:
-    """As many as its recipe takes: times do not depend on which they are."""
+    """As many columns [hot] int64 as the candidate's recipe takes, for timing: times do not depend on which they are.
+
+    None where it takes none.
+    """
     count = 0 if candidate == HP else candidate_named(candidate).recipe.hot
     return torch.arange(0, 2 * count, 2, device=device) if count else None
 
@@ -53,6 +57,11 @@ def sides(gemm: Gemm, operands: Operands) -> tuple[torch.Tensor, torch.Tensor]:
     if gemm is Gemm.GRAD_INPUT:
         return operands["grad_output"], operands["weight"].t()
     return operands["grad_output"].t(), operands["input"].t()
+
+
+def with_weight_cast(operands: Operands) -> Operands:
+    """With the weight in the dtype of the input, as bf16 gets it: autocast's cache casts it once in a step."""
+    return {**operands, "weight": operands["weight"].to(operands["input"].dtype)}
 
 
 def rotated_operands(layer: LinearStats, *, device: torch.device, seed: int) -> list[Operands]:

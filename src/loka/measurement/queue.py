@@ -18,8 +18,8 @@ class Job(NamedTuple):
     path: str
 
 
-def agenda(stats: Stats, *, timed: bool) -> list[Job]:
-    """Every layer of `stats` once; errors alone where nothing is timed."""
+def jobs_of(stats: Stats, *, timed: bool) -> list[Job]:
+    """What is measured of each layer, the largest layer first; errors alone where nothing is `timed`."""
     jobs = []
     for path in sorted(stats.layers, key=lambda path: -_size(stats, path)):
         jobs.append(Job("errors", path))

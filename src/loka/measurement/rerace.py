@@ -16,14 +16,15 @@ import torch
 
 from loka.core.error import Estimate
 from loka.core.numerics.centring import restore, subtract
+from loka.core.progress import Track, untracked
 from loka.core.recipe import Gemm
 from loka.core.records.gemm_bench import CHOICE, Contest, joined, parted
 from loka.core.records.report import HP, Report, SiteReport, site_name
 from loka.core.records.stats import LinearStats, Stats
 from loka.core.timing import Race, median_interval, time_interleaved
 from loka.kernels.gemm.registry import candidate_named
-from loka.measurement.operands import Operands, any_columns, rotated_operands
-from loka.measurement.times.compile_ahead import Track, compile_ahead, untracked
+from loka.measurement.operands import Operands, any_columns, rotated_operands, with_weight_cast
+from loka.measurement.times.compile_ahead import compile_ahead
 from loka.measurement.times.site_times import site_call
 
 Arms = Mapping[str, Mapping[str, str]]
@@ -123,7 +124,7 @@ def layer_call(names: str, sets: Sequence[Operands]) -> Call:
 
     parts = parted(names)
     candidates = (parts[0], parts[0], parts[0]) if len(parts) == 1 else (parts[0], parts[1], parts[2])
-    turn = itertools.cycle([_cast(s) if names == HP else s for s in sets])
+    turn = itertools.cycle([with_weight_cast(s) if names == HP else s for s in sets])
     health = torch.zeros(3, 3, dtype=torch.int64, device=sets[0]["input"].device)
     centred = candidates[0] != HP and candidate_named(candidates[0]).recipe.centred
     hot = any_columns(candidates[0], health.device)
@@ -141,11 +142,6 @@ def layer_call(names: str, sets: Sequence[Operands]) -> Call:
     return call
 
 
-def _cast(operands: Operands) -> Operands:
-    """As autocast's cache does for bf16 within a step."""
-    return {**operands, "weight": operands["weight"].to(operands["input"].dtype)}
-
-
 def _race(arms: Mapping[str, str], calls: Mapping[str, Call], device: torch.device, rounds: int, seed: int) -> Contest:
     # With tie=0 nothing but a lead of hp over everyone is ever decided: the rounds are fixed
     # beforehand, so the intervals are those of a test that nobody stopped when it looked good.
@@ -159,6 +155,7 @@ def _race(arms: Mapping[str, str], calls: Mapping[str, Call], device: torch.devi
 
 
 def _ratio(found: Race, name: str, arms: Mapping[str, str]) -> Estimate | None:
+    """The time of `name` over that of the choice, in the rounds of both; None where either has no times."""
     choice = arms[CHOICE]
     if name == choice and name in found.samples:
         return Estimate(1.0, 1.0, 1.0)

@@ -116,7 +116,7 @@ def confirm(
         layers = layers[: len(layers) // 2]
     chosen = _fastest(arms)
     kept = set(chosen.layers if chosen else ())
-    return Confirmed(plan=_settled(plan, kept, arms), arms=tuple(arms))
+    return Confirmed(plan=_confirmed(plan, kept, arms), arms=tuple(arms))
 
 
 def without(plan: Plan, layers: Collection[str], reason: str) -> Plan:
@@ -173,6 +173,7 @@ def _copy(model: nn.Module, step: Callable[[Any], object]) -> nn.Module:
 
 
 def _ready(model: nn.Module, step: Callable[[Any], object], compile: Callable[[nn.Module], Any]) -> Callable[[], None]:
+    """One compiled step of the model, without the gradients of the step before, as a function for the race."""
     parameters, compiled = list(model.parameters()), compile(model)
 
     def run() -> None:
@@ -192,6 +193,10 @@ def _raced(
     compile: Callable[[nn.Module], Any],
     rounds: int,
 ) -> Arm:
+    """Races a step by `plan`, in which `layers` run in eight bits, against `base`, one in high precision.
+
+    Raises LokaError where the step in high precision cannot be captured; that by plan becomes the arm's failure.
+    """
     by_plan = _ready(convert(private_copy(model)[0], plan), step, compile)
     functions = {HP: base, "plan": by_plan}
     try:
@@ -223,14 +228,15 @@ def _fastest(arms: Sequence[Arm]) -> Arm | None:
     return min((arm for arm, speedup in faster if speedup.high >= most), key=lambda arm: len(arm.layers))
 
 
-def _settled(plan: Plan, kept: set[str], arms: Sequence[Arm]) -> Plan:
-    told = "; ".join(
+def _confirmed(plan: Plan, kept: set[str], arms: Sequence[Arm]) -> Plan:
+    """The plan with the `kept` layers alone in eight bits. Decisions taken back, and a note, say what was measured."""
+    measured = "; ".join(
         f"{len(arm.layers)} layers {arm.speedup.value:.3f}x [{arm.speedup.low:.3f}, {arm.speedup.high:.3f}]"
         if arm.speedup
         else f"{len(arm.layers)} layers failed: {arm.failure}"
         for arm in arms
     )
     left = fp8_layers(plan).keys() - kept
-    reason = f"its gain is not there in the whole model: {told}"
-    note = f"raced in the whole model, over high precision: {told}"
+    reason = f"its gain is not there in the whole model: {measured}"
+    note = f"raced in the whole model, over high precision: {measured}"
     return replace(without(plan, left, reason), notes=(*plan.notes, note))

@@ -162,7 +162,7 @@ def base_time(report: Report) -> float:
             hp = site.measurements[HP].microseconds
             total += hp.value if hp else 0.0
         else:
-            total += 2.0 * site.problem.m * site.problem.n * site.problem.k
+            total += site.problem.flops
     return total
 
 
@@ -170,7 +170,7 @@ def saved_time(made: Plan) -> float:
     """How much of `base_time` the plan saves, in the same unit."""
     if made.timed:
         return sum(map(saved_us, made.decisions.values()))
-    return sum(float(d.problem.m * d.problem.n * d.problem.k) for d in made.decisions.values() if d.candidate != HP)
+    return sum(d.problem.flops / 2 for d in made.decisions.values() if d.candidate != HP)
 
 
 def _range(report: Report, parts: Sequence[str], largest: float, count: int) -> list[float]:

@@ -76,7 +76,7 @@ def plan(
         layers.setdefault(site.path, []).append(site)
 
     def decide(charged: Limits) -> tuple[Granted | None, Plan]:
-        granted, decisions = _spent(report, budget, charged, force, layers)
+        granted, decisions = _decide_by_sums(report, budget, charged, force, layers)
         return granted, Plan(
             model=report.model,
             machine=report.machine,
@@ -88,6 +88,13 @@ def plan(
         )
 
     granted, decided = within_together(report, limits, decide)
+    notes = _notes(decided, granted, report, limits)
+    centres, hot_columns = _centres_and_hot_columns(decided, report)
+    return replace(decided, notes=notes, centres=centres, hot_columns=hot_columns)
+
+
+def _notes(decided: Plan, granted: Granted | None, report: Report, limits: Limits) -> tuple[str, ...]:
+    """What a reader of the plan has to know beside its decisions."""
     notes = [f"{path} stays in hp: {reason}" for path, reason in report.skipped.items()]
     notes += [*(granted.notes if granted else ()), *report.notes, *beyond_second_order(decided, limits)]
     if limits:
@@ -97,20 +104,23 @@ def plan(
         notes.append(annealing_note(report.final_rate))
     if not report.complete:
         notes.append("the report is incomplete; sites not yet measured stay in hp")
-    names, hot = decided.output_recipes, report.hot_columns  # what centred and hot recipes need
+    return tuple(notes)
+
+
+def _centres_and_hot_columns(
+    decided: Plan, report: Report
+) -> tuple[dict[str, tuple[float, ...]], dict[str, tuple[int, ...]]]:
+    """By layer, what its recipe reads when it runs: means of `input`'s columns if centred, indices of hot columns."""
+    names, hot = decided.output_recipes, report.hot_columns
     centred = [path for path, name in names.items() if recipe_named(name).centred]
-    return replace(
-        decided,
-        notes=tuple(notes),
-        centres={path: report.centres[path] for path in centred if path in report.centres},
-        hot_columns={path: hot[path][name] for path, name in names.items() if name in hot.get(path, ())},
-    )
+    centres = {path: report.centres[path] for path in centred if path in report.centres}
+    return centres, {path: hot[path][name] for path, name in names.items() if name in hot.get(path, ())}
 
 
-def _spent(
+def _decide_by_sums(
     report: Report, budget: Budget, limits: Limits, force: Mapping[str, str], layers: Mapping[str, list[SiteReport]]
 ) -> Decided:
-    """Decisions where the sums of effects keep `limits`."""
+    """What `limits` grant each layer, and the decisions by site. Limits hold for sums of the layers' effects."""
 
     def open_layer(path: str, joined: Collection[str] | None) -> Layer:
         return _open_layer(layers[path], report, budget, limits, force, joined)
@@ -125,6 +135,7 @@ def _spent(
 
 
 def _matches(site: SiteReport, pattern: str) -> bool:
+    """Whether a pattern fits the site's name, "path/gemm", or its layer's path."""
     return _fits(site.name, pattern) or _fits(site.path, pattern)
 
 
@@ -177,7 +188,10 @@ def _open_layer(
     force: Mapping[str, str],
     joined: Collection[str] | None,
 ) -> Layer:
-    """`joined`: those that the layer would be in a region with; None: it may not be in one."""
+    """What a layer may run: decisions that stand already, the timed options of its other GEMMs, and regions.
+
+    `joined`: the layers in regions, beside which its own time there is; None: it may be in none.
+    """
     fixed: dict[Gemm, Decision] = {}
     rejected: dict[Gemm, dict[str, str]] = {}
     options: dict[Gemm, dict[str, Option]] = {}
@@ -210,6 +224,7 @@ def _open_layer(
 
 
 def _fixed(site: SiteReport, report: Report, budget: Budget, force: Mapping[str, str]) -> Decision | None:
+    """The decision of a site that is forced, or kept in hp by rule; None: it is to be chosen."""
     for pattern, wanted in force.items():
         if _matches(site, pattern):
             candidate = _measured_name(site, wanted)
@@ -242,6 +257,11 @@ def _check_forced(site: SiteReport, candidate: str) -> None:
 def _admit(
     site: SiteReport, budget: Budget, limits: Limits, *, timed: bool
 ) -> tuple[Decision | None, dict[str, Option], dict[str, str]]:
+    """Which candidates of a site the budget admits.
+
+    Returns a decision where that settles the site, as none is admitted or nothing was `timed`; else None, and the timed
+    options with "hp" among them. Last, why each other candidate is out.
+    """
     rejected, admitted = {}, {}
     for name, measured in site.measurements.items():
         if name == HP:
@@ -268,6 +288,7 @@ def _admit(
 
 
 def _kept(site: SiteReport, model: ModelSignature, budget: Budget) -> str | None:
+    """Why the budget keeps the site in hp by rule, whatever was measured; or None."""
     for pattern in budget.keep:
         if _matches(site, pattern):
             return f"kept by the budget ({pattern!r})"

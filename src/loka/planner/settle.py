@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from loka.core.budget import Budget
 from loka.core.exceptions import NoKernelFits
@@ -18,58 +18,104 @@ from loka.planner.regions import in_region
 
 
 def settle(layer: Layer, budget: Budget, limits: Limits, granted: Cost) -> list[Decision]:
-    """Decides the sites of one layer, its `output` GEMM among what costs no more than `granted`, by limit."""
-    fixed, within = dict(layer.fixed), {gemm: dict(each) for gemm, each in layer.options.items()}
-    rejected = {gemm: dict(each) for gemm, each in layer.rejected.items()}
-    dear: dict[Gemm, dict[str, str]] = {gemm: {} for gemm in Gemm}
+    """Decides the sites of one layer, in their order, among what costs no more than `granted`.
+
+    Args:
+        limits: parts of the loss that the budget limits; empty where it limits none.
+        granted: what the layer's `output` GEMM may cost, by limit, in KL/H.
+
+    Raises NoKernelFits where no candidate is left and the budget says `on_miss="raise"`.
+    """
+    affordable = _within_grant(layer, budget, limits, granted)
+    if not layer.options:  # all GEMMs were decided before
+        return [affordable.fixed[site.problem.gemm] for site in layer.sites]
+    choice = best_of(affordable.layer.allowed)
+    rejected = _rejected(layer, affordable, choice, budget)
+    if choice.region is not None:
+        return [in_region(site, choice, rejected[site.problem.gemm]) for site in layer.sites]
+    decisions = []
+    for site in layer.sites:
+        gemm = site.problem.gemm
+        if gemm in affordable.fixed:
+            decisions.append(_with_layer(affordable.fixed[gemm], choice, rejected.get(gemm, {})))
+        else:
+            decisions.append(_chosen(site, choice, layer, budget, rejected[gemm], affordable.over[gemm]))
+    return decisions
+
+
+@dataclass(frozen=True)
+class _Affordable:
+    """What of a layer costs no more than it was granted, and what each thing that costs more spends, in words.
+
+    Attributes:
+        layer: with those options and regions alone.
+        fixed: the decisions that stood before; a GEMM whose candidate costs more stays in hp.
+        over: by GEMM, candidates that cost more.
+        regions_over: by arm, the same of the layer in a region.
+    """
+
+    layer: Layer
+    fixed: Mapping[Gemm, Decision]
+    over: Mapping[Gemm, Mapping[str, str]]
+    regions_over: Mapping[str, str]
+
+
+def _within_grant(layer: Layer, budget: Budget, limits: Limits, granted: Cost) -> _Affordable:
+    fixed, options = dict(layer.fixed), {gemm: dict(each) for gemm, each in layer.options.items()}
+    over: dict[Gemm, dict[str, str]] = {gemm: {} for gemm in Gemm}
     for site in layer.sites:
         gemm = site.problem.gemm
         if is_forced(fixed.get(gemm)):
             continue
-        for name in [fixed[gemm].candidate] if gemm in fixed else list(within.get(gemm, ())):
-            spends = _beyond(site, name, limits, granted)
-            if not spends:
+        for name in [fixed[gemm].candidate] if gemm in fixed else list(options.get(gemm, ())):
+            excess = _beyond_grant(site, name, limits, granted)
+            if not excess:
                 continue
             if gemm in fixed:
-                reason = f"{spends} is better spent elsewhere"
+                reason = f"{excess} is better spent elsewhere"
                 fixed[gemm] = no_candidate(site, budget, {**fixed[gemm].rejected, name: reason})
             else:
-                del within[gemm][name]
-                dear[gemm][name] = spends
-    if not within:
-        return [fixed[site.problem.gemm] for site in layer.sites]
-    too_dear = {
-        str(region.arm): spends for region in layer.regions if (spends := _region(layer, region, limits, granted))
+                del options[gemm][name]
+                over[gemm][name] = excess
+    regions_over = {
+        str(region.arm): excess
+        for region in layer.regions
+        if (excess := _region_beyond_grant(layer, region, limits, granted))
     }
-    affordable = layer
-    if any(dear.values()) or too_dear:
-        affordable = replace(layer, options=within, regions=[r for r in layer.regions if r.arm not in too_dear])
-    choice = best_of(affordable.allowed)
+    left = layer  # itself where nothing costs too much: its allowed choices are known already
+    if any(over.values()) or regions_over:
+        left = replace(layer, options=options, regions=[r for r in layer.regions if r.arm not in regions_over])
+    return _Affordable(left, fixed, over, regions_over)
+
+
+def _rejected(layer: Layer, affordable: _Affordable, choice: Choice, budget: Budget) -> dict[Gemm, dict[str, str]]:
+    """By GEMM, why candidates and regions other than the `choice` lost, as far as that can be said of the layer.
+
+    "Better spent elsewhere" is said only of what would save time here: of anything else the budget is not the reason.
+    """
+    rejected = {gemm: dict(each) for gemm, each in layer.rejected.items()}
     for region in layer.regions:
         if region.arm != choice.arm:
             arm = str(region.arm)
             why = f"speed-up in a region {region.region}, below what is chosen or {budget.min_speedup:g}"
-            if arm in too_dear and region in layer.allowed and _saves(region, choice):
-                why = f"{too_dear[arm]} is better spent elsewhere"
+            if arm in affordable.regions_over and region in layer.allowed and _saves(region, choice):
+                why = f"{affordable.regions_over[arm]} is better spent elsewhere"
             for reasons in rejected.values():
                 reasons[arm] = why
-    for gemm, names in dear.items():
-        for name, spends in names.items():
+    for gemm, names in affordable.over.items():
+        for name, excess in names.items():
             if any(c.arm is None and c.options[gemm].name == name and _saves(c, choice) for c in layer.allowed):
-                rejected[gemm][name] = f"{spends} is better spent elsewhere"
-    if choice.region is not None:
-        return [in_region(site, choice, rejected[site.problem.gemm]) for site in layer.sites]
-    return [
-        _with_layer(fixed[gemm], choice, rejected.get(gemm, {}))
-        if (gemm := site.problem.gemm) in fixed
-        else _chosen(site, choice, layer, budget, rejected[gemm], dear[gemm])
-        for site in layer.sites
-    ]
+                rejected[gemm][name] = f"{excess} is better spent elsewhere"
+    return rejected
 
 
 def no_candidate(
     site: SiteReport, budget: Budget, rejected: Mapping[str, str], why: str = "no candidate is within the budget"
 ) -> Decision:
+    """The site in hp, with the reason and the candidate that came closest.
+
+    Raises NoKernelFits where the budget says `on_miss="raise"`.
+    """
     if budget.on_miss == "raise":
         raise NoKernelFits(
             f"{site.name}  ({site.problem})",
@@ -84,8 +130,8 @@ def no_candidate(
     return decision_of(site, HP, f"{why}; {closest}: {rejected[closest]}" if closest else why, rejected)
 
 
-def _beyond(site: SiteReport, name: str, limits: Limits, granted: Cost) -> str:
-    """What a candidate spends of a limit beyond what its layer was granted, in words; "" where it does not."""
+def _beyond_grant(site: SiteReport, name: str, limits: Limits, granted: Cost) -> str:
+    """Says what a candidate spends of the first limit of which it spends more than granted; "" where of none."""
     cost, measured = cost_of(site, name, limits), site.measured(name)
     if fits(cost, granted) or measured is None:
         return ""
@@ -93,13 +139,14 @@ def _beyond(site: SiteReport, name: str, limits: Limits, granted: Cost) -> str:
     return f"KL/H{f' of {part}' if part else ''} {measured.kl_of(part)}"
 
 
-def _region(layer: Layer, region: Choice, limits: Limits, granted: Cost) -> str:
-    """The same of a layer in a region."""
-    each = (_beyond(site, region.options[site.problem.gemm].name, limits, granted) for site in layer.sites)
+def _region_beyond_grant(layer: Layer, region: Choice, limits: Limits, granted: Cost) -> str:
+    """The same of a layer in a region: what the first of its GEMMs that spends more than granted spends."""
+    each = (_beyond_grant(site, region.options[site.problem.gemm].name, limits, granted) for site in layer.sites)
     return next(filter(None, each), "")
 
 
 def _saves(choice: Choice, chosen: Choice) -> bool:
+    """Whether `choice` is faster than the one that was chosen, by more than a tie."""
     return choice.microseconds < chosen.microseconds and not tied(chosen, choice)
 
 
@@ -110,9 +157,12 @@ def _with_layer(decision: Decision, choice: Choice, rejected: Mapping[str, str])
 
 
 def _chosen(
-    site: SiteReport, choice: Choice, layer: Layer, budget: Budget, rejected: dict[str, str], dear: Mapping[str, str]
+    site: SiteReport, choice: Choice, layer: Layer, budget: Budget, rejected: dict[str, str], over: Mapping[str, str]
 ) -> Decision:
-    """`dear`: what candidates spend beyond what was granted."""
+    """The site's decision by the layer's choice. `rejected` gets the reason of every other candidate.
+
+    `over`: what candidates that cost more than granted spend, in words.
+    """
     gemm = site.problem.gemm
     name, options = choice.options[gemm].name, layer.options[gemm]
     others, tied_with = dict[str, float](), list[str]()
@@ -122,12 +172,12 @@ def _chosen(
             continue
         instead = combine({**choice.options, gemm: option}, layer.savings)
         speedup = speedup_of(instead, gemm, options[HP])
-        if other not in dear:
+        if other not in over:
             others[other] = instead.microseconds
         if not speedup.low >= budget.min_speedup:
             rejected[other] = f"speed-up {speedup} is below {budget.min_speedup:g}"
-        elif other in dear:
-            rejected[other] = f"{dear[other]} for no less time"
+        elif other in over:
+            rejected[other] = f"{over[other]} for no less time"
         elif (name == HP or name < other) and tied(instead, choice) and tied(choice, instead):
             tied_with.append(other)
             rejected[other], why = f"tied with {name}, which comes first", _NO_GAIN
@@ -147,6 +197,7 @@ _NO_GAIN = "no candidate saves time"
 
 
 def _slower(option: Option, instead: Choice, own: Option, choice: Choice) -> str:
+    """Why `option` lost to `own`, the option chosen: by its own time or by that of the layer, which is `instead`."""
     if option.time.value >= own.time.value:
         return f"slower: {option.time} us"
     more = instead.microseconds - choice.microseconds
@@ -154,6 +205,7 @@ def _slower(option: Option, instead: Choice, own: Option, choice: Choice) -> str
 
 
 def _shares(choice: Choice, gemm: Gemm) -> str:
+    """With which GEMMs of the layer this one shares the quantization of a tensor, and what that saves; "" if none."""
     parts = [
         f"{tensor} with {other} ({choice.saved[tensor].value:.1f} us saved)"
         for tensor, ((first, _), (second, _)) in SHARED_OPERANDS.items()
@@ -164,6 +216,8 @@ def _shares(choice: Choice, gemm: Gemm) -> str:
 
 
 def _closest(site: SiteReport, runnable: list[str]) -> str | None:
+    """The fastest of the candidates or, where none was timed, the most exact one."""
+
     def rank(name: str) -> tuple[float, str]:
         measured = site.measurements[name]
         if measured.microseconds:

@@ -6,11 +6,12 @@ from typing import Any
 
 import torch
 
-from loka.core.exceptions import LokaError, PlanMismatch
+from loka.core.exceptions import LokaError
 from loka.core.numerics.centring import centre_of
 from loka.core.numerics.effect import Effect
 from loka.core.records.stats import OPERANDS, Distribution, LinearStats, Stats
 from loka.core.signature import ModelSignature
+from loka.probe.refusals import refuse_other_model
 from loka.statistics import gaussian, matrix_normal
 from loka.statistics.depths import Depths, depths_of, with_depths
 from loka.statistics.effect_depths import NOTHING, PREFIX, Learnt, Tables
@@ -127,9 +128,7 @@ def _bytes(value: object) -> int:
 
 def refuse(stats: Stats, model: ModelSignature, *, full_covariance: int) -> None:
     """Raises PlanMismatch or LokaError where a probe of `model` cannot continue from `stats`."""
-    differences = model.differences(stats.model)
-    if differences:
-        raise PlanMismatch("these statistics are of another model", why=differences, way_out="probe this model afresh")
+    refuse_other_model(stats, model)
     for path, layer in stats.layers.items():
         for operand, found in layer.operands.items():
             kept_in_full = "scatter" in found.tensors

@@ -6,7 +6,7 @@ A centred recipe takes a vector m off the input and a hot one some columns' resi
 a plan fixes them, and a part's effects are by its own. Merged statistics tell another m and other columns. Of windows
 whose means lay ten deviations apart the sum of both parts' effects said 1.2e-5 where the layer lost 2.7e-4. So effects
 of these recipes go, unless all parts have the m and the columns of the merged one, as ranks do that renew by what they
-share (`sharing`).
+share (`with_means_of`).
 """
 
 from collections.abc import Collection, Mapping
@@ -51,16 +51,16 @@ def with_merged_effects(both: LinearStats, a: LinearStats, b: LinearStats) -> Li
     return _without_centred_histograms(both) if any(CASTS[name][0].centred for name in apart) else both
 
 
-def sharing(own: Stats, whole: Stats) -> Stats:
+def with_means_of(own: Stats, whole: Stats) -> Stats:
     """`own` with means and hot columns of `whole`, by which effects that are renewed from it then are.
 
     `whole` is merged from `own` and others. Effects that it dropped are dropped here too.
     """
-    return replace(own, layers={path: _sharing(layer, whole.layers[path]) for path, layer in own.layers.items()})
+    return replace(own, layers={path: _with_means_of(layer, whole.layers[path]) for path, layer in own.layers.items()})
 
 
 def with_effects_of(whole: Stats, found: Stats) -> Stats:
-    """`whole` with the effects of `found`, merged from what was renewed by `sharing` it."""
+    """`whole` with the effects of `found`, merged from what was renewed by its means (`with_means_of`)."""
     layers = {}
     for path, layer in whole.layers.items():
         fresh = found.layers[path]
@@ -105,7 +105,7 @@ def _without_centred_histograms(layer: LinearStats) -> LinearStats:
     return replace(layer, operands=operands)
 
 
-def _sharing(own: LinearStats, whole: LinearStats) -> LinearStats:
+def _with_means_of(own: LinearStats, whole: LinearStats) -> LinearStats:
     without = without_effects(whole, "").operands
     shared = replace(own, operands={**own.operands, "input": without["input"], "weight": without["weight"]})
     known = tables_of(whole)

@@ -33,7 +33,7 @@ from loka.core.records.stats import Distribution, LinearStats, Stats
 from loka.core.records.stats_bytes import from_bytes, to_bytes
 from loka.core.signature import ModelSignature
 from loka.core.storage.codec import decode, encode
-from loka.probe.merged_effects import sharing, with_effects_of, with_merged_effects
+from loka.probe.merged_effects import with_effects_of, with_means_of, with_merged_effects
 from loka.statistics import depths, effect_depths, gaussian, matrix_normal, sample_coherence
 
 _OWN = {
@@ -41,14 +41,12 @@ _OWN = {
     matrix_normal.KIND: {"mean", "rows", "columns"},
 }
 _RAGGED = {"amax", "factor", sample_coherence.FACTOR}  # their first side grows with what was seen
+_LEAST_RANK = 64  # of a merged low-rank covariance, which keeps the parts' rank where that is higher
 _SUMS = ("tail_", depths.PREFIX, effect_depths.PREFIX)  # how names begin of what adds up
 
 
-def merge_stats(several: Sequence[Stats], *, rank: int = 64) -> Stats:
+def merge_stats(several: Sequence[Stats]) -> Stats:
     """The statistics of all of `several`, on the CPU; see above for what that means.
-
-    Args:
-        rank: of a merged low-rank covariance, at least; it is never less than the parts'.
 
     Raises:
         PlanMismatch: they are of different models, or were not learnt alike; all differences are listed.
@@ -60,10 +58,10 @@ def merge_stats(several: Sequence[Stats], *, rank: int = 64) -> Stats:
     claims = [_claim(stats) for stats in several]
     _refuse(_all_differences(claims, [f"statistics {at + 1}" for at in range(len(several))]))
     _refuse_twice(several)
-    return reduce(lambda a, b: _merge(a, b, rank), several)
+    return reduce(_merge, several)
 
 
-def gather_stats(stats: Stats, *, group: dist.ProcessGroup | None = None, rank: int = 64) -> Stats:
+def gather_stats(stats: Stats, *, group: dist.ProcessGroup | None = None) -> Stats:
     """`merge_stats` of all ranks' statistics, the same bytes on every rank. A collective.
 
     Ranks send to each other in pairs, so none holds more than two records at a time. Works over gloo and
@@ -85,14 +83,12 @@ def gather_stats(stats: Stats, *, group: dist.ProcessGroup | None = None, rank: 
             exchange.send(to_bytes(stats), me - apart, group)
             break
         if me % (2 * apart) == 0 and me + apart < world:
-            stats = _merge(stats, from_bytes(exchange.receive(me + apart, group)), rank)
+            stats = _merge(stats, from_bytes(exchange.receive(me + apart, group)))
         apart *= 2
     return from_bytes(exchange.broadcast(to_bytes(stats) if me == 0 else b"", group))
 
 
-def gather_renewed(
-    stats: Stats, renew: Callable[[Stats], Stats], *, group: dist.ProcessGroup | None = None, rank: int = 64
-) -> Stats:
+def gather_renewed(stats: Stats, renew: Callable[[Stats], Stats], *, group: dist.ProcessGroup | None = None) -> Stats:
     """`gather_stats` with renewed effects, of all ranks' rows by the means and hot columns that the ranks share.
 
     A collective. `renew` gets `stats` with these, and returns them with effects of this rank's own fresh rows:
@@ -106,8 +102,8 @@ def gather_renewed(
     """
     if exchange.ranks_of(group) == 1:
         return renew(stats)
-    whole = gather_stats(stats, group=group, rank=rank)
-    return with_effects_of(whole, gather_stats(renew(sharing(stats, whole)), group=group, rank=rank))
+    whole = gather_stats(stats, group=group)
+    return with_effects_of(whole, gather_stats(renew(with_means_of(stats, whole)), group=group))
 
 
 def _claim(stats: Stats) -> dict[str, Any]:
@@ -185,10 +181,10 @@ def _refuse_twice(several: Sequence[Stats]) -> None:
         raise PlanMismatch("these statistics do not merge", why=why, way_out="give each of them once")
 
 
-def _merge(a: Stats, b: Stats, rank: int) -> Stats:
+def _merge(a: Stats, b: Stats) -> Stats:
     layers = dict(a.layers)
     for path, layer in b.layers.items():
-        layers[path] = _merge_layers(layers[path], layer, rank) if path in layers else layer
+        layers[path] = _merge_layers(layers[path], layer) if path in layers else layer
     layers = dict(sorted(layers.items(), key=lambda item: item[1].order))
     every = layers.values()
     refused = not any(layer.effects for layer in every) and any(e.no_effect.startswith(NO_PROMISE) for e in every)
@@ -218,11 +214,11 @@ def _parts(a: Stats, b: Stats, layers: Mapping[str, LinearStats]) -> dict[str, P
     return found
 
 
-def _merge_layers(a: LinearStats, b: LinearStats, rank: int) -> LinearStats:
+def _merge_layers(a: LinearStats, b: LinearStats) -> LinearStats:
     operands = dict(a.operands)
     for operand, found in b.operands.items():
         mine = operands.get(operand)
-        operands[operand] = _merge_operands(mine, found, rank) if mine is not None else found
+        operands[operand] = _merge_operands(mine, found) if mine is not None else found
     both = replace(
         a,
         rows=max(a.rows, b.rows),
@@ -237,9 +233,9 @@ def _merge_layers(a: LinearStats, b: LinearStats, rank: int) -> LinearStats:
     return with_merged_effects(both, a, b)
 
 
-def _merge_operands(a: Distribution, b: Distribution, rank: int) -> Distribution:
+def _merge_operands(a: Distribution, b: Distribution) -> Distribution:
     if a.kind == gaussian.KIND:
-        base = _merge_gaussians(a, b, rank)
+        base = _merge_gaussians(a, b)
     else:
         base = a if a.numbers["snapshots"] > b.numbers["snapshots"] else b
         base = replace(base, tensors={name: base.tensors[name] for name in _OWN[base.kind]})
@@ -262,10 +258,10 @@ def _sums(a: Distribution, b: Distribution) -> dict[str, torch.Tensor]:
     return sums
 
 
-def _merge_gaussians(a: Distribution, b: Distribution, rank: int) -> Distribution:
+def _merge_gaussians(a: Distribution, b: Distribution) -> Distribution:
     one, other = (_double(gaussian.from_distribution(part)) for part in (a, b))
     kept = [part.factor.shape[0] for part in (one, other) if part.factor is not None]
-    both = gaussian.merge(one, other, rank=max([rank, *kept]))
+    both = gaussian.merge(one, other, rank=max([_LEAST_RANK, *kept]))
     amax = _latest_beside_latest(one.amax, other.amax)
     return gaussian.to_distribution(_as(replace(both, amax=amax), torch.float32))
 

@@ -202,7 +202,7 @@ class Probe:
 
     def stats(self) -> Stats:
         """What was learnt so far, on the CPU, as a record."""
-        return _whole(self._without_sites(), self._sites(), self._sensitivity.loss.told())
+        return _whole(self._without_sites(), self._sites(), self._sensitivity.loss.not_clicks())
 
     def memory(self) -> dict[str, int]:
         """Bytes of everything that is kept: of "input", "weight", "grad_output", and "effects".
@@ -223,7 +223,7 @@ class Probe:
 
     def _copy(self) -> tuple[Callable[[], Stats], Copied]:
         sites, copied = to_host(self._sites())
-        return functools.partial(_whole, self._without_sites(), sites, self._sensitivity.loss.told()), copied
+        return functools.partial(_whole, self._without_sites(), sites, self._sensitivity.loss.not_clicks()), copied
 
     def _without_sites(self) -> Stats:
         no_step = (
@@ -395,5 +395,5 @@ class Probe:
                 self._sensitivity.restore(path, layer)
 
 
-def _whole(stats: Stats, sites: Mapping[str, Site], told: Callable[[], str]) -> Stats:
-    return replace(with_sites(stats, sites), not_clicks=told())
+def _whole(stats: Stats, sites: Mapping[str, Site], not_clicks: Callable[[], str]) -> Stats:
+    return replace(with_sites(stats, sites), not_clicks=not_clicks())

@@ -6,8 +6,10 @@ import torch
 from torch import nn
 
 from loka.core.compiling import traced_here
-from loka.core.exceptions import LokaError, NotConverted
+from loka.core.exceptions import LokaError, NotConverted, PlanMismatch
 from loka.core.numerics.label_rate import Shares, require_shares
+from loka.core.records.stats import Stats
+from loka.core.signature import ModelSignature
 from loka.nn.site import site_forwards
 from loka.nn.unwrap import class_name, unwrap
 
@@ -30,6 +32,13 @@ def refuse_converted(model: nn.Module) -> None:
             "a Probe watches models in high precision, and this one runs by a plan",
             way_out="leave the Probe before loka.convert(model), or loka.revert(model) first",
         )
+
+
+def refuse_other_model(stats: Stats, model: ModelSignature) -> None:
+    """Raises PlanMismatch where `stats` are of another model than `model`; all differences are listed."""
+    differences = model.differences(stats.model)
+    if differences:
+        raise PlanMismatch("these statistics are of another model", why=differences, way_out="probe this model afresh")
 
 
 def refuse_without_sites(model: nn.Module, linears: Mapping[str, nn.Linear], skipped: Mapping[str, str]) -> None:

@@ -39,13 +39,14 @@ import torch
 
 from loka.core.exceptions import LokaError
 from loka.core.exchange import follow
+from loka.core.timing import elapsed, event_on
 
 _SHORTEST, _GROWTH, _CAP = 50, 0.25, 2000
 LONGEST = 20_000
 _WINDOW = 25  # unsampled steps whose median is `base`; a mean would take minutes of compiling for training
 _FEWEST = 5  # of them, before a cost is known
 _TRUSTED = 8  # samples whose cost is not known
-_numbers = itertools.count()  # of the "auto" cadences of this process, which ranks make in the same order
+_numbers = itertools.count()  # of the "auto" schedules of this process, which ranks make in the same order
 
 
 class Costs:
@@ -103,7 +104,7 @@ class Costs:
         self._uncharged = 0
 
 
-class Cadence(ABC):
+class SamplingSchedule(ABC):
     """Asked at the begin of each step; told later what steps took, through `costs`."""
 
     def __init__(self) -> None:
@@ -126,7 +127,7 @@ class Cadence(ABC):
     def _wanted(self, step: int) -> bool: ...
 
 
-class Every(Cadence):
+class Every(SamplingSchedule):
     """One step in `every`, the first one included."""
 
     def __init__(self, every: int) -> None:
@@ -137,7 +138,7 @@ class Every(Cadence):
         return step % self._every == 0
 
 
-class Auto(Cadence):
+class Auto(SamplingSchedule):
     """As often as `overhead` allows; see above.
 
     Args:
@@ -204,7 +205,7 @@ class Auto(Cadence):
         return math.ceil(missing / earned) if earned > 0 else 1
 
 
-def sampling_of(every: int | str, *, overhead: float, start: int = 0) -> Cadence:
+def sampling_of(every: int | str, *, overhead: float, start: int = 0) -> SamplingSchedule:
     """Raises ValueError for an `every` or an `overhead` that cannot be."""
     if every == "auto":
         if not 0 < overhead < 1:
@@ -269,15 +270,13 @@ class CudaClock(Clock):
         self._device = device
 
     def _now(self) -> torch.cuda.Event:
-        event = torch.cuda.Event(enable_timing=True)
-        event.record(torch.cuda.current_stream(self._device))
-        return event
+        return event_on(self._device)
 
     def _passed(self, mark: Any) -> bool:
         return bool(mark.query())
 
     def _between(self, begin: Any, end: Any) -> float:
-        return float(begin.elapsed_time(end)) / 1000
+        return elapsed(begin, end) / 1e6
 
 
 def clock_of(device: torch.device) -> Clock:

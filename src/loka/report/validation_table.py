@@ -8,7 +8,7 @@ from loka.validation.power import contributions, deviation_by_rows
 from loka.validation.record import ArmVerdict, Validation
 from loka.validation.runs import Run
 from loka.validation.variance import PairVariance
-from loka.validation.verdicts import ERROR
+from loka.validation.verdicts import ERROR, RowsVerdict
 
 _SHIFT = 0.01  # of logits: what e4m3 does to some models (formats, benchmarks/README.md)
 
@@ -72,58 +72,68 @@ def _title(run: Run) -> str:
 
 
 def _arm(arm: ArmVerdict, validation: Validation) -> str:
+    """All that is said of an arm: its pairs, its verdicts, and what the intervals are made of."""
     what = f"{arm.title} minus {validation.control}"
     lines = [f"{what}, NE by the labels, relative; KL/H in percent of NE too:"]
     if arm.pairs:
-        given = {each.seed: each for each in contributions(arm)}
-        pairs = [
-            (
-                f"seed {seed}",
-                percent(pair.ne_percent),
-                pair.kl_percent.shown(".3g", " %") if pair.kl_percent else "-",
-                pair.auc.shown("+.5f"),
-                pair.calibration.shown("+.4f"),
-                *(_or_dash(part) for part in (given[seed].after, given[seed].without)),
-            )
-            for seed, pair in arm.differences.items()
-            if seed in given
-        ]
-        columns = ("pair", "ne, over rows", "KL/H of the two", "auc", "calibration")
-        intervals = ("ne, with it and those before", "without it")
-        lines.append(format_table((*columns, *intervals), pairs))
+        lines.append(_pairs(arm))
     if arm.average is not None:
-        rows = [
-            (v.name, v.variance.rows, v.clicks, percent(v.ne_percent), v.verdict, v.outlook)
-            for v in (arm.average, *arm.segments)
-        ]
-        header = ("", "rows", "clicks", "ne, over seeds and rows", "verdict", "what would decide it")
-        lines.append(format_table(header, rows))
-        if arm.average.tail != ERROR:
-            level = 100 * (1 - arm.average.tail)
-            lines.append(
-                f"all rows have an interval of {level:.2f} %: those of all tasks and looks hold together at 95 %"
-            )
-        lines.append(f"over seeds alone, on these rows: {percent(arm.average.over_seeds)}")
-        if arm.average.variance.pairs > 1:
-            lines.append(
-                f"{arm.average.variance.between_pairs:.3g} % between pairs, of which the choice of rows "
-                f"would make {deviation_by_rows(arm):.3g} % by itself"
-            )
-            lines.append(_spread(arm.average.variance))
-        for reading in arm.readings:
-            between = reading.variance.between_pairs
-            lines.append(
-                f"{reading.name}: {percent(reading.ne_percent)}, {between:.3g} % between pairs "
-                f"where the verdict has {arm.average.variance.between_pairs:.3g} % (for reading)"
-            )
-        if arm.average.variance.clusters is not None:
-            by, variance = validation.context.get("cluster", "cluster"), arm.average.variance
-            worth = f"{variance.clusters} of them, worth {variance.effective_clusters} of one size"
-            lines.append(f"rows of one {by} count as one draw: {worth}")
-        lines.append(_note(arm, validation))
+        lines += _verdicts(arm, arm.average, validation)
     if arm.broke:
         lines.append(f"FAIL: a run ended in NaN: {arm.broke}")
     return "\n".join(lines)
+
+
+def _pairs(arm: ArmVerdict) -> str:
+    """A table with a row for each pair."""
+    given = {each.seed: each for each in contributions(arm)}
+    pairs = [
+        (
+            f"seed {seed}",
+            percent(pair.ne_percent),
+            pair.kl_percent.shown(".3g", " %") if pair.kl_percent else "-",
+            pair.auc.shown("+.5f"),
+            pair.calibration.shown("+.4f"),
+            *(_or_dash(part) for part in (given[seed].after, given[seed].without)),
+        )
+        for seed, pair in arm.differences.items()
+        if seed in given
+    ]
+    columns = ("pair", "ne, over rows", "KL/H of the two", "auc", "calibration")
+    intervals = ("ne, with it and those before", "without it")
+    return format_table((*columns, *intervals), pairs)
+
+
+def _verdicts(arm: ArmVerdict, average: RowsVerdict, validation: Validation) -> list[str]:
+    """A table of the verdicts on all rows (`average`) and on segments; then where their intervals come from."""
+    rows = [
+        (v.name, v.variance.rows, v.clicks, percent(v.ne_percent), v.verdict, v.outlook)
+        for v in (average, *arm.segments)
+    ]
+    header = ("", "rows", "clicks", "ne, over seeds and rows", "verdict", "what would decide it")
+    lines = [format_table(header, rows)]
+    if average.tail != ERROR:
+        level = 100 * (1 - average.tail)
+        lines.append(f"all rows have an interval of {level:.2f} %: those of all tasks and looks hold together at 95 %")
+    lines.append(f"over seeds alone, on these rows: {percent(average.over_seeds)}")
+    if average.variance.pairs > 1:
+        lines.append(
+            f"{average.variance.between_pairs:.3g} % between pairs, of which the choice of rows "
+            f"would make {deviation_by_rows(arm):.3g} % by itself"
+        )
+        lines.append(_spread(average.variance))
+    for reading in arm.readings:
+        between = reading.variance.between_pairs
+        lines.append(
+            f"{reading.name}: {percent(reading.ne_percent)}, {between:.3g} % between pairs "
+            f"where the verdict has {average.variance.between_pairs:.3g} % (for reading)"
+        )
+    if average.variance.clusters is not None:
+        by, variance = validation.context.get("cluster", "cluster"), average.variance
+        worth = f"{variance.clusters} of them, worth {variance.effective_clusters} of one size"
+        lines.append(f"rows of one {by} count as one draw: {worth}")
+    lines.append(_note(arm, validation))
+    return lines
 
 
 def _spread(variance: PairVariance) -> str:

@@ -33,8 +33,8 @@ class LengthTimes:
         """On lines between measured ones. Raises LokaError for lengths outside, with their share."""
         low, high = self.lengths[0], self.lengths[-1]
         if outside := sum(not low <= one <= high for one in lengths):
-            told = f"{100 * outside / len(lengths):.3g} % of the lengths are outside of {low:g} to {high:g}"
-            raise LokaError(told, way_out="measure times of them too")
+            why = f"{100 * outside / len(lengths):.3g} % of the lengths are outside of {low:g} to {high:g}"
+            raise LokaError(why, way_out="measure times of them too")
         return np.interp(lengths, self.lengths, self.us[arm])
 
 
@@ -57,8 +57,8 @@ def waits(times: Sequence[float], *, ranks: int, batch_size: int) -> tuple[Estim
     """
     rows = ranks * batch_size
     if min(ranks, batch_size) < 1 or not all(0 <= us <= _LONGEST for us in times):
-        told = f"{ranks} ranks of {batch_size} rows of at most {max(times):g} us"
-        raise LokaError(told, way_out=f"give ranks and rows, and times of 0 to {_LONGEST:g} us")
+        why = f"{ranks} ranks of {batch_size} rows of at most {max(times):g} us"
+        raise LokaError(why, way_out=f"give ranks and rows, and times of 0 to {_LONGEST:g} us")
     count = min(len(times) // rows, _MOST_BATCHES)
     if count < _FEWEST_BATCHES:
         raise LokaError(

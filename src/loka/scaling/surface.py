@@ -113,6 +113,10 @@ def _roofline(shapes: Sequence[Shape], constants: torch.Tensor, *, eight: bool) 
 
 
 def _work(shape: Shape, *, eight: bool) -> tuple[float, float, float, float]:
+    """What a GEMM does: FLOPs, bytes that it moves, bytes that quantizing its operands moves, and launches.
+
+    `eight`: in eight bits, with sides padded to multiples of 16; else in bf16. `TOGETHER` is a layer's three GEMMs.
+    """
     if shape.kind == TOGETHER:
         each = [
             _work(

@@ -77,7 +77,7 @@ def trace(model: nn.Module, batch: Any, *, batch_size: int | None) -> Traced:
         mode = mode_of(model) or fake_mode()
         inner = fake_model(unwrap(model), mode)
         with mode:
-            return _watched(inner, fake_batch(batch, mode, rows=rows), rows)
+            return _traced_forward(inner, fake_batch(batch, mode, rows=rows), rows)
     except Exception as error:  # a model's own code raises what it likes
         failed = error
     if mode_of(model) is not None:
@@ -101,7 +101,8 @@ def _does_not_run(model: nn.Module, error: Exception) -> LokaError:
     )
 
 
-def _watched(model: nn.Module, batch: Any, rows: int) -> Traced:
+def _traced_forward(model: nn.Module, batch: Any, rows: int) -> Traced:
+    """One forward pass of the model under the matcher of Probe, and the GEMMs of its sites in the order of calls."""
     linears, skipped = find_linears(model)
     names = SiteNames(linears, {})
     calls: list[SiteGemms] = []
@@ -197,7 +198,7 @@ def _real(model: nn.Module, batch: Any, taken: int | None, rows: int) -> Traced:
     before = {name: buffer.clone() for name, buffer in model.named_buffers()}
     try:
         with torch.random.fork_rng():
-            return _watched(model, batch if taken is None else repeated(batch, taken), rows)
+            return _traced_forward(model, batch if taken is None else repeated(batch, taken), rows)
     finally:
         with torch.no_grad():
             for name, buffer in model.named_buffers():

@@ -54,9 +54,9 @@ def layout_of(cast: Cast, *, transposed: bool) -> Layout:
     )
 
 
-def layouts(operand: str, recipes: Iterable[Recipe] | None = None) -> tuple[Layout, ...]:
-    """What `recipes` (all known ones) ask of `operand`: input, weight or grad_output."""
-    return _layouts(operand, tuple(RECIPES.values() if recipes is None else recipes))
+def layouts(operand: str) -> tuple[Layout, ...]:
+    """The histograms that recipes ask of `operand`, which is input, weight or grad_output; each once."""
+    return _layouts(operand, tuple(RECIPES.values()))
 
 
 @functools.lru_cache(maxsize=64)

@@ -22,9 +22,9 @@ Sampler = Callable[[int, torch.Generator], torch.Tensor]
 
 
 def normal(
-    features: int, *, rows: int | None = None, mean: float = 0.0, std: float = 1.0, spread: float = 0.0, seed: int = 0
+    features: int, *, rows: int | None = None, std: float = 1.0, spread: float = 0.0, seed: int = 0
 ) -> Distribution:
-    """Independent normal numbers, for shapes without a model: nothing was learnt, so no tensors.
+    """Independent normal numbers of mean 0, for shapes without a model: nothing was learnt, so no tensors.
 
     Feature j has the standard deviation std * exp(spread z_j - spread^2), z_j standard normal from
     `seed`: the features' scales are log-normal and their mean square stays std^2.
@@ -34,7 +34,7 @@ def normal(
         rows: N of a weight [N, K]; None for an operand whose rows are asked for.
     """
     # `count` is what readers of an operand ask first: how many rows stand behind it.
-    numbers = {"features": features, "rows": rows, "mean": mean, "std": std, "spread": spread, "seed": seed}
+    numbers = {"features": features, "rows": rows, "std": std, "spread": spread, "seed": seed}
     return Distribution(kind=NORMAL, numbers={**numbers, "count": 1})
 
 
@@ -74,6 +74,12 @@ def samplers(
 
 
 def _paired(input: Distribution, grad_output: Distribution) -> dict[str, Sampler]:
+    """Samplers of both operands whose rows go together: g = mean_g + M (x - mean_x) + rest, or by sample.
+
+    M [N, K] is how g goes with x in the mean (statistics/tails.py `coupling`), and `rest` has what is left of g's
+    covariance. Where samples have several rows, rows are drawn by sample (statistics/sample_draws.py). Empty where the
+    statistics do not say how the two go together, or keep no whole covariance of either.
+    """
     cross = tails.cross_in(grad_output)
     if cross is None or {input.kind, grad_output.kind} != {gaussian.KIND}:
         return {}
@@ -160,7 +166,7 @@ def _tailed(draw: Sampler, kept: tails.Tails | None) -> Sampler:
 
 def _normal_sampler(distribution: Distribution, device: torch.device) -> Sampler:
     numbers = distribution.numbers
-    features, spread, mean = numbers["features"], numbers["spread"], numbers["mean"]
+    features, spread = numbers["features"], numbers["spread"]
     # On the CPU, so that the features have the same scales on every device.
     z = torch.randn(features, generator=torch.Generator().manual_seed(numbers["seed"]), dtype=torch.float32)
     std = (numbers["std"] * (spread * z - spread**2).exp()).to(device)
@@ -168,12 +174,13 @@ def _normal_sampler(distribution: Distribution, device: torch.device) -> Sampler
     def draw(rows: int, generator: torch.Generator) -> torch.Tensor:
         # In place: a weight of 147840 x 16384 in float32 is 9.7 GB.
         values = _normal((numbers["rows"] or rows, features), generator)
-        return values.mul_(std).add_(mean)
+        return values.mul_(std)
 
     return draw
 
 
 def _gaussian_sampler(learnt: gaussian.Gaussian) -> Sampler:
+    """Rows mu + z L^T with L L^T the covariance; of a low rank with a diagonal, mu + z F + e sqrt(diagonal)."""
     freedom = max(learnt.count - 1, 1)
     mean = learnt.mean
     if learnt.scatter is not None:
@@ -195,6 +202,7 @@ def _gaussian_sampler(learnt: gaussian.Gaussian) -> Sampler:
 
 
 def _matrix_normal_sampler(learnt: matrix_normal.MatrixNormal) -> Sampler:
+    """Weights M + L_U Z L_V^T [N, K] with the covariances U of rows and V of columns, in full or diagonal."""
     rows_root, columns_root = _root(learnt.rows), _root(learnt.columns)
 
     def draw(rows: int, generator: torch.Generator) -> torch.Tensor:

@@ -91,6 +91,11 @@ def _tables(
     casts: Sequence[Casts],
     generator: torch.Generator,
 ) -> Tables:
+    """`effect_tables` of casts that are not centred.
+
+    An element of `given` weighs by (g W)^2 of its row, one of `weight` by the square of its g^T x, both summed over
+    samples: the factor by which its own squared error enters the term (core/numerics/effect.py).
+    """
     wanted: dict[str, dict[Layout, None]] = {operand: {} for operand in OPERANDS}
     for pair in casts:
         for operand, cast in zip(OPERANDS, pair, strict=True):
@@ -193,6 +198,7 @@ def _name(cast: Cast) -> str:
 
 
 def _some(rows: int, columns: int, generator: torch.Generator) -> tuple[torch.Tensor | None, float]:
+    """Rows that stand for all `rows` of an operand, and how many each stands for; None: all are taken."""
     kept = max(_ELEMENTS // max(columns, 1), 1)
     if rows <= kept:
         return None, 1.0

@@ -59,22 +59,24 @@ class Picked:
 
 
 def pick(given: torch.Tensor, batch: int, elements: int, most: int, generator: torch.Generator) -> Picked | None:
-    """Some samples of a site's input `given` [.., K], whose weight has `elements`.
+    """Draws some samples of a site's input `given` [.., K], and of long samples some rows.
 
-    They have `most` rows together if they allow it.
+    Args:
+        batch: the number of samples in `given`; 0 if it is not known.
+        elements: of the site's weight, which bound what a sample's product takes.
+        most: rows of all that are drawn together; a single sample may have more.
 
-    None where a sample has a single row. `batch` is the number of samples, 0 if not known; `elements` that of
-    the site's weight.
+    Returns None where a sample has a single row.
     """
-    layout = layout_of(given.shape[:-1], batch)
-    if layout is None:
+    by_sample = rows_by_sample(given.shape[:-1], batch)
+    if by_sample is None:
         return None
-    samples, all_rows = layout.shape
+    samples, all_rows = by_sample.shape
     used = min(all_rows, _POSITIONS)
     count = max(1, min(samples, most // used, _PRODUCTS // max(elements, 1)))
     some = torch.randperm(samples, generator=generator)[:count]
     positions = torch.randperm(all_rows, generator=generator)[:used].sort().values
-    rows = sent(layout[some][:, positions], given.device)
+    rows = sent(by_sample[some][:, positions], given.device)
     values = given.reshape(-1, given.shape[-1])[rows].to(torch.float32)  # a copy: the input may change
     return Picked(rows=rows, values=values, all_rows=all_rows)
 
@@ -135,10 +137,11 @@ def _cut(rows: torch.Tensor) -> torch.Tensor:
 
 
 def _pairs(counts: torch.Tensor) -> torch.Tensor:
+    """How many pairs of different rows, both ways, samples of `counts` [S] rows have together."""
     return (counts * (counts - 1)).sum()
 
 
-def layout_of(leading: Sequence[int], batch: int) -> torch.Tensor | None:
+def rows_by_sample(leading: Sequence[int], batch: int) -> torch.Tensor | None:
     """Indices [samples, T] of the rows of each sample in an input [*leading, K], by its shape alone.
 
     Samples lie along the side (the first or the second) that is as long as the `batch`, or else as runs

@@ -1,6 +1,6 @@
 """Training with checkpoints that resume bit for bit, and quality with honest intervals."""
 
-from loka.data.workers import untracked
+from loka.core.progress import untracked
 from loka.train.checkpointing.checkpoint import Checkpoint, CheckpointNotSaved, load_newest, newest_step, save
 from loka.train.config import TrainConfig
 from loka.train.loop import TrainLog, TrainResult, evaluate, train

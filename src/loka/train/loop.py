@@ -22,10 +22,10 @@ from torch.optim.swa_utils import AveragedModel
 
 from loka.core.exceptions import CheckpointRefused, DataRefused, NonFinite
 from loka.core.exchange import ranks_of
+from loka.core.progress import Track, untracked
 from loka.core.records.plan import Plan
 from loka.core.storage.files import canonical
 from loka.data.batch import Batch, Source, tasks_of
-from loka.data.workers import Track, untracked
 from loka.distributed import Fp8AllGather
 from loka.distributed.tables.sharded_tables import sharded_modules
 from loka.nn import unwrap

@@ -19,7 +19,7 @@ from torch import nn
 
 from loka.core.exchange import ranks_of
 from loka.core.records.plan import Plan
-from loka.core.row_segments import places_of
+from loka.core.records.row_segments import places_of
 from loka.data.batch import ONE_TASK, Batch
 from loka.distributed import (
     Choice,

@@ -130,6 +130,10 @@ def _recipes(name: str) -> dict[Gemm, str]:
 
 
 def _candidate(gemm: Gemm, recipe: str, linear: nn.Linear, rows: int, device: torch.device) -> str:
+    """The candidate by which an arm runs `recipe` at one GEMM: no emulation where a kernel runs, then by `_FIRST`.
+
+    Raises NoKernelFits where no kernel runs the recipe there.
+    """
     problem = linear_problem(
         gemm,
         rows=rows,

@@ -12,6 +12,8 @@ import functools
 import math
 from statistics import NormalDist
 
+from loka.core.error import expanded_t
+
 _EXACT = 200
 
 
@@ -40,10 +42,7 @@ def student_t(freedom: int, tail: float) -> float:
     if freedom < 1:
         return math.inf
     if freedom > _EXACT:
-        z = NormalDist().inv_cdf(1 - tail / 2)
-        first = (z**3 + z) / (4 * freedom)
-        second = (5 * z**5 + 16 * z**3 + 3 * z) / (96 * freedom**2)
-        return z + first + second
+        return expanded_t(NormalDist().inv_cdf(1 - tail / 2), freedom)
     low, high = 0.0, 1.0
     while two_sided_tail(high, freedom) > tail:
         low, high = high, 2 * high

@@ -28,18 +28,18 @@ import torch
 from torch import nn
 
 from loka.core.exceptions import FileRefused, LokaError, NonFinite
+from loka.core.progress import Track
 from loka.core.storage.codec import record, sparse
 from loka.core.storage.files import canonical, read_tensors, remove_unfinished, sha256_of_file, write_tensors
 from loka.core.storage.record_file import RecordFile
 from loka.data.batch import Source, tasks_of
-from loka.data.workers import Track
 from loka.nn import check_finite, fp8_runs
 from loka.train.average import as_averaged
 from loka.train.checkpointing.checkpoint import identity_in
 from loka.train.checkpointing.rhythm import EVERY
 from loka.train.config import TrainConfig, as_recorded
 from loka.train.length import Length
-from loka.train.loop import TrainLog, evaluate, train
+from loka.train.loop import TrainLog, TrainResult, evaluate, train
 from loka.train.metrics import Quality, columns, quality_by_task
 from loka.train.run import Callback
 from loka.validation.arms import ArmSpec
@@ -299,6 +299,10 @@ def _train(
     model: nn.Module,
     initial: Mapping[str, Any],
 ) -> tuple[tuple[Run, ...], HeldOut]:
+    """Trains `model` as `arm` has it, from its latest checkpoint if there is one, and evaluates it on held-out rows.
+
+    Returns a `Run` for each task, and the predictions. Raises NonFinite where it ends in NaN.
+    """
     if (folder / "curve.json").exists():
         # An earlier version kept a curve apart from the checkpoints: going on would lose its beginning.
         _tidy(folder)
@@ -331,6 +335,13 @@ def _train(
         )
     for message in trained.skipped_checkpoints:
         warnings.warn(message, RuntimeWarning, stacklevel=2)
+    return _evaluated(bench, arm, config, model, trained, curve)
+
+
+def _evaluated(
+    bench: Bench, arm: ArmSpec, config: TrainConfig, model: nn.Module, trained: TrainResult, curve: _Curve
+) -> tuple[tuple[Run, ...], HeldOut]:
+    """The same of a model that is `trained`; with the mean of its weights too, where that was kept."""
 
     def predict() -> tuple[npt.NDArray[np.float32], npt.NDArray[np.float32]]:
         return evaluate(

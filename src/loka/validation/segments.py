@@ -15,7 +15,7 @@ import numpy.typing as npt
 import torch
 
 from loka.core.exceptions import DataRefused, LokaError, UnknownName
-from loka.core.row_segments import places_of
+from loka.core.records.row_segments import places_of
 from loka.data.batch import Batch, Source
 from loka.train.segments import OTHER, Segments
 

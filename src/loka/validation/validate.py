@@ -21,8 +21,8 @@ import torch
 from torch import nn
 
 from loka.core.exceptions import FileRefused, LokaError
+from loka.core.progress import Track, untracked
 from loka.data.batch import Source
-from loka.data.workers import Track, untracked
 from loka.train.config import TrainConfig
 from loka.train.labels import require_both
 from loka.train.metrics import Floats, checked, log_losses
@@ -123,35 +123,15 @@ def validate(
         on_start(world_of(bench))
     runs: list[Run] = []
     done: Validation | None = None
-    for place, seed in enumerate(seeds):
-        for arm in (base, *arms):
-            finished = run(bench, arm, seed)
-            if finished[0].broke and arm is base:
-                raise LokaError(
-                    f"the control {control} ends in NaN with seed {seed}",
-                    why=finished[0].broke.splitlines()[:1],
-                    way_out="a lower learning rate, or TrainConfig(grad_clip=...)",
-                )
-            if arm is base and place == 1:
-                _require_two(bench, control, seeds)
-            runs += finished
-        known = {(arm.name, arm.task): arm.differences for arm in done.arms} if done else {}
-        verdicts = [
-            replace(
-                _arm_verdict(bench, rules, arm.name, task, runs, known.get((arm.name, task), {})),
-                key=key_of(arm, task),
-                unjudged=tuple(name for name in arm.limited if not any(name in part.names for part in segments)),
-            )
-            for arm in arms
-            for task in bench.tasks
-        ]
+    for place in range(pairs):
+        runs += _train_pair(bench, base, arms, seeds, place)
         done = Validation(
             model=model,
             control=control,
             limit=limit,
             segment_limit=segment_limit,
             seeds=seeds[: place + 1],
-            arms=tuple(verdicts),
+            arms=tuple(_verdicts(bench, rules, arms, runs, done)),
             runs=tuple(runs),
             context=dict(context or {}),
             planned=planned,
@@ -171,6 +151,15 @@ def validate(
 
 @dataclass(frozen=True)
 class _Rules:
+    """How verdicts are made, the same for all arms.
+
+    Attributes:
+        clusters: of each held-out row [N] that of which it comes; None: rows are independent.
+        limit, segment_limit: in percent of NE.
+        planned: the most pairs of a sequential validation; None: it looks once.
+        expected: by task, the spread between pairs that is to be expected.
+    """
+
     control: str
     segments: Sequence[Segmented]
     clusters: npt.NDArray[np.int64] | None
@@ -180,7 +169,44 @@ class _Rules:
     expected: Mapping[str, Expected]
 
     def tail(self, tail: float, pairs: int) -> float:
+        """The error of a look after so many pairs, where all looks together may have `tail`."""
         return tail if self.planned is None else look_tail(pairs, self.planned, tail)
+
+
+def _train_pair(bench: Bench, base: ArmSpec, arms: Sequence[ArmSpec], seeds: Sequence[int], place: int) -> list[Run]:
+    """Trains `base`, the control, and `arms` with the seed at `place`, or reads back the runs that did.
+
+    Raises LokaError where the control ends in NaN, and at the second seed where it gives the first one's model.
+    """
+    seed, runs = seeds[place], list[Run]()
+    for arm in (base, *arms):
+        finished = run(bench, arm, seed)
+        if finished[0].broke and arm is base:
+            raise LokaError(
+                f"the control {base.name} ends in NaN with seed {seed}",
+                why=finished[0].broke.splitlines()[:1],
+                way_out="a lower learning rate, or TrainConfig(grad_clip=...)",
+            )
+        if arm is base and place == 1:
+            _require_two(bench, base.name, seeds)
+        runs += finished
+    return runs
+
+
+def _verdicts(
+    bench: Bench, rules: _Rules, arms: Sequence[ArmSpec], runs: Sequence[Run], before: Validation | None
+) -> list[ArmVerdict]:
+    """A verdict for each arm and task by all pairs so far; `before`, by the pairs but the last, keeps differences."""
+    known = {(arm.name, arm.task): arm.differences for arm in before.arms} if before else {}
+    return [
+        replace(
+            _arm_verdict(bench, rules, arm.name, task, runs, known.get((arm.name, task), {})),
+            key=key_of(arm, task),
+            unjudged=tuple(name for name in arm.limited if not any(name in part.names for part in rules.segments)),
+        )
+        for arm in arms
+        for task in bench.tasks
+    ]
 
 
 def _check_asked(
@@ -265,12 +291,17 @@ def _annealed(bench: Bench, control: str, seeds: Sequence[int], rate: float) -> 
 def _arm_verdict(
     bench: Bench, rules: _Rules, arm: str, task: str, runs: Sequence[Run], known: Mapping[int, PairedDifference]
 ) -> ArmVerdict:
+    """The verdict of one arm at one task, on all rows and on each segment, by all pairs so far.
+
+    `known`: by seed, differences that were computed before.
+    """
     mine = [run for run in runs if run.arm == arm and run.task == task]
     broken = [run for run in mine if run.broke]
     seeds = [run.seed for run in mine if not run.broke]
     differences = dict(known)
     labels: npt.NDArray[np.float32] = np.zeros(0, np.float32)
-    losses, by_mean = [], []
+    losses: list[_PairLosses] = []
+    by_mean: list[_PairLosses] = []
     for seed in seeds:
         before, after = (held_out(bench.out, which, seed).by_task(bench.tasks)[task] for which in (rules.control, arm))
         labels = before.labels
@@ -286,34 +317,50 @@ def _arm_verdict(
     error = ERROR / len(bench.tasks)
     several = sum(len(part.names) for part in rules.segments)
 
-    def verdicts(
-        part: Segmented, limit: float, tail: float, losses: list[tuple[Floats, Floats]] = losses
-    ) -> list[RowsVerdict]:
-        found = pair_variances(losses, part.group, len(part.names), clusters=rules.clusters)
-        tail = rules.tail(tail, len(losses))
-        clicks = np.bincount(part.group, weights=labels, minlength=len(part.names))
-        return [
-            RowsVerdict(name=name, variance=variance, clicks=int(count), limit=limit, tail=tail)
-            for name, variance, count in zip(part.names, found, clicks, strict=True)
-        ]
-
     everything = Segmented(("all rows",), np.zeros(len(labels), np.int64))
     of_mean = replace(everything, names=(BY_MEAN,))
-    average = verdicts(everything, rules.limit, error)[0]
+    average = _rows_verdicts(everything, losses, labels, rules, rules.limit, error)[0]
     # An A/A arm scatters less than those that a bank knows.
     banked = None if arm == NUDGED else rules.expected.get(task)
     expected = banked or by_kl(differences.values())
+    readings: list[RowsVerdict] = []
+    if len(by_mean) == len(seeds):
+        readings = _rows_verdicts(of_mean, by_mean, labels, rules, rules.limit, error)
     return ArmVerdict(
         name=arm,
         task=task,
         pairs=pairs,
         average=replace(average, variance=replace(average.variance, expected=expected)),
         segments=tuple(
-            verdict for part in rules.segments for verdict in verdicts(part, rules.segment_limit, error / several)
+            verdict
+            for part in rules.segments
+            for verdict in _rows_verdicts(part, losses, labels, rules, rules.segment_limit, error / several)
         ),
         broke=broke,
-        readings=tuple(verdicts(of_mean, rules.limit, error, by_mean)) if len(by_mean) == len(seeds) else (),
+        readings=tuple(readings),
     )
+
+
+_PairLosses = tuple[Floats, Floats]
+"""Of a pair, the control's and the arm's loss of each held-out row, both [N]."""
+
+
+def _rows_verdicts(
+    part: Segmented,
+    losses: Sequence[_PairLosses],
+    labels: npt.NDArray[np.float32],
+    rules: _Rules,
+    limit: float,
+    tail: float,
+) -> list[RowsVerdict]:
+    """A verdict for each group of rows in `part`. `tail`: the error that each may have, over all looks."""
+    found = pair_variances(losses, part.group, len(part.names), clusters=rules.clusters)
+    tail = rules.tail(tail, len(losses))
+    clicks = np.bincount(part.group, weights=labels, minlength=len(part.names))
+    return [
+        RowsVerdict(name=name, variance=variance, clicks=int(count), limit=limit, tail=tail)
+        for name, variance, count in zip(part.names, found, clicks, strict=True)
+    ]
 
 
 def _losses(logits: npt.NDArray[np.float32], labels: npt.NDArray[np.float32]) -> Floats:

@@ -5,7 +5,7 @@ import statistics
 
 import pytest
 
-from loka.planner.choice.knapsack_several import Choice, spend_several
+from loka.planner.choice.knapsack_several import WayByLimit, spend_several
 
 
 def instance(seed):
@@ -13,11 +13,11 @@ def instance(seed):
     count = draw.randrange(2, 5)
     items = {}
     for layer in range(draw.randrange(3, 7)):
-        time, ways = 10.0, [Choice(name="hp", time=10.0, effects=(0.0,) * count)]
+        time, ways = 10.0, [WayByLimit(name="hp", time=10.0, effects=(0.0,) * count)]
         for number in range(draw.randrange(1, 4)):
             time -= 3 * draw.random()
             effects = tuple(draw.lognormvariate(0, 1.5) for _ in range(count))
-            ways.append(Choice(name=f"way {number}", time=time, effects=effects))
+            ways.append(WayByLimit(name=f"way {number}", time=time, effects=effects))
         items[f"layer {layer}"] = ways
     most = [math.fsum(max(way.effects[c] for way in ways) for ways in items.values()) for c in range(count)]
     return items, [draw.uniform(0.05, 0.6) * total for total in most]
@@ -48,9 +48,15 @@ def test_against_every_choice_there_is():
 
 def test_a_limit_that_one_item_breaks_by_itself_does_not_bind_the_others_of_another_limit():
     items = {
-        "forced": [Choice(name="int8", time=1.0, effects=(5.0, 0.0))],
-        "free": [Choice(name="hp", time=4.0, effects=(0.0, 0.0)), Choice(name="fp8", time=2.0, effects=(0.0, 1.0))],
-        "dear": [Choice(name="hp", time=4.0, effects=(0.0, 0.0)), Choice(name="fp8", time=2.0, effects=(0.1, 0.0))],
+        "forced": [WayByLimit(name="int8", time=1.0, effects=(5.0, 0.0))],
+        "free": [
+            WayByLimit(name="hp", time=4.0, effects=(0.0, 0.0)),
+            WayByLimit(name="fp8", time=2.0, effects=(0.0, 1.0)),
+        ],
+        "dear": [
+            WayByLimit(name="hp", time=4.0, effects=(0.0, 0.0)),
+            WayByLimit(name="fp8", time=2.0, effects=(0.1, 0.0)),
+        ],
     }
     found = spend_several(items, [1.0, 1.0])
     assert {name: way.name for name, way in found.taken.items()} == {"forced": "int8", "free": "fp8", "dear": "hp"}
@@ -64,7 +70,7 @@ def test_a_limit_of_nothing_is_kept():
 
 def test_an_item_without_ways_is_named():
     with pytest.raises(ValueError, match="no way to run b"):
-        spend_several({"a": [Choice(name="hp", time=1.0, effects=(0.0,))], "b": []}, [1.0])
+        spend_several({"a": [WayByLimit(name="hp", time=1.0, effects=(0.0,))], "b": []}, [1.0])
 
 
 def test_names_and_order_of_items_do_not_matter():

@@ -12,6 +12,7 @@ import torch
 from loka.core.budget import Budget
 from loka.core.device import fingerprint
 from loka.core.exceptions import DataRefused
+from loka.core.progress import Track
 from loka.core.records.gemm_bench import CHOICE, Contest, GemmBench, or_hp
 from loka.core.records.plan import Plan
 from loka.core.records.report import HP, Report
@@ -21,7 +22,6 @@ from loka.kernels.gemm.registry import KERNELS
 from loka.measurement import Settings, measure
 from loka.measurement.rerace import Arms, confirm
 from loka.measurement.suite import SPREAD, suite_of, suite_stats, total_memory
-from loka.measurement.times.compile_ahead import Track
 from loka.planner import plan as plan_report
 from loka.planner.baselines import fastest_of_library, libraries_of, library_of, only_library
 from loka.zoo.shapes import lrm_gemm_shapes, of_models, read_shapes

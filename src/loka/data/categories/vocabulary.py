@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from loka.core.exceptions import DataRefused
+from loka.core.progress import Track, untracked
 from loka.core.storage.codec import decode
 from loka.core.storage.files import read_record, write_record
 from loka.core.storage.untrusted import Limits
@@ -24,7 +25,7 @@ from loka.data.content import identity_of
 from loka.data.files import Paths, named, open_files
 from loka.data.schema import CRITEO, Schema
 from loka.data.source.rows import Piece, count_piece, piece_chunks, pieces_of
-from loka.data.workers import Track, as_done, in_order, processors, untracked
+from loka.data.workers import as_done, in_order, processors
 
 if TYPE_CHECKING:
     import pyarrow as pa

@@ -44,6 +44,7 @@ from loka.core.numerics.hot_columns import append
 from loka.core.numerics.reference import Quantized, accumulation_bound, dequantize, quantize, scaled_mm
 from loka.core.problem import DTYPES, Problem, target_of
 from loka.core.recipe import Gemm
+from loka.core.timing import first_line
 from loka.kernels.gemm.registry import Candidate, candidate_named
 from loka.kernels.quantize.quantizer import append_residuals, quantize_operand
 
@@ -119,6 +120,7 @@ def _problems(candidate: Candidate, gemm: Gemm, device: torch.device) -> list[Pr
 
 
 def _check(candidate: Candidate, problem: Problem, device: torch.device) -> str | None:
+    """Runs one problem and compares every number; None if all are right, else the evidence."""
     casts = candidate.recipe.casts(problem.gemm)
     assert casts is not None
     padded = candidate.padded(problem)
@@ -143,8 +145,7 @@ def _check(candidate: Candidate, problem: Problem, device: torch.device) -> str 
     except torch.OutOfMemoryError:
         raise
     except Exception as error:
-        first_line = (str(error).strip().splitlines() or [""])[0]
-        return f"it raised {type(error).__name__}: {first_line}"[:300]
+        return f"it raised {first_line(error)}"[:300]
     if out.dtype != dtype or tuple(out.shape) != (padded.m, padded.n):
         return f"the result is {out.dtype} {tuple(out.shape)}, not {dtype} {(padded.m, padded.n)}"
     # float64: the product of float32 operands must not depend on whether TF32 is allowed here.
@@ -254,6 +255,7 @@ def compare(out: torch.Tensor, expected: torch.Tensor, bound: torch.Tensor) -> s
 
 
 def _likeness(out: torch.Tensor, expected: torch.Tensor, wrong: torch.Tensor) -> str | None:
+    """What a wrong result looks like: unwritten, off by a scale, or wrong in some rows or columns alone; else None."""
     if not torch.isfinite(out).all():
         return f"{int((~torch.isfinite(out)).sum())} are not finite"
     if not out[wrong].any():
@@ -278,5 +280,6 @@ def _likeness(out: torch.Tensor, expected: torch.Tensor, wrong: torch.Tensor) ->
 
 
 def _deviation(octaves: torch.Tensor, dim: int) -> float:
+    """How far numbers lie from the median of their row or column, in octaves: the median over rows or columns."""
     middle = octaves.nanmedian(dim=dim, keepdim=True).values
     return float((octaves - middle).abs().nanmean(dim=dim).nanmedian())

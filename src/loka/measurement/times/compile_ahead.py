@@ -1,23 +1,18 @@
 """Libraries that compile for each shape do it ahead, on all cores, not one shape after the other."""
 
-from collections.abc import Callable, Iterable, Sequence
-from typing import TypeVar
+from collections.abc import Iterable, Sequence
 
 from loka.core.problem import Problem
+from loka.core.progress import Track
 from loka.core.records.report import HP
 from loka.kernels.gemm.registry import candidate_named
 
-T = TypeVar("T")
-Track = Callable[[Iterable[T], str, int], Iterable[T]]
-"""(items, description, total) -> the same items; a place for a progress bar."""
-
-
-def untracked(items: Iterable[T], description: str, total: int) -> Iterable[T]:
-    return items
-
 
 def compile_ahead(problems: Sequence[Problem], names: Iterable[str], track: Track) -> None:
-    """Compiles `problems` for those of the candidates `names` whose kernels can. Needs the GPU."""
+    """Compiles kernels for `problems`, of those candidates among `names` that compile for each shape. Needs the GPU.
+
+    `track` is advanced as shapes are done, once for each kernel's library.
+    """
     if not problems:
         return
     kernels = {name: candidate_named(name).kernel for name in names if name != HP}

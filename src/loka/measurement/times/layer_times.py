@@ -107,6 +107,10 @@ def time_in_region(
 def _time_site(
     site: SiteReport, layer: LinearStats, operands: Callable[[], list[Operands]], timer: Timer, stacked: bool
 ) -> SiteReport:
+    """The site with times of every candidate that can run, out of the cache or a race.
+
+    Where time or memory ran out, `unfinished` says so. `operands` makes them, and is not called for what is cached.
+    """
     # An earlier attempt, cut short, may have pinned an algorithm: search again.
     measured = {_asked(name, timer): m for name, m in site.measurements.items()}
     names = [name for name, m in measured.items() if not m.unsupported]
@@ -134,6 +138,11 @@ def _time_site(
             return replace(site, unfinished=NO_MEMORY)
         if not times.cut_short and not _short_of_memory(times.failures):
             timer.cache.put(key, times)
+    return _with_times(site, measured, times)
+
+
+def _with_times(site: SiteReport, measured: Mapping[str, Measurement], times: SiteTimes) -> SiteReport:
+    """The site with `times` in what was `measured` before, by candidate; a pinned algorithm goes by its own name."""
     measurements: dict[str, Measurement] = {}
     for name, found in measured.items():
         actual = times.pinned.get(name, name)
@@ -150,12 +159,14 @@ def _time_site(
 
 
 def _asked(name: str, timer: Timer) -> str:
+    """The candidate that was asked for: "kernel:recipe" of "kernel:recipe@3", a pinned algorithm of it."""
     return name if name == HP or name in timer.candidates else name.partition("@")[0]
 
 
 def _time_quantize_once(
     sites: Mapping[Gemm, SiteReport], layer: LinearStats, operands: Callable[[], list[Operands]], timer: Timer
 ) -> Savings | None:
+    """What is saved by quantizing a tensor once for two GEMMs; None where time or memory ran out."""
     problems = {gemm: site.problem for gemm, site in sites.items()}
     names = {gemm: [name for name, m in site.measurements.items() if not m.unsupported] for gemm, site in sites.items()}
     wanted = {
@@ -184,6 +195,7 @@ def _time_quantize_once(
 
 
 def _key(layer: LinearStats, timer: Timer) -> dict[str, Any]:
+    """What every time in the cache depends on, beside what was timed."""
     settings = timer.settings
     return {
         "machine": encode(timer.machine),

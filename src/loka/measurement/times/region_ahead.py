@@ -19,10 +19,10 @@ from typing import Any
 
 import torch
 
+from loka.core.progress import Track
 from loka.core.records.stats import LinearStats
 from loka.core.signature import LinearShape
 from loka.core.storage.codec import decode, encode
-from loka.measurement.times.compile_ahead import Track
 from loka.measurement.times.region_times import LAYERS, time_region
 
 _FEWEST, _MOST = 4, 32  # processes: each imports torch first, and two on two cores took longer than none
@@ -81,15 +81,15 @@ def _workers(cells: Sequence[Cell], device: torch.device) -> int:
     return most if most >= _FEWEST and config.fx_graph_cache else 0
 
 
-def _worker(cells: Sequence[Cell], device: torch.device, told: Path) -> subprocess.Popen[bytes]:
+def _worker(cells: Sequence[Cell], device: torch.device, task: Path) -> subprocess.Popen[bytes]:
     bare = [(_bare(layer), shape, arms, chained) for layer, shape, arms, chained in cells]
     index = torch.cuda.current_device() if device.type == "cuda" else 0
-    told.write_text(json.dumps([encode(bare), str(device), index, _compiler()]))
+    task.write_text(json.dumps([encode(bare), str(device), index, _compiler()]))
     if not sys.executable:
         raise OSError("the path of this Python is not known")
     # Not multiprocessing: a spawned worker would import the user's main module again.
     return subprocess.Popen(
-        [sys.executable, "-P", "-c", _COMMAND, str(told)],
+        [sys.executable, "-P", "-c", _COMMAND, str(task)],
         env=os.environ | {"PYTHONPATH": os.pathsep.join(place or os.getcwd() for place in sys.path)},
         stdin=subprocess.PIPE,  # nothing is written to it: it closes when this process ends, however that ends
         stdout=subprocess.DEVNULL,
@@ -124,7 +124,7 @@ def work() -> None:
     from torch._inductor import config
 
     threading.Thread(target=lambda: (os.read(0, 1), os._exit(1)), daemon=True).start()
-    told, on, index, (settings, (deterministic, warn_only), precision) = json.loads(Path(sys.argv[1]).read_text())
+    cells, on, index, (settings, (deterministic, warn_only), precision) = json.loads(Path(sys.argv[1]).read_text())
     for name, value in {**settings, "autotune_local_cache": False, "compile_threads": 1}.items():
         with contextlib.suppress(AttributeError):  # names of one torch that refer to another's
             setattr(config, name, value)
@@ -134,7 +134,7 @@ def work() -> None:
     device = torch.device(on)
     if device.type == "cuda":
         torch.cuda.set_device(index)
-    for layer, shape, arms, chained in told:
+    for layer, shape, arms, chained in cells:
         layer, shape = decode(LinearStats, layer), decode(LinearShape, shape)
         with contextlib.suppress(Exception):  # who times it will see
             time_region(layer, shape, device=device, settings=None, arms=arms, chained=chained)

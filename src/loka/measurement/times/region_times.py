@@ -139,25 +139,30 @@ def time_region(
     for name in (HP, *arms):
         if why := _no_kernel(name, layer, shape, device):
             refused[name] = Measurement(unsupported=why)
-            continue
-        with torch.random.fork_rng(devices=[]):  # measuring leaves the program's random numbers alone
-            there = shape.in_features, shape.out_features
-            sides = [(there, there[::-1])[at % 2] for at in range(CHAINED)] if chained else [there] * LAYERS
-            cell = (_Chain if chained else _Cell)(nn.Linear(*each, bias=shape.bias) for each in sides)
-        cell.to(device, DTYPES[layer.weight_dtype])
-        if not layer.needs_weight_grad:
-            cell.requires_grad_(False)
-        if name != HP:
-            layers = signature(cell).layers
-            attach(cell, layers, dict.fromkeys(layers, ARMS[name]), join=True)
-            forget(site.health for site in sites_of(cell).values())
-            if layer.kept_weight:
-                for part in cell.layers:
-                    kept = _Kept(part.get_parameter("weight"), integers=name == REGION_INT8)
-                    parametrize.register_parametrization(part, "weight", kept, unsafe=True)
-        cells[name] = compile_in_place(cell)
+        else:
+            cells[name] = _compiled_cell(name, layer, shape, device, chained=chained)
     found = _race(cells, shape, layer, device=device, settings=settings, deadline=deadline)
     return None if found is None else {**found, **refused}
+
+
+def _compiled_cell(arm: str, layer: LinearStats, shape: LinearShape, device: torch.device, *, chained: bool) -> _Cell:
+    """A cell, or a chain, of layers like this one, joined in regions by `arm` or in high precision."""
+    with torch.random.fork_rng(devices=[]):  # measuring leaves the program's random numbers alone
+        there = shape.in_features, shape.out_features
+        sides = [(there, there[::-1])[at % 2] for at in range(CHAINED)] if chained else [there] * LAYERS
+        cell = (_Chain if chained else _Cell)(nn.Linear(*each, bias=shape.bias) for each in sides)
+    cell.to(device, DTYPES[layer.weight_dtype])
+    if not layer.needs_weight_grad:
+        cell.requires_grad_(False)
+    if arm != HP:
+        layers = signature(cell).layers
+        attach(cell, layers, dict.fromkeys(layers, ARMS[arm]), join=True)
+        forget(site.health for site in sites_of(cell).values())
+        if layer.kept_weight:
+            for part in cell.layers:
+                kept = _Kept(part.get_parameter("weight"), integers=arm == REGION_INT8)
+                parametrize.register_parametrization(part, "weight", kept, unsafe=True)
+    return compile_in_place(cell)
 
 
 def _no_kernel(arm: str, layer: LinearStats, shape: LinearShape, device: torch.device) -> str | None:
@@ -176,7 +181,7 @@ def _no_kernel(arm: str, layer: LinearStats, shape: LinearShape, device: torch.d
 
 
 def _race(
-    arms: Mapping[str, _Cell],
+    cells: Mapping[str, _Cell],
     shape: LinearShape,
     layer: LinearStats,
     *,
@@ -184,23 +189,15 @@ def _race(
     settings: Settings | None,
     deadline: float | None,
 ) -> dict[str, Measurement] | None:
-    steps: dict[str, Callable[[], object]] = {}
-    found: dict[str, Measurement] = {}
-    for name, arm in arms.items():
-        try:
-            step = _step(arm, shape, layer, device)
-            with config.patch(autograd_cache_allow_custom_autograd_functions=True):  # or sites are traced anew
-                step()
-                step()
-            steps[name] = step
-        except (torch.AcceleratorError, torch.OutOfMemoryError):
-            raise  # CUDA is unusable after the first
-        except Exception as error:  # a compiler raises what it likes
-            found[name] = _failure(error, device)
+    """Compiles the cells of all arms and times them; as `time_region` returns and raises.
+
+    An arm that fails to compile, or whose layers the compiler did not join, says why; the others are timed.
+    """
+    steps, found = _compiled_steps(cells, shape, layer, device)
     if HP not in steps or REGION not in steps or settings is None:
         return found
     for name in [name for name in ARMS if name in steps]:
-        for reason in regions(arms[name]).apart.values():
+        for reason in regions(cells[name]).apart.values():
             found[name] = Measurement(unsupported=f"it was not joined: {reason}")
             steps.pop(name, None)
     if REGION not in steps:
@@ -224,7 +221,7 @@ def _race(
         return None
     for name, timing in times.timings.items():
         found[name] = Measurement(
-            microseconds=_of_one(timing.microseconds, len(arms[HP].layers)),
+            microseconds=_of_one(timing.microseconds, len(cells[HP].layers)),
             speedup=timing.speedup,
             rounds=timing.rounds,
         )
@@ -233,17 +230,40 @@ def _race(
     return found
 
 
+def _compiled_steps(
+    cells: Mapping[str, _Cell], shape: LinearShape, layer: LinearStats, device: torch.device
+) -> tuple[dict[str, Callable[[], object]], dict[str, Measurement]]:
+    """By arm, a step that has run twice, so that all of it is compiled; and why others could not run."""
+    steps: dict[str, Callable[[], object]] = {}
+    failures: dict[str, Measurement] = {}
+    for name, cell in cells.items():
+        try:
+            step = _step(cell, shape, layer, device)
+            with config.patch(autograd_cache_allow_custom_autograd_functions=True):  # or sites are traced anew
+                step()
+                step()
+            steps[name] = step
+        except (torch.AcceleratorError, torch.OutOfMemoryError):
+            raise  # CUDA is unusable after the first
+        except Exception as error:  # a compiler raises what it likes
+            failures[name] = _failure(error, device)
+    return steps, failures
+
+
 def _of_one(time: Estimate, layers: int) -> Estimate:
+    """A layer's part of the time of a cell of so many."""
     return Estimate(time.value / layers, time.low / layers, time.high / layers)
 
 
 def _failure(error: Exception, device: torch.device) -> Measurement:
+    """What to say of an arm that raised. Raises `error` again where CUDA is unusable after it."""
     if device.type == "cuda" and not still_usable():
         raise error
     return Measurement(unsupported=f"cannot be timed: {first_line(error)}")
 
 
 def _step(model: _Cell, shape: LinearShape, layer: LinearStats, device: torch.device) -> Callable[[], object]:
+    """Forward, and backward where the layer has gradients, on random inputs [rows, K] that stay the same."""
     generator = torch.Generator(device).manual_seed(0)
     compute = DTYPES[layer.dtype]
     sides = layer.rows, shape.in_features

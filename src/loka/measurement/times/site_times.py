@@ -24,7 +24,7 @@ from loka.kernels.gemm.registry import Candidate, candidate_named
 from loka.kernels.gemm.run import ScaledGemm, run_gemm, scaled_gemm
 from loka.kernels.quantize.quantizer import quantize_operand
 from loka.kernels.quantize.side import BAD_A, BAD_B
-from loka.measurement.operands import Operands, any_columns, sides
+from loka.measurement.operands import Operands, any_columns, sides, with_weight_cast
 from loka.measurement.settings import Settings
 from loka.measurement.times.hp_call import is_odd, padded_call
 
@@ -142,7 +142,7 @@ def _faster_hp(
     deadline: float | None,
 ) -> tuple[Callable[[], torch.Tensor], bool]:
     """`plain` or with padded sides (times/hp_call.py), and whether their race was cut short."""
-    padded = padded_call([sides(problem.gemm, each) for each in _cast(sets, problem)], problem)
+    padded = padded_call([sides(problem.gemm, each) for each in _for_hp(sets, problem)], problem)
     calls = {HP: plain, f"{HP}, padded": padded}
     found = time_interleaved(
         calls,
@@ -156,12 +156,9 @@ def _faster_hp(
     return calls[found.winner], found.ended == "deadline"
 
 
-def _cast(sets: Sequence[Operands], problem: Problem) -> Sequence[Operands]:
-    """bf16 gets its weight cast beforehand, as autocast's cache does for it within a step."""
-    if problem.gemm is Gemm.GRAD_WEIGHT:
-        return sets
-    other = "input" if problem.gemm is Gemm.OUTPUT else "grad_output"
-    return [{**s, "weight": s["weight"].to(s[other].dtype)} for s in sets]
+def _for_hp(sets: Sequence[Operands], problem: Problem) -> Sequence[Operands]:
+    """The operands as a GEMM in high precision gets them; `grad_weight` reads no weight."""
+    return sets if problem.gemm is Gemm.GRAD_WEIGHT else [with_weight_cast(each) for each in sets]
 
 
 def _renamed(rivals: Mapping[str, Sequence[str]], entered: Mapping[str, str]) -> dict[str, list[str]]:
@@ -181,7 +178,7 @@ def site_call(
         return lambda: alone().clone()
     health = torch.zeros(3, dtype=torch.int64, device=sets[0]["weight"].device)
     if name == HP:
-        sets = _cast(sets, problem)
+        sets = _for_hp(sets, problem)
     operands = _rotate([sides(problem.gemm, each) for each in sets])
     dtype = DTYPES[problem.dtype]
     centred = name != HP and candidate_named(name).recipe.centred  # times do not depend on the numbers

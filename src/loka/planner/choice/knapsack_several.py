@@ -25,8 +25,8 @@ _ROUNDING = 1e-12  # of a limit: less would be mended for ever
 
 
 @dataclass(frozen=True, kw_only=True)
-class Choice:
-    """One way to run an item: its time, and what it spends of each limit."""
+class WayByLimit:
+    """One way to run an item, as knapsack.Way: its time, and what it spends of each limit, in their order."""
 
     name: str
     time: float
@@ -37,7 +37,7 @@ class Choice:
 class Spent:
     """`taken` by item; no choice within the limits takes less than `bound` in all."""
 
-    taken: Mapping[str, Choice]
+    taken: Mapping[str, WayByLimit]
     bound: float
 
     @property
@@ -45,7 +45,7 @@ class Spent:
         return math.fsum(choice.time for choice in self.taken.values())
 
 
-def spend_several(items: Mapping[str, Sequence[Choice]], limits: Sequence[float]) -> Spent:
+def spend_several(items: Mapping[str, Sequence[WayByLimit]], limits: Sequence[float]) -> Spent:
     """The way of each item, by name. What all ways of an item spend is spent, even above a limit: what was
     forced cannot be refused here, and the others share what it leaves.
 
@@ -78,7 +78,7 @@ def spend_several(items: Mapping[str, Sequence[Choice]], limits: Sequence[float]
     return Spent(taken=taken, bound=min(bound, math.fsum(choice.time for choice in taken.values())))
 
 
-def _shares(items: Mapping[str, Sequence[Choice]], limits: Sequence[float]) -> dict[str, list[Choice]]:
+def _shares(items: Mapping[str, Sequence[WayByLimit]], limits: Sequence[float]) -> dict[str, list[WayByLimit]]:
     """The ways with shares of what is left of each limit, beyond what all ways of their item spend."""
     least = {
         name: tuple(min(column) for column in zip(*(way.effects for way in ways), strict=True))
@@ -97,11 +97,11 @@ def _shares(items: Mapping[str, Sequence[Choice]], limits: Sequence[float]) -> d
     return found
 
 
-def _original(ways: Sequence[Choice], share: Choice) -> Choice:
+def _original(ways: Sequence[WayByLimit], share: WayByLimit) -> WayByLimit:
     return next(way for way in ways if way.name == share.name and way.time == share.time)
 
 
-def _way(place: int, choice: Choice, weights: Sequence[float]) -> Way:
+def _way(place: int, choice: WayByLimit, weights: Sequence[float]) -> Way:
     effect = math.fsum(weight * share for weight, share in zip(weights, choice.effects, strict=True))
     return Way(name=f"{place:06d}", time=choice.time, effect=effect)
 
@@ -123,18 +123,18 @@ def _walked(surrogate: Mapping[str, Sequence[Way]]) -> tuple[dict[str, int], flo
     return {name: int(way.name) for name, way in at.items()}, time
 
 
-def _used(taken: Mapping[str, int], shares: Mapping[str, Sequence[Choice]], count: int) -> list[float]:
+def _used(taken: Mapping[str, int], shares: Mapping[str, Sequence[WayByLimit]], count: int) -> list[float]:
     return [math.fsum(shares[name][place].effects[c] for name, place in taken.items()) for c in range(count)]
 
 
-def _order(taken: Mapping[str, int], shares: Mapping[str, Sequence[Choice]], count: int) -> tuple[float, ...]:
+def _order(taken: Mapping[str, int], shares: Mapping[str, Sequence[WayByLimit]], count: int) -> tuple[float, ...]:
     """What breaks least of the limits, then what is fastest, then what spends least."""
     used = _used(taken, shares, count)
     over = math.fsum(max(use - 1 - _ROUNDING, 0.0) for use in used)
     return over, math.fsum(shares[name][place].time for name, place in taken.items()), max(used)
 
 
-def _within(taken: Mapping[str, int], shares: Mapping[str, Sequence[Choice]], count: int) -> dict[str, int]:
+def _within(taken: Mapping[str, int], shares: Mapping[str, Sequence[WayByLimit]], count: int) -> dict[str, int]:
     """Takes back what breaks a limit."""
     ways = dict(taken)
     used = _used(ways, shares, count)
@@ -157,7 +157,7 @@ def _within(taken: Mapping[str, int], shares: Mapping[str, Sequence[Choice]], co
     return ways
 
 
-def _filled(taken: Mapping[str, int], shares: Mapping[str, Sequence[Choice]], count: int) -> dict[str, int]:
+def _filled(taken: Mapping[str, int], shares: Mapping[str, Sequence[WayByLimit]], count: int) -> dict[str, int]:
     """Upgrades while one fits into what is left of every limit, the one first that saves most time."""
     ways = dict(taken)
     while True:

@@ -6,7 +6,7 @@ Effects of sites nearly add up (docs/budget.md; planner/choice/limits.py counts 
 model is a knapsack over its layers (knapsack.py), and limits on tasks and segments are one with several
 (knapsack_several.py). A layer's ways are its allowed choices of all three GEMMs, the best one for each effect its
 `output` GEMM can have; gradients have none, and keep their own rules. Of times within the noise the one that costs
-less KL/H is taken. Without times a GEMM's multiplications stand for them, halved in FP8.
+less KL/H is taken. Without times a GEMM's FLOPs stand for them, halved in FP8.
 """
 
 import math
@@ -16,11 +16,10 @@ from dataclasses import dataclass
 from loka.core.budget import Budget
 from loka.core.recipe import Gemm
 from loka.core.records.plan import Decision
-from loka.core.records.report import HP, Report, SiteReport
+from loka.core.records.report import HP, Report
 from loka.planner.choice.knapsack import Way, spend
-from loka.planner.choice.knapsack_several import Choice, Spent, spend_several
-from loka.planner.choice.layer_choice import Choice as LayerChoice
-from loka.planner.choice.layer_choice import Layer, best_of, tied
+from loka.planner.choice.knapsack_several import Spent, WayByLimit, spend_several
+from loka.planner.choice.layer_choice import Choice, Layer, best_of, tied
 from loka.planner.choice.limits import Cost, Limits, cost_of, fits, regions_without_kl
 
 
@@ -55,7 +54,7 @@ def grant(report: Report, budget: Budget, limits: Limits, layers: Mapping[str, L
     return Granted(layers={path: granted[path] for path in layers}, notes=notes)
 
 
-def _lost(found: Spent, ways: Mapping[str, Sequence[Choice]]) -> str:
+def _lost(found: Spent, ways: Mapping[str, Sequence[WayByLimit]]) -> str:
     """What several limits may have cost the choice itself, by the bound of planner/choice/knapsack_several.py."""
     slowest = math.fsum(max(way.time for way in several) for several in ways.values())
     most, got = slowest - found.bound, slowest - found.time
@@ -70,7 +69,7 @@ def is_forced(decision: Decision | None) -> bool:
     return decision is not None and decision.reason.startswith("forced by")
 
 
-def _layer_ways(layer: Layer, limits: Limits) -> list[Choice]:
+def _layer_ways(layer: Layer, limits: Limits) -> list[WayByLimit]:
     """The best choice for each effect that `output` can have, where spending more also saves time."""
     none = (0.0,) * len(limits)
     output = next((site for site in layer.sites if site.problem.gemm is Gemm.OUTPUT), None)
@@ -78,26 +77,25 @@ def _layer_ways(layer: Layer, limits: Limits) -> list[Choice]:
     spent = cost_of(output, decided.candidate, limits) if output and decided else none
     if not layer.options:
         if output is None or decided is None or decided.candidate == HP or is_forced(decided):
-            return [Choice(name=HP, time=0.0, effects=spent)]
-        work = _work(output)
-        return [Choice(name=HP, time=2 * work, effects=none), Choice(name=decided.candidate, time=work, effects=spent)]
-    levels: dict[Cost, list[LayerChoice]] = {}
+            return [WayByLimit(name=HP, time=0.0, effects=spent)]
+        flops = output.problem.flops
+        return [
+            WayByLimit(name=HP, time=flops, effects=none),
+            WayByLimit(name=decided.candidate, time=flops / 2, effects=spent),
+        ]
+    levels: dict[Cost, list[Choice]] = {}
     for choice in layer.allowed:
         option = choice.options.get(Gemm.OUTPUT)
         cost = cost_of(output, option.name, limits) if output and option else spent
         levels.setdefault(cost, []).append(choice)
-    ways: list[Choice] = []
-    kept: list[tuple[Cost, LayerChoice]] = []
+    ways: list[WayByLimit] = []
+    kept: list[tuple[Cost, Choice]] = []
     for cost in sorted(levels, key=lambda cost: (math.fsum(cost), cost)):
         best = best_of(levels[cost])
         cheaper = [choice for other, choice in kept if fits(other, cost)]
         last = min(cheaper, key=lambda choice: choice.microseconds, default=None)
         if last is None or (best.microseconds < last.microseconds and not tied(last, best)):
             names = " ".join(option.name for option in best.options.values())
-            ways.append(Choice(name=names, time=best.microseconds, effects=cost))
+            ways.append(WayByLimit(name=names, time=best.microseconds, effects=cost))
             kept.append((cost, best))
     return ways
-
-
-def _work(site: SiteReport) -> float:
-    return float(site.problem.m * site.problem.n * site.problem.k)

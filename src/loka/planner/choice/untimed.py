@@ -7,6 +7,10 @@ from loka.planner.choice.limits import Limits, cost_of, share_spent
 
 
 def most_exact(admitted: Mapping[str, Measurement]) -> tuple[str, str, dict[str, str]]:
+    """The candidate with the largest `sqnr_db`, of those within its interval the first by name.
+
+    Returns the candidate, the reason for it, and why each other one lost.
+    """
     errors = {name: m.errors["sqnr_db"] for name, m in admitted.items()}
     best = max(sorted(errors), key=lambda name: errors[name].value)
     equal = sorted(name for name, error in errors.items() if error.high >= errors[best].low)

@@ -29,7 +29,7 @@ _ALIKE = 0.9
 
 
 class ClickLoss:
-    """What the gradients of the sampled steps told: one that is not of clicks says so for good."""
+    """Whether gradients of sampled steps are of a loss over clicks; one that is not settles it for good."""
 
     def __init__(self) -> None:
         self._other: torch.Tensor | None = None  # on the device: nothing waits for it in a step
@@ -44,8 +44,8 @@ class ClickLoss:
             if unless():
                 return
             with unseen(), torch.no_grad(), torch.autocast(grad.device.type, enabled=False):
-                told = _other(z, grad, probabilities=probabilities)
-                self._other = told if self._other is None else self._other | told
+                other = _other(z, grad, probabilities=probabilities)
+                self._other = other if self._other is None else self._other | other
 
         with unseen(), torch.no_grad():
             probabilities = not torch.equal(output.detach().flatten().double(), z)
@@ -55,8 +55,8 @@ class ClickLoss:
     def restore(self, reason: str) -> None:
         self._other = torch.tensor(bool(reason))
 
-    def told(self) -> Callable[[], str]:
-        """Why KL/H may mean nothing, by the steps up to now, or ""; for whoever can wait for the device."""
+    def not_clicks(self) -> Callable[[], str]:
+        """A function that gives why KL/H may mean nothing, by the steps up to now, or "". It waits for the device."""
         other = self._other
         return lambda: NOT_CLICKS if other is not None and bool(other) else ""
 

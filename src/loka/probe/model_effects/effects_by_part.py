@@ -3,7 +3,7 @@
 s_i of task t alone, the rows of segment g alone, H by the labels of t in g
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -50,38 +50,36 @@ def effects_by_part(
 ) -> tuple[dict[str, dict[str, dict[str, Effect]]], dict[str, Part]]:
     """By layer and part the effects by recipe, and what is known of each part.
 
-    `moves` is the variance that the logarithm of a layer's effects has by what the model still moves.
+    Args:
+        paths: the layers.
+        tasks: names of the logits; empty where there is one.
+        base_rate: share of positive labels, or the labels counted, for all tasks or for each; None: H is that of the
+            mean prediction. That of a segment is by the labels of its own rows, where they were read.
+        moves: by layer, the variance that the logarithm of its effects has by what the model still moves.
+        allowed: up to which factor between what a budget is charged and the estimate a part counts as known.
     """
     z = torch.cat([found.logits for found in rows.found]).cpu()
     signed = torch.cat([found.signed for found in rows.found]).cpu()
-    single = ("",) if z.shape[1] == 1 else tuple(tasks)
-    wanted: list[tuple[Part, int, torch.Tensor, LabelRate | float | None]] = []
-    for task, name in enumerate(single):
-        if name:
-            known = base_rate[task] if isinstance(base_rate, Sequence) else base_rate
-            here = rows.uniform
-            part = Part(task=name, rows=int(here.sum()), read=int(here.sum()), allowed=allowed)
-            wanted.append((part, task, here, known))
-        for at, segment in enumerate(segments.segments.names if segments else ()):
-            assert segments is not None
-            here, read = rows.places == at, segments.read[at]
-            positives, known = segments.positives, None
-            if positives is not None and rows.weights is None and positives[at, -1]:  # weighted rows weigh predictions
-                known = LabelRate(positives=float(positives[at, task]), rows=int(positives[at, -1]))
-            part = Part(task=name, segment=segment, rows=int(here.sum()), read=read, allowed=allowed)
-            wanted.append((part, task, here, known))
+    names = ("",) if z.shape[1] == 1 else tuple(tasks)
+    wanted = [
+        *_whole_tasks(rows, names, base_rate, allowed),
+        *(_segments(rows, names, segments, allowed) if segments is not None else ()),
+    ]
+    wanted.sort(key=lambda one: one.task)  # each task before its segments
     effects: dict[str, dict[str, dict[str, Effect]]] = {path: {} for path in paths}
     parts: dict[str, Part] = {}
     pairs = min(_PAIRS, _OF_ALL_PARTS // (len(wanted) + 1))
-    for part, task, here, rate in wanted:
-        rates = None if rate is None else task_rates(rate, 1)
-        reason = no_promise(z[here][:, task : task + 1], rates) if part.rows else "none of its rows was read"
+    for one in wanted:
+        part, rates = one.part, None if one.rate is None else task_rates(one.rate, 1)
+        reason = "none of its rows was read"
+        if part.rows:
+            reason = no_promise(z[one.rows][:, one.task : one.task + 1], rates)
         if part.segment:  # whose rate nobody passes: it is of the rows that are read
             reason = reason.removesuffix(", or pass base_rate=")
         part = replace(part, unknown=reason)
         if not reason:
-            mine, together = _effects(rows, paths, task, len(single) > 1, here, z, signed, rates, pairs)
-            for path, by_recipe in mine.items():
+            by_layer, together = _effects(rows, paths, one, len(names) > 1, z, signed, rates, pairs)
+            for path, by_recipe in by_layer.items():
                 variance = moves.get(path, 0.0) + (rates.log_variance if rates else 0.0)
                 effects[path][part.name] = widened(by_recipe, variance)
             part = judged(replace(part, alike=together), (effects[path].get(part.name, {}) for path in paths))
@@ -89,30 +87,66 @@ def effects_by_part(
     return effects, parts
 
 
+@dataclass(frozen=True)
+class _Wanted:
+    """A part whose effects are wanted: of logit `task`, over the probed rows [m] where `rows` is true."""
+
+    part: Part
+    task: int
+    rows: torch.Tensor
+    rate: LabelRate | float | None
+
+
+def _whole_tasks(
+    rows: ProbedRows, names: Sequence[str], base_rate: BaseRate | None, allowed: float
+) -> Iterator[_Wanted]:
+    """Tasks by name, over the sample of all rows; a single task without a name is the whole model, and no part."""
+    count = int(rows.uniform.sum())
+    for task, name in enumerate(names):
+        if name:
+            rate = base_rate[task] if isinstance(base_rate, Sequence) else base_rate
+            yield _Wanted(Part(task=name, rows=count, read=count, allowed=allowed), task, rows.uniform, rate)
+
+
+def _segments(rows: ProbedRows, names: Sequence[str], segments: SegmentRows, allowed: float) -> Iterator[_Wanted]:
+    """Every segment of every task, over the rows of the segment."""
+    for task, name in enumerate(names):
+        for at, segment in enumerate(segments.segments.names):
+            here, positives, rate = rows.places == at, segments.positives, None
+            if positives is not None and rows.weights is None and positives[at, -1]:  # weighted rows weigh predictions
+                rate = LabelRate(positives=float(positives[at, task]), rows=int(positives[at, -1]))
+            part = Part(task=name, segment=segment, rows=int(here.sum()), read=segments.read[at], allowed=allowed)
+            yield _Wanted(part, task, here, rate)
+
+
 def _effects(
     rows: ProbedRows,
     paths: Sequence[str],
-    task: int,
+    one: _Wanted,
     several: bool,
-    here: torch.Tensor,
     z: torch.Tensor,
     signed: torch.Tensor,
     rates: TaskRates | None,
     pairs: int,
 ) -> tuple[dict[str, dict[str, Effect]], dict[str, dict[str, float]]]:
-    column = slice(task, task + 1)
-    predicted = z[here][:, column].sigmoid()
+    """A part's effects by layer and recipe, without layers of which its rows say nothing; and their correlations.
+
+    `z` and `signed`: logits and signed weights of all probed rows [m, T]. `several`: whether there are several
+    tasks, of which each has changes of its own. `pairs`: how many correlations are kept at most.
+    """
+    column = slice(one.task, one.task + 1)
+    predicted = z[one.rows][:, column].sigmoid()
     if rates is not None:
         predicted = torch.full(predicted.shape, rates.shares[0], dtype=torch.float64)
-    groups = None if rows.groups is None else rows.groups[here].unique(return_inverse=True)[1]
+    groups = None if rows.groups is None else rows.groups[one.rows].unique(return_inverse=True)[1]
     weighing = None
     if rows.weights is not None:
-        weighing = rows.weights[here] / rows.weights[here].mean().clamp_min(1e-300)
-    changes = [over_batches(rows.found, path, task if several else None).cpu()[here] for path in paths]
-    found = effects_of(changes, predicted, signed[here][:, column], groups, weighing)
+        weighing = rows.weights[one.rows] / rows.weights[one.rows].mean().clamp_min(1e-300)
+    changes = [over_batches(rows.found, path, one.task if several else None).cpu()[one.rows] for path in paths]
+    found = effects_of(changes, predicted, signed[one.rows][:, column], groups, weighing)
     named = {path: dict(zip(CASTS, each, strict=True)) for path, each in zip(paths, found, strict=True)}
-    told = {path: each for path, each in named.items() if any(effect.count for effect in each.values())}
-    return told, alike(paths, changes, weighing, pairs)
+    known = {path: each for path, each in named.items() if any(effect.count for effect in each.values())}
+    return known, alike(paths, changes, weighing, pairs)
 
 
 def alike(
@@ -123,10 +157,10 @@ def alike(
 
     Of more than `pairs`, which 200 layers have, those that say most of the joint effect; in other recipes of fewer.
     """
-    reference, _ = both = _correlations(changes, REFERENCE, weighing)
+    r, sizes = _correlations(changes, REFERENCE, weighing)
     found: dict[str, dict[str, float]] = {}
     least = max(ALIKE, 4 / len(changes[0]) ** 0.5)
-    kept = _add(found, paths, REFERENCE, *both, torch.zeros_like(reference), pairs, least)
+    kept = _add(found, paths, REFERENCE, r, sizes, torch.zeros_like(r), pairs, least)
     for recipe in (name for name in CASTS if name in RECIPES and name != REFERENCE):
         _add(found, paths, recipe, *_correlations(changes, recipe, weighing), kept, max(pairs // _OTHERS, 1), least)
     return found

@@ -67,6 +67,7 @@ def _by_operand(
     casts: Sequence[Casts],
     learnt: Learnt,
 ) -> torch.Tensor:
+    """`changes_of` where some casts are centred or hot: casts that differ in nothing else are computed once."""
     changes = torch.empty(len(rows), len(casts), device=weight.device)
     for centred in (False, True):
         alike = [at for at, (left, _) in enumerate(casts) if left.centred == centred]
@@ -246,6 +247,7 @@ def _spread(terms: torch.Tensor, weights: torch.Tensor, clusters: torch.Tensor |
 
 
 def _effect(sums: Sequence[float], sizes: Sequence[int]) -> Effect:
+    """An effect from the `sums` of one site and recipe, laid end to end; `sizes` says how many numbers each has."""
     ends = [sum(sizes[: at + 1]) for at in range(len(sizes))]
     parts = [tuple(sums[end - size : end]) for end, size in zip(ends, sizes, strict=True)]
     (count,), (total,), (squares,), (cubes,), (spread,), probabilities, *shift = parts

@@ -59,7 +59,7 @@ class Horizon:
 
 
 def added_variance(earlier: Effects, now: Effects, horizon: Horizon) -> dict[str, float]:
-    """Of ln(effect), by site."""
+    """By site, the variance that ln(effect) gains until `horizon.until`: `added_s` above."""
     ahead = math.log(max(horizon.until, 1) / max(horizon.now, 1))
     behind = math.log(max(horizon.now, 1) / max(horizon.earlier, 1))
     own = {path: _moved(earlier.get(path, {}), effects) for path, effects in now.items()}

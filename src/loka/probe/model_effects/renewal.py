@@ -1,6 +1,6 @@
 """Effects of every site on the model as it is now, from fresh rows: no step of training, nothing changed.
 
-    for a batch:  forward in eval mode, one backward from the logits to the sites' outputs    sensitivity.py
+    for a batch:  forward in eval mode, one backward from the logits to the sites' outputs     fresh_rows.py
     after all:    term_i of every row, their mean over rows, relative to H             core/numerics/effect.py
     interval:     standard error over rows, or over clusters of rows; H's own where labels tell it; and with a
                   `horizon` what the model moves until then                                    movement.py
@@ -11,45 +11,36 @@ the defaults) and quantizing `samples` rows once for each recipe, whatever the l
 In eval mode a BatchNorm uses its running statistics, so rows do not mix, and such models have effects too.
 """
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import torch
 from torch import nn
 
-from loka.core.exceptions import DataRefused, NotConverted, PlanMismatch
+from loka.core.exceptions import NotConverted
 from loka.core.numerics.effect import NO_PROMISE, OLD, Effect
-from loka.core.numerics.label_rate import BaseRate, require_shares, task_rates
+from loka.core.numerics.label_rate import BaseRate, TaskRates, require_shares, task_rates
 from loka.core.records.parts import WIDTH, Part, part_name
+from loka.core.records.row_segments import RowSegments
 from loka.core.records.stats import LinearStats, Stats
-from loka.core.row_segments import RowSegments
-from loka.nn.linears import find_linears, signature
+from loka.nn.linears import signature
 from loka.nn.site import site_forwards
-from loka.nn.unwrap import device_of, unwrap
-from loka.probe.force_eager import eager
+from loka.nn.unwrap import unwrap
 from loka.probe.layer_stats import with_effects, without_effects
-from loka.probe.model_effects.calls import Found, step_seed
+from loka.probe.model_effects.calls import Found
 from loka.probe.model_effects.effects_by_part import ProbedRows, alike, effects_by_part, over_batches
 from loka.probe.model_effects.error_projection import effects_of
-from loka.probe.model_effects.logits import Logits, NoEffect, called_logits, refuse
+from loka.probe.model_effects.fresh_rows import Clusters, Forward, FreshRows, Labels, Reading, Weights, read_batches
+from loka.probe.model_effects.logits import Logits, NoEffect, refuse
 from loka.probe.model_effects.movement import Horizon, added_variance, widened
 from loka.probe.model_effects.promise import no_promise
-from loka.probe.model_effects.sample_rows import clusters_of_rows, of_mean_one, weights_of_rows
+from loka.probe.model_effects.sample_rows import of_mean_one
 from loka.probe.model_effects.segment_rows import SEGMENT_ROWS, SegmentRows
-from loka.probe.model_effects.sensitivity import Sensitivity
-from loka.probe.model_effects.untouched import as_evaluated, thawed
-from loka.probe.site_trace import SiteCall, SiteNames, SiteTrace
+from loka.probe.refusals import refuse_other_model
 from loka.statistics.effect_casts import CASTS
-from loka.statistics.effect_depths import Learnt, Tables, centre_of_input, columns_in, merge_tables, tables_of
+from loka.statistics.effect_depths import Tables, columns_in, merge_tables, tables_of
 
-Forward = Callable[[nn.Module, Any], Any]
-Clusters = Callable[[Any], torch.Tensor]
-"""A batch -> int64 [B]: rows of one number, such as a user's, may be alike."""
-Weights = Callable[[Any], torch.Tensor]
-"""A batch -> [B], not negative: what each row weighs in the loss."""
-Labels = Callable[[Any], torch.Tensor | None]
-"""A batch -> [B] or [B, tasks] in [0, 1], or None."""
 T = TypeVar("T")
 
 SAMPLES, PER_BATCH = 1536, 192
@@ -127,235 +118,144 @@ def renew_effects(
             f"samples is {samples}, per_batch {per_batch}, segment_rows {segment_rows}; each must be at "
             f"least 1, and segment_width, {segment_width}, above 1"
         )
-    parts = [part_name(t, s) for t in tasks or ("",) for s in ("", *(segments.names if segments else ()))]
-    if len(set(parts)) < len(parts) or "" in tasks:
-        raise ValueError(f"names of tasks, segments and both have to differ, none empty: {'; '.join(parts)}")
+    _require_names(tasks, segments)
     require_shares(base_rate)
-    differences = signature(model, like=stats.model).differences(stats.model)
-    if differences:
-        raise PlanMismatch("these statistics are of another model", why=differences, way_out="probe this model afresh")
-    if site_forwards(model):
-        raise NotConverted(
-            "this model runs a plan, and its effects are those of the unquantized model",
-            way_out="loka.revert(model) first",
-        )
+    _require_same_model(model, stats)
     if logits is not None or tasks:  # whoever says what they are knows the loss
         stats = replace(stats, not_clicks="")
     strata = None if segments is None else SegmentRows(segments, wanted=segment_rows)
     if len(tasks) > 1 and logits is None:
         logits = _as_named  # whoever names its columns says what they are
     columns = {path: columns_in(tables_of(layer)) for path, layer in stats.layers.items()}
-    rows = _Rows(tasks=tuple(tasks), strata=strata, labels=labels or _labels_of, columns=columns)
+    rows = FreshRows(tasks=tuple(tasks), strata=strata, columns=columns)
     try:
         refuse(model)
     except NoEffect as reason:
         rows.missed = dict.fromkeys(stats.layers, str(reason))
     else:
-        run = forward or _as_in_training
-        _read(unwrap(model), stats, batches, rows, logits, run, (clusters, weights), samples, per_batch, seed)
+        reading = Reading(
+            model=unwrap(model),
+            stats=stats,
+            logits=logits,
+            forward=forward or _as_in_training,
+            clusters=clusters,
+            weights=weights,
+            labels=labels or _labels_of,
+            samples=samples,
+            per_batch=per_batch,
+            seed=seed,
+        )
+        read_batches(batches, reading, rows)
     renewed = _renewed(stats, rows, base_rate, horizon, segment_width)
     return replace(renewed, final_rate=final_rate)
 
 
-@dataclass
-class _Rows:
-    """What the batches showed: one `Found` for each, its clusters and weights, and why sites show nothing.
-
-    With `strata` a batch may have a second one, of rows beside the sample of all rows: `uniform` tells them
-    apart, and `places` say of each row in which segment it is.
-    """
-
-    tasks: tuple[str, ...]
-    strata: SegmentRows | None
-    labels: Labels
-    columns: dict[str, Tables]  # that tell the hot ones of each site, once they are known
-    uniform: list[bool] = field(default_factory=list)
-    places: list[torch.Tensor] = field(default_factory=list)
-    found: list[Found] = field(default_factory=list)
-    clusters: list[torch.Tensor] = field(default_factory=list)
-    weights: list[torch.Tensor] = field(default_factory=list)
-    size: int = 0  # of the latest batch
-    missed: dict[str, str] = field(default_factory=dict)
-    count: int = 0
-
-    def learn_columns(self, fresh: Found) -> bool:
-        """Whether it tells hot columns where none were known. They stay: a plan has one set for all rows."""
-        fresh_columns = {path: columns_in(tables) for path, (_, tables) in fresh.sites.items()}
-        lacking = {path: tables for path, tables in fresh_columns.items() if tables.keys() - self.columns[path].keys()}
-        self.columns |= {path: {**tables, **self.columns[path]} for path, tables in lacking.items()}
-        return bool(lacking)
-
-    def require_named(self, count: int) -> None:
-        if self.tasks and len(self.tasks) != count:
-            raise ValueError(f"{len(self.tasks)} names of tasks, {', '.join(self.tasks)}, for {count} logits: name all")
-        if self.strata is not None and count > 1 and not self.tasks:
-            raise ValueError(f"segments of {count} logits need their names: pass tasks=")
+def _require_names(tasks: Sequence[str], segments: RowSegments | None) -> None:
+    parts = [part_name(t, s) for t in tasks or ("",) for s in ("", *(segments.names if segments else ()))]
+    if len(set(parts)) < len(parts) or "" in tasks:
+        raise ValueError(f"names of tasks, segments and both have to differ, none empty: {'; '.join(parts)}")
 
 
-def _read(
-    model: nn.Module,
-    stats: Stats,
-    batches: Iterable[Any],
-    rows: _Rows,
-    logits: Logits | None,
-    forward: Forward,
-    by_row: tuple[Clusters | None, Weights | None],
-    samples: int,
-    per_batch: int,
-    seed: int,
-) -> None:
-    clusters, weights = by_row
-    linears, _ = find_linears(model)
-    traced = {path: shape for path, shape in stats.model.layers.items() if shape.use is not None}
-
-    def learnt(path: str) -> Learnt:
-        """What a plan by the renewed statistics will fix."""
-        return Learnt(centre_of_input(stats.layers[path]).to(device_of(unwrap(model))), rows.columns[path])
-
-    def probe(
-        batch: Any, step: int, take: int, chosen: torch.Tensor | None, places: torch.Tensor | None
-    ) -> Found | None:
-        """One forward, and backward from the logits of some rows."""
-        found: list[Found] = []
-        sensitivity = Sensitivity(
-            samples=take,
-            per_step=take,
-            logits=logits,
-            base_rate=None,
-            seed=seed,
-            sink=found.append,
-            by_task=bool(rows.tasks),
-            chosen=chosen,
-            learnt=learnt,
+def _require_same_model(model: nn.Module, stats: Stats) -> None:
+    refuse_other_model(stats, signature(model, like=stats.model))
+    if site_forwards(model):
+        raise NotConverted(
+            "this model runs a plan, and its effects are those of the unquantized model",
+            way_out="loka.revert(model) first",
         )
 
-        def observe(site: SiteCall, output: torch.Tensor) -> None:
-            if site.path in stats.layers:
-                sensitivity.see(site.path, site.weight, site.x, output, site.rows)
 
-        names = SiteNames(linears, traced)
-        trace = SiteTrace(
-            model, names, linears=linears, filter=None, observe=observe, account=False, hooks=sensitivity.hooks
-        )
-        eager.acquire()
-        try:
-            with as_evaluated(model), thawed(model):
-                sensitivity.begin((), step=step_seed(seed, step) % (1 << 31))
-                trace.start()
-                try:
-                    output = forward(model, batch)
-                finally:
-                    for handle in trace.stop():
-                        handle.remove()
-                columns = called_logits(output) if logits is None and not isinstance(output, tuple) else None
-                if isinstance(columns, torch.Tensor) and columns.ndim == 2:
-                    rows.require_named(columns.shape[1])
-                sensitivity.finish(model, output)
-        finally:
-            eager.release()
-        if rows.strata is not None and places is not None and sensitivity.size not in (0, len(places)):
-            raise DataRefused(
-                f"segments.of gives {len(places)} places in {rows.strata.segments.names} to {sensitivity.size} rows",
-                way_out="give each row one, or -1",
-            )
-        refused = {path for path, reason in rows.missed.items() if reason.startswith(NO_PROMISE)}
-        rows.missed |= {path: reason for path, reason in sensitivity.missed().items() if path not in refused}
-        rows.size = sensitivity.size
-        return found[0] if found else None
-
-    def keep(batch: Any, fresh: Found | None, places: torch.Tensor | None, *, uniform: bool) -> None:
-        if fresh is None:
-            return
-        rows.require_named(fresh.logits.shape[1])
-        rows.found.append(fresh)
-        rows.uniform.append(uniform)
-        if rows.strata is not None and places is not None:
-            rows.strata.note(places, fresh)
-            rows.places.append(places[fresh.picks])
-        if clusters is not None:
-            rows.clusters.append(clusters_of_rows(clusters(batch), rows.size)[fresh.picks])
-        if weights is not None:
-            rows.weights.append(weights_of_rows(weights(batch), rows.size)[fresh.picks])
-
-    for number, batch in enumerate(batches):
-        strata, places, fresh = rows.strata, None, None
-        if strata is not None:
-            places = strata.places(batch)
-        if rows.count < samples:
-            take = min(per_batch, samples - rows.count)
-            fresh = probe(batch, number + 1, take, None, places)
-            if fresh is not None and rows.learn_columns(fresh):
-                fresh = probe(batch, number + 1, take, None, places)
-            keep(batch, fresh, places, uniform=True)
-            rows.count += len(fresh.picks) if fresh is not None else 0
-        if strata is not None and places is not None:
-            strata.see(places, rows.labels(batch) if weights is None else None, rows.tasks)
-            taken = fresh.picks if fresh is not None else places[:0]
-            chosen = strata.choose(places, taken, step_seed(seed, number + 1) % (1 << 31))
-            if len(chosen):
-                keep(batch, probe(batch, number + 1, len(chosen), chosen, places), places, uniform=False)
-        if rows.count >= samples and (strata is None or strata.enough):
-            return
-
-
-def _renewed(stats: Stats, rows: _Rows, base_rate: BaseRate | None, horizon: Horizon | None, allowed: float) -> Stats:
+def _renewed(
+    stats: Stats, rows: FreshRows, base_rate: BaseRate | None, horizon: Horizon | None, allowed: float
+) -> Stats:
+    """`stats` with what `rows` show; `allowed` is `segment_width`."""
     if not any(rows.uniform):
         reasons = rows.missed or dict.fromkeys(stats.layers, "there were no rows to renew it from")
         kept = {p: _kept(layer, reasons.get(p, "")) for p, layer in stats.layers.items()}
         return replace(stats, layers=kept, parts={}, alike={})
-    every = [found for found, uniform in zip(rows.found, rows.uniform, strict=True) if uniform]
-    z = torch.cat([found.logits for found in every])
+    found = _of_all_rows(rows.found, rows)
+    z = torch.cat([each.logits for each in found])
     rates = task_rates(base_rate, z.shape[1]) if base_rate is not None else None
     refused = no_promise(z, rates)
     if refused:
         reason = NO_PROMISE + refused
         without = {p: without_effects(layer, reason) for p, layer in stats.layers.items()}
         return replace(stats, layers=without, parts={}, alike={})
-    predicted = z.sigmoid()
-    if rates is not None:
-        predicted = torch.tensor(rates.shares, dtype=torch.float64).expand(z.shape)
-    signed = torch.cat([found.signed for found in every])
-    groups = torch.cat(_of(rows.clusters, rows)).unique(return_inverse=True)[1] if rows.clusters else None
-    paths = [path for path in stats.layers if any(path in found.sites for found in every)]
-    changes = [over_batches(every, path) for path in paths]
-    weighing = of_mean_one(torch.cat(_of(rows.weights, rows))) if rows.weights else None
-    known = dict(zip(paths, effects_of(changes, predicted, signed, groups, weighing), strict=True))
-    now = {path: dict(zip(CASTS, effects, strict=True)) for path, effects in known.items()}
-    now = {path: effects for path, effects in now.items() if any(e.count for e in effects.values())}
-    variance = rates.log_variance if rates is not None else 0.0
-    moves = dict.fromkeys(now, 0.0)
+    model_effects = _model_effects(rows, [path for path in stats.layers if any(path in f.sites for f in found)], rates)
+    known = model_effects.known
+    moves = dict.fromkeys(known, 0.0)
     if horizon is not None:
-        moves = added_variance({path: stats.layers[path].effects for path in now}, now, horizon)
+        moves = added_variance({path: stats.layers[path].effects for path in known}, known, horizon)
     by_part: dict[str, dict[str, dict[str, Effect]]] = {}
     parts: dict[str, Part] = {}
     if rows.tasks or rows.strata is not None:
         by_part, parts = effects_by_part(
             _probed(rows),
-            list(now),
+            list(known),
             tasks=rows.tasks,
             segments=rows.strata,
             base_rate=base_rate,
             moves=moves,
             allowed=allowed,
         )
+    of_labels = rates.log_variance if rates is not None else 0.0
     layers = {}
     for path, layer in stats.layers.items():
-        if path in now:
-            tables = {**_tables(every, path), **rows.columns[path]}
-            effects = widened(now[path], variance + moves[path])
+        if path in known:
+            tables = {**_tables(found, path), **rows.columns[path]}
+            effects = widened(known[path], of_labels + moves[path])
             layer = with_effects(without_effects(layer, ""), effects, tables, "")
             layers[path] = replace(layer, effects_by_part=by_part.get(path, {}))
         else:
-            reason = rows.missed.get(path, "no fresh row reaches it")
-            layers[path] = _kept(layer, "its effect is finite on no sample" if path in known else reason)
-    return replace(stats, layers=layers, parts=parts, alike=alike(paths, [each.cpu() for each in changes], weighing))
+            reason = "its effect is finite on no sample"
+            if path not in model_effects.paths:
+                reason = rows.missed.get(path, "no fresh row reaches it")
+            layers[path] = _kept(layer, reason)
+    return replace(stats, layers=layers, parts=parts, alike=model_effects.alike)
 
 
-def _of(values: Sequence[T], rows: _Rows) -> list[T]:
-    return [value for value, uniform in zip(values, rows.uniform, strict=True) if uniform]
+@dataclass(frozen=True)
+class _ModelEffects:
+    """Effects on the whole loss, from the sample of all rows.
+
+    Attributes:
+        paths: the sites that some batch showed.
+        known: of those, by site, the effects by recipe, where some recipe's is finite on a row.
+        alike: correlations of what the sites of `paths` change, as `Stats.alike`.
+    """
+
+    paths: list[str]
+    known: dict[str, dict[str, Effect]]
+    alike: dict[str, dict[str, float]]
 
 
-def _probed(rows: _Rows) -> ProbedRows:
+def _model_effects(rows: FreshRows, paths: list[str], rates: TaskRates | None) -> _ModelEffects:
+    """`rates`: of positive labels, whose entropy H then is; None: H is that of the mean prediction."""
+    found = _of_all_rows(rows.found, rows)
+    z = torch.cat([each.logits for each in found])
+    predicted = z.sigmoid()
+    if rates is not None:
+        predicted = torch.tensor(rates.shares, dtype=torch.float64).expand(z.shape)
+    signed = torch.cat([each.signed for each in found])
+    clusters, weights = _of_all_rows(rows.clusters, rows), _of_all_rows(rows.weights, rows)
+    groups = torch.cat(clusters).unique(return_inverse=True)[1] if clusters else None
+    weighing = of_mean_one(torch.cat(weights)) if weights else None
+    changes = [over_batches(found, path) for path in paths]
+    effects = effects_of(changes, predicted, signed, groups, weighing)
+    by_recipe = {path: dict(zip(CASTS, each, strict=True)) for path, each in zip(paths, effects, strict=True)}
+    return _ModelEffects(
+        paths=paths,
+        known={path: each for path, each in by_recipe.items() if any(e.count for e in each.values())},
+        alike=alike(paths, [each.cpu() for each in changes], weighing),
+    )
+
+
+def _of_all_rows(values: Sequence[T], rows: FreshRows) -> list[T]:
+    """Those of `values`, one for each `Found`, that belong to the sample of all rows; none where none were given."""
+    return [value for value, uniform in zip(values, rows.uniform, strict=True) if uniform] if values else []
+
+
+def _probed(rows: FreshRows) -> ProbedRows:
     counts = [len(found.picks) for found in rows.found]
     none = [torch.full((count,), -1) for count in counts]
     uniform = [torch.full((count,), one) for count, one in zip(counts, rows.uniform, strict=True)]
@@ -369,6 +269,7 @@ def _probed(rows: _Rows) -> ProbedRows:
 
 
 def _tables(found: Sequence[Found], path: str) -> Tables:
+    """The site's histograms, summed over batches."""
     total: Tables = {}
     for batch in found:
         if path in batch.sites:
@@ -377,6 +278,7 @@ def _tables(found: Sequence[Found], path: str) -> Tables:
 
 
 def _kept(layer: LinearStats, reason: str) -> LinearStats:
+    """A layer that fresh rows did not renew: with its old effects, marked as old, unless nothing can be promised."""
     if reason.startswith(NO_PROMISE):
         return without_effects(layer, reason)
     reason = reason or layer.no_effect.removeprefix(OLD) or "the fresh rows do not tell"

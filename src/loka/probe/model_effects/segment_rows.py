@@ -14,7 +14,7 @@ from torch.nn import functional
 
 from loka.core.exceptions import DataRefused
 from loka.core.records.parts import part_name
-from loka.core.row_segments import RowSegments, places_of
+from loka.core.records.row_segments import RowSegments, places_of
 from loka.probe.model_effects.calls import Found
 
 SEGMENT_ROWS = 512

@@ -325,6 +325,7 @@ class Sensitivity:
         return learnt if known is None else replace(learnt, tables=known.tables)
 
     def _flush(self) -> None:
+        """Notes what waited for gradients of training, and lets effects of sites that a step missed fade."""
         waiting, self._waiting = self._waiting, []
         for step in waiting:
             if step.picks is not None and self._base_rate is not None:

@@ -130,59 +130,13 @@ def depths_section(stats: Stats) -> Html:
 
 
 def _strips(found: list[Operand]) -> Html:
+    """A picture of the deepest operands, a strip each, against the ranges of both formats."""
     shown = found[:_STRIPS]
-    marks: list[Html] = []
-    left, top, pitch = 186.0, 34.0, 13.0
-    height = top + pitch * len(shown) + 6
-
-    def x(depth: float) -> float:
-        return left + min(depth, DEEPEST) / DEEPEST * (WIDTH - left - 8)
-
-    for place, format in enumerate((Format.E4M3, Format.E5M2)):
-        ranges, colour = Ranges.of(format), ("b", "c")[place]
-        for edge, dash in ((ranges.normal, None), (ranges.flushed, "3 3")):
-            at = f"{x(edge):.1f}"
-            marks.append(
-                tag("line", x1=at, x2=at, y1=16, y2=f"{height:.0f}", stroke=f"var(--{colour})", stroke_dasharray=dash)
-            )
-        marks.append(
-            tag("text", format.name.lower(), x=f"{x(ranges.normal):.1f}", y=11, text_anchor="middle", class_="soft")
-        )
-    for depth in (0, 10, 20, 30):
-        marks.append(tag("text", str(depth), x=f"{x(depth):.1f}", y=28, text_anchor="middle", class_="soft"))
-    for place, operand in enumerate(shown):
-        y = top + pitch * (place + 0.5)
-        shares = octaves(operand.tensor)
-        low, middle, high = (quantile(shares, at) for at in (0.01, 0.5, 0.99))
-        label = f"{operand.path} {operand.name}: 98 % of elements between depths {low:.1f} and {high:.1f}"
-        name = operand.path if len(operand.path) <= _LONGEST else "…" + operand.path[1 - _LONGEST :]
-        marks += [
-            tag("text", name, x=0, y=f"{y + 4:.1f}", style="font-size:11px"),
-            tag(
-                "text",
-                _SHORT[operand.name],
-                x=f"{left - 6:.1f}",
-                y=f"{y + 4:.1f}",
-                text_anchor="end",
-                class_="soft",
-                style="font-size:11px",
-            ),
-            tag(
-                "line",
-                tag("title", label),
-                x1=f"{x(low):.1f}",
-                x2=f"{x(high):.1f}",
-                y1=f"{y:.1f}",
-                y2=f"{y:.1f}",
-                stroke="var(--a)",
-                stroke_width=4,
-                stroke_linecap="round",
-            ),
-            tag("circle", cx=f"{x(middle):.1f}", cy=f"{y:.1f}", r=2.6, fill="var(--bg)", stroke="var(--a)"),
-        ]
+    height = _TOP + _PITCH * len(shown) + 6
     drawing = tag(
         "svg",
-        *marks,
+        *_range_lines(height),
+        *(mark for place, operand in enumerate(shown) for mark in _strip(operand, _TOP + _PITCH * (place + 0.5))),
         viewBox=f"0 0 {WIDTH:g} {height:.0f}",
         role="img",
         aria_label="depth of each operand's elements against the formats' ranges",
@@ -193,6 +147,63 @@ def _strips(found: list[Operand]) -> Html:
         "Depth of 98 % of the nonzero elements under one scale for the tensor, and the median. Solid lines: "
         f"normal numbers end; dashed: elements become zero.{more}",
     )
+
+
+_LEFT, _TOP, _PITCH = 186.0, 34.0, 13.0  # where strips begin, and how far apart they are
+
+
+def _x(depth: float) -> float:
+    return _LEFT + min(depth, DEEPEST) / DEEPEST * (WIDTH - _LEFT - 8)
+
+
+def _range_lines(height: float) -> list[Html]:
+    """Where each format's normal numbers end and where elements become zero, and the axis of depths above."""
+    marks: list[Html] = []
+    for place, format in enumerate((Format.E4M3, Format.E5M2)):
+        ranges, colour = Ranges.of(format), ("b", "c")[place]
+        for edge, dash in ((ranges.normal, None), (ranges.flushed, "3 3")):
+            at = f"{_x(edge):.1f}"
+            marks.append(
+                tag("line", x1=at, x2=at, y1=16, y2=f"{height:.0f}", stroke=f"var(--{colour})", stroke_dasharray=dash)
+            )
+        marks.append(
+            tag("text", format.name.lower(), x=f"{_x(ranges.normal):.1f}", y=11, text_anchor="middle", class_="soft")
+        )
+    for depth in (0, 10, 20, 30):
+        marks.append(tag("text", str(depth), x=f"{_x(depth):.1f}", y=28, text_anchor="middle", class_="soft"))
+    return marks
+
+
+def _strip(operand: Operand, y: float) -> list[Html]:
+    """An operand's name, the line from the 1st to the 99th percentile of its depths, and their median, at `y`."""
+    shares = octaves(operand.tensor)
+    low, middle, high = (quantile(shares, at) for at in (0.01, 0.5, 0.99))
+    label = f"{operand.path} {operand.name}: 98 % of elements between depths {low:.1f} and {high:.1f}"
+    name = operand.path if len(operand.path) <= _LONGEST else "…" + operand.path[1 - _LONGEST :]
+    return [
+        tag("text", name, x=0, y=f"{y + 4:.1f}", style="font-size:11px"),
+        tag(
+            "text",
+            _SHORT[operand.name],
+            x=f"{_LEFT - 6:.1f}",
+            y=f"{y + 4:.1f}",
+            text_anchor="end",
+            class_="soft",
+            style="font-size:11px",
+        ),
+        tag(
+            "line",
+            tag("title", label),
+            x1=f"{_x(low):.1f}",
+            x2=f"{_x(high):.1f}",
+            y1=f"{y:.1f}",
+            y2=f"{y:.1f}",
+            stroke="var(--a)",
+            stroke_width=4,
+            stroke_linecap="round",
+        ),
+        tag("circle", cx=f"{_x(middle):.1f}", cy=f"{y:.1f}", r=2.6, fill="var(--bg)", stroke="var(--a)"),
+    ]
 
 
 _SHORT = {"input": "input", "weight": "weight", "grad_output": "grad"}

@@ -193,7 +193,7 @@ def _kept(rows: Sequence[LayerRow]) -> Html:
             (
                 code(row.path),
                 number(row.hp_us),
-                Cell(f"{problem.m}x{problem.n}x{problem.k}", 2.0 * problem.m * problem.n * problem.k),
+                Cell(f"{problem.m}x{problem.n}x{problem.k}", problem.flops),
                 Cell(_reasons(row.decisions), "", "wrap"),
             )
         )

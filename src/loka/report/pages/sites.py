@@ -113,7 +113,7 @@ def _table(found: list[Best], *, timed: bool) -> Html:
         rows.append(
             (
                 code(best.site.name),
-                Cell(f"{problem.m}x{problem.n}x{problem.k}", 2.0 * problem.m * problem.n * problem.k),
+                Cell(f"{problem.m}x{problem.n}x{problem.k}", problem.flops),
                 number(best.hp_us),
                 number(time.value if time else None),
                 number(speed.value if speed else None, "{:.2f}x", kind=_speed_kind(measured)),

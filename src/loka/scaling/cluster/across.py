@@ -5,7 +5,8 @@ price   GEMM times (compute.py), alpha and bandwidth (collectives.py), then stre
 ends    of a ratio: each input alone shows which of its ends lowers it; then all lie there at once
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
@@ -17,6 +18,7 @@ from loka.core.records.network import Network, Quantity
 from loka.core.records.plan import Plan
 from loka.nn.linears import signature
 from loka.nn.unwrap import unwrap
+from loka.scaling.cluster.alpha_beta import quantity_of
 from loka.scaling.cluster.collectives import HOPS, End, check_groups, check_ranks
 from loka.scaling.cluster.compute import (
     BY_PLAN,
@@ -97,76 +99,52 @@ def scale_across(
         UnknownName, NotConverted: as `loka.scale`. MissingLibrary: TorchRec, where its planner is asked.
     """
     gpus = default_gpus(network) if gpus is None else gpus
-    for ranks in gpus:
-        check_ranks(ranks, network)
-    if not gpus:
-        raise LokaError("no number of GPUs was asked for", way_out="give some, such as 8, 64, 256")
+    _check_gpus(gpus, network)
     engines, groups = _engines(engines, groups, gpus, network)
     if ids is None and not tables and (tables_by != "size" or table_group or sync_every or qcomm != "bf16"):
         raise LokaError("options of tables were given, and no tables", way_out="give --ids, or --table too")
     if table_group:
         check_groups([table_group], gpus, network, option="--table-group", replicas_first=True)
-    if plan is not None:
-        lines = signature(unwrap(model), like=plan.model).differences(plan.model)
-        if lines:
-            raise PlanMismatch(
-                "the plan is of another model", why=lines[:8], way_out="probe, measure and plan this model"
-            )
+    _check_plan(plan, model)
     found = scale(model, batch, gpu=gpu, batch_size=batch_size, kernels=kernels)
     times = forecast_times(found) if plan is None else planned_times(found, plan)
     steps = _steps(model, batch, found.batch_size, engines, units)
     device = found.machine.device if plan is None else plan.machine.device
     capacity = CAPACITY.get(device, 0.0)
-    lie: dict[int, Exchange] = {}
     asked: Tables | None = None
     if ids is not None or tables:
-        options: Any = {"qcomm": qcomm, "by": tables_by, "group": table_group, "every": sync_every}
         shapes = tuple(tables) or steps[0].tables
-        asked = Tables(shapes=shapes, ids=1.0 if ids is None else ids, **options)
-        every = {*gpus, *(one.gpus for one in measured)}
-        lie = {n: exchange(asked, n, found.batch_size, network, capacity) for n in sorted(every, reverse=True)}
-    told: dict[str, Placed] = {step.engine: placed(step, times) for step in steps}
+        asked = Tables(
+            shapes=shapes,
+            ids=1.0 if ids is None else ids,
+            qcomm=qcomm,
+            by=tables_by,
+            group=table_group,
+            every=sync_every,
+        )
+    exchanges = _exchanges(asked, {*gpus, *(one.gpus for one in measured)}, found.batch_size, network, capacity)
     fp8 = frozenset(f"{layer.path}.weight" for layer in layers_in_fp8(found, plan))
     fp8 &= {param.name for param in steps[0].params}  # a plain parameter is gathered in its own dtype
-    copied = cast_weights(found, plan)
+    pricer = _Pricer(
+        network=network,
+        rate=mean_rate(times),
+        on_gpu={step.engine: placed(step, times) for step in steps},
+        in_fp8=fp8,
+        exchanges=exchanges,
+    )
+    arms = [_Arm(step, group) for step in steps for group in (groups if step.engine == "hsdp" else (0,))]
+    fits = _fits(arms, pricer, measured)
     inputs = _inputs(network) | _again(measured)
-    rate, rows = mean_rate(times), []
-    memory = {}
-
-    def told_of(step: EngineStep, ranks: int, group: int, formats: Sequence[Formats], fit: Fit | None = None) -> Steps:
-        priced = {
-            one: step_of(
-                step,
-                told[step.engine],
-                ranks,
-                formats=one,
-                in_fp8=fp8 if one.gather == "fp8" else frozenset(),
-                tables=lie.get(ranks),
-                group=group,
-            )
-            for one in formats
-        }
-        return Steps(f"hsdp/{group}" if group else step.engine, ranks, rate, network, priced, fit)
-
-    each = {
-        f"hsdp/{group}" if group else step.engine: (step, group)
-        for step in steps
-        for group in (groups if step.engine == "hsdp" else (0,))
-    }
-    known, fits = by_engine(measured, {name: group for name, (_, group) in each.items()}, network), {}
-    for name, (step, group) in each.items():
-        if name in known:
-            plain = _plain(step.engine)
-            few = told_of(step, known[name].gpus, group, [plain])
-            fits[name] = Fit(few, plain, known[name]).checked()
+    copied = cast_weights(found, plan)
+    rows, memory = [], {}
     for ranks in dict.fromkeys(gpus):
-        for name, (step, group) in each.items():
-            if group >= ranks:
+        for arm in arms:
+            if arm.group >= ranks:
                 continue
-            made = told_of(step, ranks, group, _FORMATS[step.engine], fits.get(name))
+            made = pricer.steps(arm, ranks, _FORMATS[arm.step.engine], fits.get(arm.name))
             rows += [_row(made, formats, inputs) for formats in made.priced]
-            lies = lie.get(ranks)
-            memory[f"{ranks} {name}"] = held(step, group or ranks, copied, lies.held if lies else 0.0)
+            of_tables_held = exchanges[ranks].held if ranks in exchanges else 0.0
+            memory[f"{ranks} {arm.name}"] = held(arm.step, arm.group or ranks, copied, of_tables_held)
     return Across(
         model=found.model,
         batch_size=found.batch_size,
@@ -180,10 +158,94 @@ def scale_across(
         capacity=capacity,
         notes=(
             *(fit.note for fit in fits.values()),
-            *notes_of(found, steps, told, plan, len(fp8), network),
-            *of_tables(asked, lie, steps[0].tables),
+            *notes_of(found, steps, pricer.on_gpu, plan, len(fp8), network),
+            *of_tables(asked, exchanges, steps[0].tables),
         ),
     )
+
+
+@dataclass(frozen=True)
+class _Arm:
+    """An engine's traced step, which HSDP shards over `group` GPUs; 0: it has no groups."""
+
+    step: EngineStep
+    group: int
+
+    @property
+    def name(self) -> str:
+        return f"hsdp/{self.group}" if self.group else self.step.engine
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Pricer:
+    """What prices of a step share, whatever the number of GPUs.
+
+    Attributes:
+        rate: FLOPs a microsecond of the sites in bf16 (`mean_rate`), by which other products are priced.
+        on_gpu: by engine, the times of what its step computes on one GPU.
+        in_fp8: names of the weights that FP8 gathers send in eight bits.
+        exchanges: by number of GPUs, what tables send; empty where they are left out.
+    """
+
+    network: Network
+    rate: float
+    on_gpu: Mapping[str, Placed]
+    in_fp8: frozenset[str]
+    exchanges: Mapping[int, Exchange]
+
+    def steps(self, arm: _Arm, ranks: int, formats: Sequence[Formats], fit: Fit | None = None) -> Steps:
+        """The arm's step on `ranks` GPUs, priced by format; `fit` to a step that was measured."""
+        priced = {
+            one: step_of(
+                arm.step,
+                self.on_gpu[arm.step.engine],
+                ranks,
+                formats=one,
+                in_fp8=self.in_fp8 if one.gather == "fp8" else frozenset(),
+                tables=self.exchanges.get(ranks),
+                group=arm.group,
+            )
+            for one in formats
+        }
+        return Steps(arm.name, ranks, self.rate, self.network, priced, fit)
+
+
+def _fits(arms: Sequence[_Arm], pricer: _Pricer, measured: Sequence[MeasuredStep]) -> dict[str, Fit]:
+    """By name, the arms of which a step was `measured`, fitted to it. Raises LokaError as `scale_across`."""
+    known, fits = by_engine(measured, {arm.name: arm.group for arm in arms}, pricer.network), {}
+    for arm in arms:
+        if arm.name in known:
+            plain = _plain(arm.step.engine)
+            few = pricer.steps(arm, known[arm.name].gpus, [plain])
+            fits[arm.name] = Fit(few, plain, known[arm.name]).checked()
+    return fits
+
+
+def _exchanges(
+    tables: Tables | None, gpus: Collection[int], rows: int, network: Network, capacity: float
+) -> dict[int, Exchange]:
+    """By number of GPUs, where the tables lie and what they send for `rows` on each; empty where there are none.
+
+    `capacity`: bytes of a GPU's memory, 0 where that is not known.
+    """
+    if tables is None:
+        return {}
+    return {n: exchange(tables, n, rows, network, capacity) for n in sorted(gpus, reverse=True)}
+
+
+def _check_gpus(gpus: Sequence[int], network: Network) -> None:
+    for ranks in gpus:
+        check_ranks(ranks, network)
+    if not gpus:
+        raise LokaError("no number of GPUs was asked for", way_out="give some, such as 8, 64, 256")
+
+
+def _check_plan(plan: Plan | None, model: nn.Module) -> None:
+    if plan is None:
+        return
+    lines = signature(unwrap(model), like=plan.model).differences(plan.model)
+    if lines:
+        raise PlanMismatch("the plan is of another model", why=lines[:8], way_out="probe, measure and plan this model")
 
 
 def default_gpus(network: Network) -> tuple[int, ...]:
@@ -266,20 +328,20 @@ def _inputs(network: Network) -> dict[str, Quantity | None]:
             "and tree for all-reduce, and one to each rank for all-to-all; 1: log2 of the ranks, for "
             "all-to-all one",
         ),
-        PRODUCTS: _guess(OTHER_RATE, "time of products that are no site, over that of as many FLOPs of sites; a guess"),
-        BETWEEN: _guess(BY_PLAN, "bytes between GEMMs by plan, over bf16's: regions spare casts and copies; a guess"),
+        PRODUCTS: quantity_of(
+            OTHER_RATE, "time of products that are no site, over that of as many FLOPs of sites; a guess", "assumed"
+        ),
+        BETWEEN: quantity_of(
+            BY_PLAN, "bytes between GEMMs by plan, over bf16's: regions spare casts and copies; a guess", "assumed"
+        ),
     }
-
-
-def _guess(at: Estimate, comment: str) -> Quantity:
-    return Quantity(value=at.value, low=at.low, high=at.high, origin="assumed", comment=comment)
 
 
 def _again(measured: Sequence[MeasuredStep]) -> dict[str, Quantity | None]:
     """By plan alone where some step was measured by plan."""
     times = {False: [one.bf16 for one in measured], True: [one.planned for one in measured if one.planned is not None]}
     comment = "of the step that was measured: another time, on other GPUs of the kind; a guess"
-    return {MEASURED[planned]: _guess(AGAIN, comment) for planned, of in times.items() if of}
+    return {MEASURED[planned]: quantity_of(AGAIN, comment, "assumed") for planned, of in times.items() if of}
 
 
 _FASTER = {"bandwidth inside a node", "bandwidth between nodes", "memory bandwidth", GAINS}

@@ -45,7 +45,8 @@ class Sample:
     def key(self) -> tuple[Op, int, int]:
         return self.op, self.nodes, self.inner
 
-    def told(self, network: Network) -> float:
+    def predicted(self, network: Network) -> float:
+        """Microseconds that `network` says of this collective."""
         return wire_us(Wire(self.op, self.size), self.nodes * self.inner, network)
 
 
@@ -85,6 +86,11 @@ def fitted_network(template: Network, samples: Sequence[Sample], held_out: Seque
 
 
 def _fitted(network: Network, samples: Sequence[Sample], held_out: Sequence[Sample], *, known: bool) -> Network:
+    """`network` with the link that `samples` crossed, all inside of a node or all between nodes.
+
+    `known`: launch and the link inside were fitted before, so that only what is fixed beyond them is a hop's. Else the
+    two are told apart by groups of several sizes, or, with one size, split as NCCL's tuner splits them.
+    """
     lines = _lines(samples)
     outer = lines[0].nodes > 1
     size = max(line.inner for line in lines)
@@ -167,7 +173,7 @@ def _bandwidth(reached: Mapping[_Line, _Reached], where: str) -> Quantity:
     if not shown:
         least = max(held_up.values())
         comment = f"at least; the link inside holds up every collective, so high is open, {_OPEN:g} times as much; "
-        return told(Estimate(least, least, least * _OPEN), comment + where, "assumed")
+        return quantity_of(Estimate(least, least, least * _OPEN), comment + where, "assumed")
     value = _middle([*shown.values()])
     least_of = {line: min(gbps, value) for line, gbps in held_up.items()}
     # Of a ring n nodes send (n - 1) / n as much between them as any number does.
@@ -177,7 +183,7 @@ def _bandwidth(reached: Mapping[_Line, _Reached], where: str) -> Quantity:
         f"middle of what {by} reached; the link inside holds up {others}, which are taken to reach as much: at least "
         "low, and from high on it holds them up on any number of nodes; "
     )
-    return told(Estimate(value, min(least_of.values()), high), comment + where)
+    return quantity_of(Estimate(value, min(least_of.values()), high), comment + where)
 
 
 def _lines(samples: Sequence[Sample]) -> list[_Line]:
@@ -188,16 +194,16 @@ def _lines(samples: Sequence[Sample]) -> list[_Line]:
         moved = [volumes(op, one.size, nodes, inner)[int(nodes > 1)] for one in mine]
         fixed, each = relative_line(moved, [one.us.value for one in mine])
         if each <= 0:
-            told_by = [f"{one.size} bytes: {one.us.value:.1f} us" for one in mine]
+            times = [f"{one.size} bytes: {one.us.value:.1f} us" for one in mine]
             way_out = "a larger --max-mb, on a machine that does nothing else"
-            raise LokaError(f"{op} takes no longer for more bytes", why=told_by, way_out=way_out)
+            raise LokaError(f"{op} takes no longer for more bytes", why=times, way_out=way_out)
         found.append(_Line(op, nodes, inner, fixed, 1e-3 / each))
     return found
 
 
 def _widened(network: Network, samples: Sequence[Sample], link: Link, split: Estimate | None) -> Network:
-    low = min(one.us.low / one.told(network) for one in samples)
-    high = max(one.us.high / one.told(network) for one in samples)
+    low = min(one.us.low / one.predicted(network) for one in samples)
+    high = max(one.us.high / one.predicted(network) for one in samples)
     wide = _wide(link, low, high)
     if split is not None:
         alpha = _scaled(wide.alpha_us, low * split.low / split.value, high * split.high / split.value)
@@ -218,7 +224,7 @@ def checked(network: Network, fitted: Sequence[Sample], held_out: Sequence[Sampl
     rows = []
     for line in _lines(fitted):
         mine = [one for one in held_out if one.key == (line.op, line.nodes, line.inner)]
-        error, at = max((abs(one.told(network) / one.us.value - 1), one.size) for one in mine)
+        error, at = max((abs(one.predicted(network) / one.us.value - 1), one.size) for one in mine)
         ranks = line.nodes * line.inner
         rows.append(Fitted(op=line.op, ranks=ranks, fixed_us=line.fixed, gbps=line.gbps, error=error, at=at))
     return tuple(rows)
@@ -229,12 +235,13 @@ def _middle(values: Sequence[float]) -> float:
     return math.exp(fmean(map(math.log, values)))
 
 
-def told(ends: Estimate, comment: str, origin: Literal["measured", "assumed"] = "measured") -> Quantity:
+def quantity_of(ends: Estimate, comment: str, origin: Literal["measured", "assumed"] = "measured") -> Quantity:
+    """A number of a network file with its ends, where it comes from, and what to say of it."""
     return Quantity(value=ends.value, low=ends.low, high=ends.high, origin=origin, comment=comment)
 
 
 def _exactly(value: float, comment: str) -> Quantity:
-    return told(Estimate(value, value, value), comment)
+    return quantity_of(Estimate(value, value, value), comment)
 
 
 def _scaled(quantity: Quantity, low: float, high: float) -> Quantity:

@@ -20,7 +20,7 @@ from loka.core.exceptions import LokaError
 from loka.core.exchange import broadcast, gather, ranks_of
 from loka.core.records.network import Calibration, Link, Network
 from loka.core.storage.codec import decode, encode
-from loka.scaling.cluster.alpha_beta import Sample, checked, fitted_network, told
+from loka.scaling.cluster.alpha_beta import Sample, checked, fitted_network, quantity_of
 from loka.scaling.cluster.rounds import Buffers, memory_gbps, timed, whole
 
 SIZES = tuple((64 << 10) << step for step in range(15))
@@ -86,11 +86,15 @@ def _backend() -> str:
     name = str(dist.get_backend())
     if name != "nccl":
         return name
-    told = [f"{key}={value}" for key, value in sorted(os.environ.items()) if key.startswith("NCCL_")]
-    return " ".join((name, ".".join(map(str, torch.cuda.nccl.version())), *told))
+    settings = [f"{key}={value}" for key, value in sorted(os.environ.items()) if key.startswith("NCCL_")]
+    return " ".join((name, ".".join(map(str, torch.cuda.nccl.version())), *settings))
 
 
 def _agreed(device: torch.device, base: Network | None, most_bytes: int) -> tuple[int, int]:
+    """Ranks of a node, and bytes of the largest buffers, which have to fit on every rank.
+
+    Raises LokaError, on all ranks, where they differ in hardware, software or options, or do not fill nodes.
+    """
     ranks = ranks_of()
     local = int(os.environ.get("LOCAL_WORLD_SIZE", ranks))
     said: dict[str, Any] = {**encode(fingerprint(device)), "ranks of its node": local}
@@ -123,6 +127,10 @@ def _agreed(device: torch.device, base: Network | None, most_bytes: int) -> tupl
 def _measured(
     buffers: Buffers, sizes: Sequence[int], *, inner: int, ranks: int, seconds: float
 ) -> tuple[list[Sample], list[str]]:
+    """Times of all collectives in groups of 2, 4, .. ranks, a whole node and all ranks, on every rank alike.
+
+    Returns also notes of ranks that were slower than the others. `inner`: ranks of a node; `seconds`: for each group.
+    """
     samples: list[Sample] = []
     slow: dict[int, float] = {}
     counts = [1 << step for step in range(1, 16) if 1 << step < inner]
@@ -148,7 +156,7 @@ def _measured(
 
 
 def _template(base: Network | None, *, inner: int, nodes: int, memory: Estimate) -> Network:
-    idle = told(Estimate(1.0, 1.0, 1.0), "one rank a node: nothing goes over it", "assumed")
+    idle = quantity_of(Estimate(1.0, 1.0, 1.0), "one rank a node: nothing goes over it", "assumed")
     share = "1 is eager code; what torch.compile leaves depends on the model: a guess"
     return Network(
         name="",
@@ -156,7 +164,7 @@ def _template(base: Network | None, *, inner: int, nodes: int, memory: Estimate)
         inside=Link(alpha_us=idle, bandwidth_gbps=idle),
         between=base.between if base else None,
         launch_us=idle,
-        memory_gbps=told(memory, "a copy, a product and a sum of the largest buffers, on the slowest rank"),
-        elementwise_share=base.elementwise_share if base else told(Estimate(0.6, 0.25, 1), share, "assumed"),
+        memory_gbps=quantity_of(memory, "a copy, a product and a sum of the largest buffers, on the slowest rank"),
+        elementwise_share=base.elementwise_share if base else quantity_of(Estimate(0.6, 0.25, 1), share, "assumed"),
         comment=f"{inner} ranks of {nodes} node(s) were measured, and are taken to tell of other numbers",
     )

@@ -142,12 +142,12 @@ class Fit:
     @property
     def note(self) -> str:
         one, before = self.measured, self.longer({}, planned=False)
-        told = f"{one.engine}: fitted to a step on {one.gpus} GPUs, {one.bf16 / 1e3:.3f} ms in bf16"
+        fitted = f"{one.engine}: fitted to a step on {one.gpus} GPUs, {one.bf16 / 1e3:.3f} ms in bf16"
         if one.planned is None:
-            return f"{told}: compute takes {before:.3g} times as long as told without it, by plan too"
+            return f"{fitted}: compute takes {before:.3g} times as long as told without it, by plan too"
         after = self.longer({}, planned=True)
         return (
-            f"{told} and {one.planned / 1e3:.3f} by plan: compute takes {before:.3g} and {after:.3g} times as "
+            f"{fitted} and {one.planned / 1e3:.3f} by plan: compute takes {before:.3g} and {after:.3g} times as "
             "long as told without it"
         )
 

@@ -19,14 +19,16 @@ def origins(times: Sequence[GemmTime], plan: Plan | None, kernels: str) -> str:
         origin: sum(time.flops for time in times if time.origin == origin) / total
         for origin in ("measured", "interpolated", "unknown")
     }
-    told = [f"{100 * share:.3g} % {origin}" for origin, share in shares.items() if share]
+    parts = [f"{100 * share:.3g} % {origin}" for origin, share in shares.items() if share]
     which = "of all libraries" if kernels == "all" else f"of {kernels} alone"
-    return f"LoKA's stored ones, {which}; of the sites' FLOPs {', '.join(told)}"
+    return f"LoKA's stored ones, {which}; of the sites' FLOPs {', '.join(parts)}"
 
 
-def of_tables(tables: Tables | None, lie: Mapping[int, Exchange], left_out: Sequence[tuple[int, int]]) -> list[str]:
+def of_tables(
+    tables: Tables | None, exchanges: Mapping[int, Exchange], left_out: Sequence[tuple[int, int]]
+) -> list[str]:
     if tables is not None:
-        at = {one.how: [str(n) for n in lie if lie[n].how == one.how] for one in lie.values()}
+        at = {one.how: [str(n) for n in exchanges if exchanges[n].how == one.how] for one in exchanges.values()}
         placed = "; ".join(f"{how} (at {', '.join(ranks)} GPUs)" for how, ranks in at.items())
         notes = [
             f"tables: {len(tables.shapes)} of {sum(r * w for r, w in tables.shapes)} elements, "
@@ -41,8 +43,8 @@ def of_tables(tables: Tables | None, lie: Mapping[int, Exchange], left_out: Sequ
             )
         return notes
     elements = sum(rows * width for rows, width in left_out)
-    told = f"not in it: tables of {elements} elements, the exchange of their lookups and their optimizer (--ids)"
-    return [told] if left_out else []
+    note = f"not in it: tables of {elements} elements, the exchange of their lookups and their optimizer (--ids)"
+    return [note] if left_out else []
 
 
 def _measured_notes(network: Network, device: str) -> list[str]:
@@ -62,8 +64,8 @@ def _of_units(steps: Sequence[EngineStep]) -> list[str]:
     units = next((step.units for step in steps if step.engine != "ddp"), None)
     if units is None:
         return []
-    told = f"{', '.join(units[:6])}{', ...' if len(units) > 6 else ''}"
-    notes = [f"FSDP2 shards {len(units)} units and the root: {told}"]
+    names = f"{', '.join(units[:6])}{', ...' if len(units) > 6 else ''}"
+    notes = [f"FSDP2 shards {len(units)} units and the root: {names}"]
     if any(step.engine == "hsdp" for step in steps):
         notes.append(
             "hsdp/N: FSDP2 in each N GPUs that follow one another, and an all-reduce of each unit's shard in "
@@ -74,9 +76,15 @@ def _of_units(steps: Sequence[EngineStep]) -> list[str]:
 
 
 def notes_of(
-    found: Scale, steps: Sequence[EngineStep], told: Mapping[str, Placed], plan: Plan | None, fp8: int, network: Network
+    found: Scale,
+    steps: Sequence[EngineStep],
+    on_gpu: Mapping[str, Placed],
+    plan: Plan | None,
+    fp8: int,
+    network: Network,
 ) -> tuple[str, ...]:
-    step, first = steps[0], told[steps[0].engine]
+    """What was measured, assumed and left out of a forecast. `fp8`: how many weights are gathered in FP8."""
+    step, first = steps[0], on_gpu[steps[0].engine]
     notes = [
         *found.notes,
         *([f"network: {network.comment}"] if network.comment else []),
@@ -92,7 +100,7 @@ def notes_of(
         notes.append(f"not in it: DDP's broadcast of {step.buffers} bytes of buffers before each forward")
     if first.missing:
         notes.append(f"not in it: {100 * first.missing:.2g} % of the sites' FLOPs, of unknown time")
-    for engine, where in told.items():
+    for engine, where in on_gpu.items():
         if where.unseen:
             notes.append(
                 f"{engine}: {100 * where.unseen:.2g} % of the sites' FLOPs ran by products of other shapes; "

@@ -106,8 +106,8 @@ def by_torchrec(
         for part in placed[config.name].sharding_spec.shards
     ]
     many = Counter(one.sharding_type for one in placed.values())
-    told = ", ".join(f"{many[kind]} {kind}" for kind in kinds if many[kind])
-    return _load(shards, f"by TorchRec's planner, {told}, 15 % of memory left free")
+    counts = ", ".join(f"{many[kind]} {kind}" for kind in kinds if many[kind])
+    return _load(shards, f"by TorchRec's planner, {counts}, 15 % of memory left free")
 
 
 def _load(shards: Iterable[tuple[int, int, int, float]], how: str) -> Load:

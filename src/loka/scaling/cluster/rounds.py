@@ -21,7 +21,7 @@ from loka.core.error import Estimate
 from loka.core.exceptions import LokaError
 from loka.core.exchange import gather
 from loka.core.records.network import OPS, Op
-from loka.core.timing import median_interval
+from loka.core.timing import elapsed, median_interval
 from loka.distributed.gradient_codec import all_gather
 
 reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)  # its name from 2.13 on
@@ -139,7 +139,7 @@ class Clock:
         if late:
             self._longer *= 2
             return math.nan
-        return max(start.elapsed_time(end) * 1e3 / count, 1e-3)
+        return elapsed(start, end) / count
 
 
 def memory_gbps(buffers: Buffers) -> Estimate:

@@ -28,13 +28,13 @@ from loka.core.error import Estimate
 from loka.core.exceptions import CheckpointRefused, EffectUnknown, NoKernelFits, PlanMismatch, WrongResults
 from loka.core.exchange import ranks_of
 from loka.core.numerics.effect import NO_PROMISE
+from loka.core.progress import Track
 from loka.core.records.drift import effects_of
 from loka.core.records.plan import Plan
 from loka.core.records.report import HP
 from loka.core.records.stats import Stats
 from loka.core.records.stats_bytes import from_bytes, to_bytes
 from loka.core.storage.codec import decode, encode
-from loka.data.workers import Track
 from loka.measurement import measure
 from loka.measurement.measure import timeable
 from loka.nn.fsdp_units import gathered_throughout

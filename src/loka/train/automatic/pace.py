@@ -14,7 +14,7 @@ from collections import deque
 import torch
 
 from loka.core.error import Estimate, estimate_mean
-from loka.core.timing import TIE, elapsed
+from loka.core.timing import TIE, elapsed, event_on
 
 KEPT = 64
 SETTLED = 24  # steps, after which all is compiled and captured
@@ -47,9 +47,7 @@ class Pace:
         return estimate_mean(eights) if len(eights) >= _LEAST else None
 
     def _now(self) -> torch.cuda.Event:
-        event = torch.cuda.Event(enable_timing=True)
-        event.record(torch.cuda.current_stream(self._device))
-        return event
+        return event_on(self._device)
 
 
 def pace_on(device: torch.device) -> Pace | None:

@@ -84,7 +84,7 @@ def precompile(problems: Sequence[Problem], on_done: Callable[[], None] = lambda
         else:
             todo[padded] = todo.get(padded, 0) + 1
     # The largest first: they take longest, and shares dealt in turn come out even.
-    order = sorted(todo, key=lambda problem: problem.m * problem.n * problem.k, reverse=True)
+    order = sorted(todo, key=lambda problem: problem.flops, reverse=True)
     workers = max(min(os.cpu_count() or 1, len(order)), 1)
     shares = [share for share in (order[first::workers] for first in range(workers)) if share]
     # Not multiprocessing: a spawned worker would import the user's main module again.

@@ -283,6 +283,11 @@ def _launch(
     fast: bool,
     config: Config,
 ) -> None:
+    """Writes A B^T with its scales to `out` [M, N]; operands are not empty.
+
+    The first kernel multiplies: each program has a chunk of the tiles' steps along K. Where tiles are not split it
+    writes `out` itself, else partial sums, which the second kernel adds up.
+    """
     (m, k), n = a.shape, b.shape[0]
     block_m, block_n, block_k = config.block_m, config.block_n, config.block_k
     programs = config.per_sm * _processors(a.device)
