@@ -280,6 +280,7 @@ def test_integers_are_not_called_fp8(records):
     site, decision = next((s, d) for s, d in plan.decisions.items() if d.candidate != "hp" and "output" in s)
     plan = replace(plan, decisions={**plan.decisions, site: replace(decision, candidate="emulated:int8_row")})
     assert "GEMMs in FP8 or INT8" in page(plan=plan)
+    assert "sites in eight bits" in page(report=records["report"]), "a frontier has what may be integers"
     assert "run in FP8 or INT8" in plan.coverage_lines()[0]
 
 

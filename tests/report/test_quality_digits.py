@@ -6,6 +6,7 @@ from loka.core.error import Estimate
 from loka.report.pages.page import page
 from loka.report.validation_table import validation_table
 from loka.validation.record import SeedPair
+from loka.validation.verdicts import ERROR
 
 
 def test_a_small_kl_of_pairs_keeps_its_digits():
@@ -16,3 +17,13 @@ def test_a_small_kl_of_pairs_keeps_its_digits():
     found = replace(found, arms=(arm,))
     assert "in percent of NE: 0.000612 +- 1e-05." in page(validation=found)
     assert "0.000612 % [0.00059, 0.00063]" in validation_table(found)
+
+
+def test_the_level_of_the_verdicts_interval_is_told():
+    """With two tasks it is 97.5 %, and the figure said 95 %."""
+    found = hostile_validation()
+    average = found.arms[0].average
+    narrow, wide = (replace(found.arms[0], average=replace(average, tail=tail)) for tail in (ERROR, ERROR / 2))
+    alone, of_two = (page(validation=replace(found, arms=(arm,))) for arm in (narrow, wide))
+    assert "These two are of 95 %. Shaded" in alone
+    assert "These two are of 97.5 %, as those of all tasks and looks hold together at 95 %. Shaded" in of_two

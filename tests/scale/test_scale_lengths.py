@@ -25,6 +25,8 @@ def test_by_hand():
     times = LengthTimes(lengths=(0, 10, 20), us={"bf16": (1, 6, 16)})
     assert times.of("bf16", [0, 5, 15, 20]).tolist() == [1, 3.5, 11, 16]
     assert [value.value for value in waits([1.0, 8] * 4, ranks=1, batch_size=2)] == [9, 9]
+    with pytest.raises(LokaError, match=r"no times of 'fp8' were measured(.|\n)*one of bf16"):
+        times.of("fp8", [5])
 
 
 def test_intervals_hold_what_other_rows_take():

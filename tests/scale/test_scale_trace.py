@@ -157,3 +157,30 @@ def test_a_converted_model_is_refused():
     loka.convert(model, loka.plan(report, force={"*": "emulated:tensorwise_e4m3"}))
     with pytest.raises(NotConverted, match="revert"):
         loka.scale(model, torch.randn(64, 16))
+
+
+class Routed(nn.Module):
+    """Experts of rows that their gate picks; none picks `experts.1`."""
+
+    def __init__(self):
+        super().__init__()
+        self.experts = nn.ModuleList(nn.Linear(64, 64) for _ in range(2))
+
+    def forward(self, x, mask=None):
+        return torch.cat([self.experts[0](x), self.experts[1](x[:0])])
+
+
+def test_an_expert_that_no_row_reaches_is_told_and_left_out():
+    """It was a ValueError of a logarithm."""
+    found = loka.scale(Routed(), torch.randn(16, 64), batch_size=2048)
+    assert [layer.path for layer in found.layers] == ["experts.0"]
+    assert "no row reaches experts.1 in a call, which is left out" in found.notes
+    with pytest.raises(LokaError, match="no row of the batch reaches a site of Routed") as caught:
+        loka.scale(Routed(), torch.randn(0, 64))
+    assert caught.value.why == ("experts.0 is called with no rows", "experts.1 is called with no rows")
+
+
+def test_tensors_of_other_heights_are_told():
+    found = loka.scale(Routed(), (torch.randn(16, 64), torch.ones(5)), batch_size=2048)
+    told = "the batch has 16 rows; each tensor of it with 16 rows was taken to have 2048"
+    assert f"{told}, and those with 5 rows to stay as they are" in found.notes

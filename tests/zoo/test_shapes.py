@@ -55,6 +55,7 @@ def test_a_file_of_ones_own(tmp_path):
         ("net,a,linear,1,2", "N is ''"),
         ("net,a,conv,1,2,3", "kind 'conv'"),
         ("net,a,linear,1,2,3,7", "a linear layer has batch 1, not 7"),
+        ("net,a,linear,1,2,3,1,40", "fields without a column: 40"),
     ],
 )
 def test_rows_that_are_no_gemm_are_named(tmp_path, row, told):

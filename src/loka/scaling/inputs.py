@@ -83,6 +83,12 @@ def rows_of(batch: Any) -> int | None:
     return None
 
 
+def heights_of(batch: Any) -> set[int]:
+    """The first sides of all tensors that have one."""
+    leaves = (leaf for leaf in tree_leaves(batch) if isinstance(leaf, torch.Tensor) and leaf.dim())
+    return {int(leaf.shape[0]) for leaf in leaves}
+
+
 def arguments(batch: Any) -> tuple[tuple[Any, ...], Mapping[str, Any]]:
     """Positional and named arguments of a call: a tuple or list, a dict, or one argument."""
     if isinstance(batch, Mapping):

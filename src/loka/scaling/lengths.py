@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from loka.core.error import Estimate, estimate_mean
-from loka.core.exceptions import LokaError
+from loka.core.exceptions import LokaError, UnknownName
 
 _FEWEST_BATCHES, _MOST_BATCHES = 4, 64
 _LONGEST = 1e15  # microseconds: sums of squares are finite
@@ -30,7 +30,11 @@ class LengthTimes:
             raise ValueError("lengths ascend, and have times")
 
     def of(self, arm: str, lengths: Sequence[float]) -> Any:
-        """On lines between measured ones. Raises LokaError for lengths outside, with their share."""
+        """On lines between measured ones. Raises LokaError for lengths outside, with their share, and for an arm
+        that was not measured.
+        """
+        if arm not in self.us:
+            raise UnknownName(f"no times of {arm!r} were measured", way_out=f"one of {', '.join(self.us)}")
         low, high = self.lengths[0], self.lengths[-1]
         if outside := sum(not low <= one <= high for one in lengths):
             why = f"{100 * outside / len(lengths):.3g} % of the lengths are outside of {low:g} to {high:g}"

@@ -7,7 +7,7 @@ from torch import nn
 from loka.core.exceptions import LokaError, UnknownName
 from loka.core.records.scale import Scale
 from loka.scaling.forecast import layer_times
-from loka.scaling.inputs import rows_of
+from loka.scaling.inputs import heights_of, rows_of
 from loka.scaling.stored import StoredTimes, stored_times
 from loka.scaling.trace import Traced, trace
 
@@ -41,7 +41,8 @@ def scale(
     stored = checked(gpu=gpu, batch_size=batch_size, kernels=kernels)
     traced = trace(model, batch, batch_size=batch_size)
     grown = _grown(batch, batch_size)
-    if not traced.calls:
+    calls = [call for call in traced.calls if call.rows]
+    if not calls:
         raise _without_sites(traced)
     return Scale(
         model=traced.model,
@@ -49,7 +50,7 @@ def scale(
         gpu=gpu.lower(),
         machine=stored.machine,
         kernels=kernels,
-        layers=layer_times(traced.calls, stored, kernels=kernels),
+        layers=layer_times(calls, stored, kernels=kernels),
         coverage=traced.coverage,
         regions={found.name: found.speedup for found in stored.regions},
         notes=(*grown, *_notes(traced)),
@@ -72,7 +73,9 @@ def _grown(batch: Any, batch_size: int | None) -> tuple[str, ...]:
     given = rows_of(batch)
     if batch_size is None or given is None or given == batch_size:
         return ()
-    return (f"the batch has {given} rows; each tensor of it with {given} rows was taken to have {batch_size}",)
+    told = f"the batch has {given} rows; each tensor of it with {given} rows was taken to have {batch_size}"
+    others = sorted(heights_of(batch) - {given})
+    return (told + f", and those with {', '.join(map(str, others))} rows to stay as they are" * bool(others),)
 
 
 def _notes(traced: Traced) -> tuple[str, ...]:
@@ -81,11 +84,22 @@ def _notes(traced: Traced) -> tuple[str, ...]:
         notes.append("weights are in float32, and GEMMs are taken to run in bf16, as under autocast")
     if any(call.weight_dtype == "float16" for call in traced.calls):
         notes.append("weights are in float16, and taken to be as fast as those in bfloat16, which were measured")
+    notes += [f"no row reaches {path} in a call, which is left out" for path in _without_rows(traced)]
     notes += [f"no site: {path}: {reason}" for path, reason in traced.skipped.items()]
     return tuple(notes)
 
 
+def _without_rows(traced: Traced) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(call.path for call in traced.calls if not call.rows))
+
+
 def _without_sites(traced: Traced) -> LokaError:
+    if empty := _without_rows(traced):
+        return LokaError(
+            f"no row of the batch reaches a site of {traced.model}",
+            why=[f"{path} is called with no rows" for path in empty[:6]],
+            way_out="give a batch of rows such as a step has",
+        )
     return LokaError(
         f"{traced.model} has no sites: none of its GEMMs multiplies by a parameter",
         why=[*traced.coverage.lines(), *(f"{path}: {reason}" for path, reason in traced.skipped.items())],

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
+from typing import Any
 
 from loka.core.exceptions import DataRefused, UnknownName
 
@@ -70,8 +71,10 @@ def read_shapes(path: Path | str) -> tuple[GemmShape, ...]:
     return tuple(shapes)
 
 
-def _shape(row: Mapping[str, str | None]) -> GemmShape | str:
+def _shape(row: Mapping[str | None, Any]) -> GemmShape | str:
     """The shape, or why the row is none."""
+    if None in row:
+        return f"fields without a column: {', '.join(row[None])}"
     kind = (row["kind"] or "").strip()
     if kind not in KINDS:
         return f"kind {kind!r} is none of {', '.join(KINDS)}"

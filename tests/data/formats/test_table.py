@@ -2,6 +2,8 @@ import gzip
 import json
 import os
 import sys
+from datetime import datetime, time, timedelta
+from decimal import Decimal
 from pathlib import Path
 
 import numpy as np
@@ -198,6 +200,26 @@ def test_whole_floats_are_the_categories_that_integers_are(tmp_path):
     assert read[0] == read[1] == read[2]
     strings = category_strings(pa.chunked_array([pa.array([1.5, np.inf, 2.0**63, np.nan], pa.float32())]), name="c")
     assert strings.to_pylist() == ["1.5", "inf", "9.223372e+18", None]
+
+
+@pytest.mark.parametrize(
+    ("one", "types"),
+    [
+        ([7, 0, -30], [pa.int64(), pa.decimal128(19, 0), pa.decimal128(21, 2), pa.decimal256(40, 12)]),
+        ([Decimal("7.5"), Decimal("-0.1")], [pa.float64(), pa.decimal128(12, 7), pa.decimal128(20, 9)]),
+        ([Decimal("7"), Decimal("0.0000001")], [pa.decimal128(12, 7), pa.decimal128(20, 9)]),
+        ([datetime(2026, 1, 2, 3, 4, 5, 500_000)], [pa.timestamp(unit) for unit in ("ms", "us", "ns")]),
+        ([datetime(2026, 1, 2)], [pa.timestamp(unit) for unit in ("s", "ms", "us", "ns")]),
+        ([datetime(2026, 1, 2)], [pa.timestamp(unit, tz="UTC") for unit in ("s", "us")]),
+        ([time(12, 30)], [pa.time32("s"), pa.time32("ms"), pa.time64("us")]),
+        ([timedelta(seconds=30)], [pa.duration("s"), pa.duration("us")]),
+    ],
+)
+def test_decimals_and_times_are_one_category_in_any_unit(one, types):
+    """A test set in nanoseconds had no category of a training set in microseconds."""
+    first, *others = (category_strings(pa.chunked_array([pa.array(one).cast(kind)]), name="c") for kind in types)
+    assert len(set(first.to_pylist())) == len(one)
+    assert all(found.to_pylist() == first.to_pylist() for found in others)
 
 
 def test_parquet_column_types_that_mean_the_same_read_the_same(tmp_path):

@@ -167,6 +167,18 @@ def test_the_probe_ends_when_it_knows_enough(monkeypatch):
     assert auto.timeline.events[1].step == 8
 
 
+@pytest.mark.usefixtures("without_fresh_rows")
+def test_killed_between_a_sample_and_its_look_the_probe_ends_where_it_would_have(monkeypatch, tmp_path):
+    monkeypatch.setattr(module, "relative_width", lambda stats: 1.2)
+    monkeypatch.setattr(module, "_LOOK_EVERY", 7)
+    settings = replace(AUTO, width=1.5, every=10, least_steps=12, most_steps=20)  # samples at 0, 10; a look at 14
+    with pytest.raises(KilledWhileMeasuring):
+        run(settings, folder=tmp_path, on_step=stop_at(13, KilledWhileMeasuring))
+    _, auto, result, _ = run(settings, folder=tmp_path)
+    assert result.resumed_from == 12
+    assert auto.timeline.events[1].step == 14
+
+
 @pytest.mark.slow
 def test_few_samples_do_not_tell_how_far_a_model_moves(monkeypatch):
     """Two of 40 steps are sampled, one of them of a model that has learnt nothing; two looks are of models that

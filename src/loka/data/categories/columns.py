@@ -19,6 +19,9 @@ from loka.core.exceptions import DataRefused
 if TYPE_CHECKING:
     import pyarrow as pa
 
+# Of decimals and times as pyarrow writes them: 7.00, 0E-8, 1.0E-8, 12:30:00.500000, 12:30:00.000Z
+_ZEROS_BEHIND = ((r"^0E-\d+$", "0"), (r"(\.\d*[1-9])0+(E-\d+|Z)?$", r"\1\2"), (r"\.0+(E-\d+|Z)?$", r"\1"))
+
 
 def label_values(column: pa.ChunkedArray, *, name: str) -> np.ndarray:
     """Labels [n] float32; anything but 0 and 1 is refused."""
@@ -46,7 +49,8 @@ def category_strings(column: pa.ChunkedArray, *, name: str) -> pa.ChunkedArray:
     """Categories as strings; null, NaN and the empty string are null.
 
     Whole floats are written as integers are: a column of integers is one of floats in the file where one is
-    missing, and 1.2e+11 would be another category than 120000000000.
+    missing, and 1.2e+11 would be another category than 120000000000. Decimals and times have no zeros behind:
+    7.00 of a file with two places is 7, and a moment is the same in microseconds and nanoseconds.
     """
     import pyarrow as pa
     import pyarrow.compute as pc
@@ -61,7 +65,12 @@ def category_strings(column: pa.ChunkedArray, *, name: str) -> pa.ChunkedArray:
         return pc.coalesce(integers, column.cast(pa.string()))
     way_out = "name another column in the schema, or store this one as strings or integers"
     with _read(column, name, "categories", way_out):
+        if pa.types.is_duration(column.type):
+            column = column.cast(pa.duration("ns"))
         strings = column.cast(pa.string())
+    if pa.types.is_decimal(column.type) or pa.types.is_temporal(column.type):
+        for pattern, kept in _ZEROS_BEHIND:
+            strings = pc.replace_substring_regex(strings, pattern, kept)
     return pc.if_else(pc.equal(strings, ""), None, strings)
 
 

@@ -93,8 +93,7 @@ class Auto(Callback):
         self._say = say or (lambda text: None)
         self._probe: Probe | None = None
         self._stats: Stats | None = None
-        self._sampled = 0  # sampled steps of this process
-        self._looked_at = 0
+        self._unseen = False  # whether a step was sampled since effects were last asked how narrow they are
         self._least = 0  # steps of the probe's phase, once it was found too early to end it
         self._looks: list[Look] = []  # each at twice the steps of the one before
         self._step = ExitStack()  # open during a sampled step, in which FSDP2 keeps weights gathered
@@ -146,7 +145,7 @@ class Auto(Callback):
         if self._pace is not None:
             self._pace.step(counts=not sampled)
         if sampled:
-            self._sampled += 1
+            self._unseen = True
             self._step.enter_context(gathered_throughout(run.model))
             return "hooks"
         return "none"
@@ -178,6 +177,7 @@ class Auto(Callback):
         return {
             "phase": self.phase,
             "least": self._least,
+            "unseen": self._unseen,
             "looks": json.dumps(encode(self._looks)),
             "stats": torch.frombuffer(bytearray(to_bytes(stats)), dtype=torch.uint8) if stats else None,
             "timeline": json.dumps(encode(self.timeline.events)),
@@ -187,7 +187,7 @@ class Auto(Callback):
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        self.phase, self._least = state["phase"], state.get("least", 0)
+        self.phase, self._least, self._unseen = state["phase"], state.get("least", 0), state.get("unseen", True)
         self._looks = list(decode(tuple[Look, ...], json.loads(state.get("looks", "[]")), at="looks"))
         in_bf16, self._verdict_at, self._verdict = json.loads(state.get("pace", '[null, 0, ""]'))
         as_then = state.get("ranks") == ranks_of()  # else a step has other rows
@@ -208,7 +208,7 @@ class Auto(Callback):
             return True
         if run.step < max(self._least_steps(run), self._least) or run.step % _LOOK_EVERY:
             return False
-        looks, self._looked_at = self._sampled > self._looked_at, self._sampled
+        looks, self._unseen = self._unseen, False
         _, narrow = together(lambda: looks and first_rank() and self._narrow())
         return narrow[0] == str(True)
 
