@@ -53,6 +53,8 @@ def test_finished_runs_are_judged_again_without_training(judged):
         (("--arm", "naive", "--schedule", "step"), "one of cosine, linear, wsd, constant"),
         (("--arm", "naive", "--sequential"), "looks begin after 4"),
         (("--arm", "naive", "--segment", "dense:99"), "dense:0 to dense:12"),
+        (("--arm", "naive", "--segment", "sparse:1", "--segment", "sparse:1"), "--segment sparse:1 is given twice"),
+        (("--arm", "naive", "--segment", "none", "--segment", "sparse:1"), "none alone, or leave it out"),
         (("--arm", "naive", "--limit", 0), "a finite number above 0"),
         (("--arm", "naive", "--limit", "inf"), "a finite number above 0"),
         (("--arm", "naive", "--segment-limit", "inf"), "a finite number above 0"),

@@ -188,6 +188,14 @@ def validate(
 def _divisions(names: list[str] | None, source: Source) -> list[Division]:
     if names is None:
         return default_divisions(source)
+    if twice := sorted({name for name in names if names.count(name) > 1}):
+        raise LokaError(
+            f"--segment {', '.join(twice)} is given twice",
+            why=["each segment shares the error of all, so that a second copy would widen every interval"],
+            way_out="give it once",
+        )
+    if "none" in names and names != ["none"]:
+        raise LokaError("--segment none stands beside others", way_out="none alone, or leave it out")
     return [] if names == ["none"] else [division_named(name, source) for name in names]
 
 
