@@ -1,4 +1,4 @@
-"""What a model is before it trains, so that runs of another one are not taken for its own.
+"""What a model is before it trains, and how runs differ, so that runs of another one are not taken for its own.
 
 A name does not tell: the same factory may build other layers tomorrow, or read other weights. Digests are of all
 bytes, since a sample of a table would miss the row that differs.
@@ -62,3 +62,11 @@ def _flat(state: Any) -> dict[str, Any]:
         return {"initial": state}
     of_model = {name: value for name, value in state.items() if name != "values"}
     return {**{f"the model's {name}": value for name, value in of_model.items()}, **state["values"]}
+
+
+def settings_differing(part: str, there: Any, now: Any) -> list[str]:
+    """A line for each setting of `part` in which a run that is there differs from the one that is asked for."""
+    if not isinstance(there, Mapping) or not isinstance(now, Mapping):
+        return [f"{part}: {there} there, {now} now"]
+    keys = [key for key in {**there, **now} if there.get(key) != now.get(key)]
+    return [f"{part}: {key} is {there.get(key)} there, {now.get(key)} now" for key in keys]

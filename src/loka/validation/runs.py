@@ -43,7 +43,7 @@ from loka.train.loop import TrainLog, TrainResult, evaluate, train
 from loka.train.metrics import Quality, columns, quality_by_task
 from loka.train.run import Callback
 from loka.validation.arms import ArmSpec
-from loka.validation.initial import differences, initial_state
+from loka.validation.initial import differences, initial_state, settings_differing
 
 _WAY_OUT = "the run is done again"
 _POINTS = 100  # of a training curve
@@ -277,21 +277,13 @@ def _finished(folder: Path, identity: Mapping[str, Any]) -> tuple[Run, ...] | No
         raise LokaError(
             f"{folder} holds a run of something else",
             why=[
-                *(line for part in named for line in _told(part, there.get(part), identity[part])),
+                *(line for part in named for line in settings_differing(part, there.get(part), identity[part])),
                 *differences(there["initial"], identity["initial"]),
             ],
             way_out="choose another output folder, or remove that one; weights that NumPy or `random` draws are others "
             "each time: draw them by torch, whose seed is set",
         )
     return found.runs
-
-
-def _told(part: str, there: Any, now: Any) -> list[str]:
-    """Lines for readers: of settings in a mapping those alone that differ."""
-    if not isinstance(there, Mapping) or not isinstance(now, Mapping):
-        return [f"{part}: {there} there, {now} now"]
-    keys = [key for key in {**there, **now} if there.get(key) != now.get(key)]
-    return [f"{part}: {key} is {there.get(key)} there, {now.get(key)} now" for key in keys]
 
 
 def _record(folder: Path) -> _Finished:
