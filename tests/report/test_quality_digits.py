@@ -1,3 +1,4 @@
+import math
 from dataclasses import replace
 
 from test_page import hostile_validation
@@ -27,3 +28,15 @@ def test_the_level_of_the_verdicts_interval_is_told():
     alone, of_two = (page(validation=replace(found, arms=(arm,))) for arm in (narrow, wide))
     assert "These two are of 95 %. Shaded" in alone
     assert "These two are of 97.5 %, as those of all tasks and looks hold together at 95 %. Shaded" in of_two
+
+
+def test_one_pair_tells_no_spread():
+    """The reading by the mean of the weights said "nan % between pairs"."""
+    found = hostile_validation()
+    (arm, _) = found.arms
+    of_one = replace(arm.average, variance=replace(arm.average.variance, pairs=1, between_pairs=math.nan))
+    alone = replace(arm, average=of_one, segments=(), readings=(replace(of_one, name="by the mean of the weights"),))
+    assert "between pairs where the verdict has" in validation_table(found)
+    table = validation_table(replace(found, arms=(alone,)))
+    assert "by the mean of the weights: +0.0040 % [-inf, +inf] (for reading)" in table
+    assert "between pairs" not in table

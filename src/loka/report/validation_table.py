@@ -123,11 +123,13 @@ def _verdicts(arm: ArmVerdict, average: RowsVerdict, validation: Validation) -> 
         )
         lines.append(_spread(average.variance))
     for reading in arm.readings:
-        between = reading.variance.between_pairs
-        lines.append(
-            f"{reading.name}: {percent(reading.ne_percent)}, {between:.3g} % between pairs "
-            f"where the verdict has {average.variance.between_pairs:.3g} % (for reading)"
-        )
+        spread = ""
+        if average.variance.pairs > 1:
+            spread = (
+                f", {reading.variance.between_pairs:.3g} % between pairs "
+                f"where the verdict has {average.variance.between_pairs:.3g} %"
+            )
+        lines.append(f"{reading.name}: {percent(reading.ne_percent)}{spread} (for reading)")
     if average.variance.clusters is not None:
         by, variance = validation.context.get("cluster", "cluster"), average.variance
         worth = f"{variance.clusters} of them, worth {variance.effective_clusters} of one size"
