@@ -75,18 +75,16 @@ def repeated(batch: Any, rows: int) -> Any:
     return tree_map(taken, batch)
 
 
-def rows_of(batch: Any) -> int | None:
-    """The first side of the first tensor that has one; None where there is none to be seen."""
+def heights_of(batch: Any) -> Iterator[int]:
+    """The first side of each tensor that has one, in their order."""
     for leaf in tree_leaves(batch):
         if isinstance(leaf, torch.Tensor) and leaf.dim():
-            return int(leaf.shape[0])
-    return None
+            yield int(leaf.shape[0])
 
 
-def heights_of(batch: Any) -> set[int]:
-    """The first sides of all tensors that have one."""
-    leaves = (leaf for leaf in tree_leaves(batch) if isinstance(leaf, torch.Tensor) and leaf.dim())
-    return {int(leaf.shape[0]) for leaf in leaves}
+def rows_of(batch: Any) -> int | None:
+    """The first side of the first tensor that has one; None where there is none to be seen."""
+    return next(heights_of(batch), None)
 
 
 def arguments(batch: Any) -> tuple[tuple[Any, ...], Mapping[str, Any]]:

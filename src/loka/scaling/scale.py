@@ -73,9 +73,9 @@ def _grown(batch: Any, batch_size: int | None) -> tuple[str, ...]:
     given = rows_of(batch)
     if batch_size is None or given is None or given == batch_size:
         return ()
-    told = f"the batch has {given} rows; each tensor of it with {given} rows was taken to have {batch_size}"
-    others = sorted(heights_of(batch) - {given})
-    return (told + f", and those with {', '.join(map(str, others))} rows to stay as they are" * bool(others),)
+    note = f"the batch has {given} rows; each tensor of it with {given} rows was taken to have {batch_size}"
+    others = sorted({*heights_of(batch)} - {given})
+    return (note + f", and those with {', '.join(map(str, others))} rows to stay as they are" * bool(others),)
 
 
 def _notes(traced: Traced) -> tuple[str, ...]:

@@ -10,6 +10,7 @@ that rises. Latents of two models, or of one trained twice, lie in different spa
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 import torch
@@ -115,12 +116,14 @@ class Latents:
     def look_up(self, ids: torch.Tensor, *, now: int, max_age: int | None = None) -> Found:
         """Of `ids` [B] int64; older than `max_age` is no hit. Refuses other ids, a clock that went back, and a time or
         an age that is no int64."""
-        oldest = now - int(self.written.min()) if len(self) else 0
-        if not all(isinstance(number, int) and number in _INT64 for number in (now, oldest)):
-            raise ServeRefused(f"the time {now} or the age {oldest} is no int64", way_out="count from another zero")
+        first, last = self._written_between if len(self) else (now, now)
+        if not all(isinstance(number, int) and number in _INT64 for number in (now, now - first)):
+            raise ServeRefused(
+                f"the time {now} or the age {now - first} is no int64", way_out="count from another zero"
+            )
         if ids.dtype != torch.int64 or ids.dim() != 1:
             raise ServeRefused(f"ids are {ids.dtype} {list(ids.shape)}", way_out="give int64 [B]: ids.long()")
-        if len(self) and (ahead := int(self.written.max()) - now) > 0:
+        if (ahead := last - now) > 0:
             raise ServeRefused(
                 f"the clock shows {now}, and latents were written {ahead} later",
                 way_out="read the store by the clock that it was written by",
@@ -156,6 +159,11 @@ class Latents:
                 way_out=_AGAIN,
             )
         return cls(teacher=teacher, **read_tensors(folder / _TENSORS, sha256=card.sha256, way_out=_AGAIN))
+
+    @cached_property
+    def _written_between(self) -> tuple[int, int]:
+        """The first and the last time: a look-up of a few ids does not go over all of a store for them."""
+        return int(self.written.min()), int(self.written.max())
 
     def _tensors(self) -> dict[str, torch.Tensor]:
         return {name: getattr(self, name) for name in ("ids", "low", "scale", "version", "written")}

@@ -63,11 +63,11 @@ def columns_left(columns: Sequence[int], recipe: str | None, learnt: Distributio
 
 def _matters(table: torch.Tensor | None, square: torch.Tensor) -> torch.Tensor:
     """w and v [K, 2], by mean squares [K] of columns; of columns of zeros, which do not tell, those of most others."""
-    told = square > 0
-    if table is None or not table.any() or not told.any():
+    known = square > 0
+    if table is None or not table.any() or not known.any():
         return square.new_ones(len(square), 2)
-    found = table.double() / square.where(told, 1.0).unsqueeze(1)
-    return found.where(told.unsqueeze(1), found[told].median(dim=0).values)
+    found = table.double() / square.where(known, 1.0).unsqueeze(1)
+    return found.where(known.unsqueeze(1), found[known].median(dim=0).values)
 
 
 def _largest(mean: torch.Tensor, variance: torch.Tensor) -> torch.Tensor:
