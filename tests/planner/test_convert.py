@@ -164,12 +164,13 @@ def test_a_cuda_graph_of_the_step_counts_its_replays():
             model(x).float().square().mean().backward()
 
     stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         for _ in range(3):
             step()
     torch.cuda.current_stream().wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with torch.cuda.graph(graph, stream=stream):
         step()
     torch.cuda.synchronize()
     loka.nn.reset_health(model)

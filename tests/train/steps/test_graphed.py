@@ -5,6 +5,7 @@ changes no value, replaying runs with the Python values of the recording and wri
 """
 
 import copy
+import gc
 import warnings
 
 import pytest
@@ -205,6 +206,26 @@ def test_replays_train_as_plain_steps(name):
         assert step.graphed == (index > 1), step.reason
     assert step.replays == 6
     assert step.eager_steps == {module.WARM_UP: 2, module.OTHER_SHAPE: 3}
+
+
+@pytest.mark.gpu
+def test_a_step_of_before_that_lives_in_a_cycle_stops_no_capture():
+    """Autograd accumulates on the stream of that step, and a capture may not wait for it."""
+    model = small(CUDA)
+    optimizer, data = sgd(model), batches(*[64] * 4, device=CUDA)
+    gc.collect()
+    gc.disable()
+    try:
+        cycle = [model(data[0][0]).sum()]
+        cycle.append(cycle)
+        del cycle
+        step = graph_of(model, optimizer, data)
+        for batch in data:
+            step(*batch)
+    finally:
+        gc.enable()
+    assert step.graphed, step.reason
+    assert step.replays == 2
 
 
 @pytest.mark.gpu

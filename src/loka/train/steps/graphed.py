@@ -11,6 +11,7 @@ the addresses that were recorded and runs them. What the graph cannot know runs 
 
 from __future__ import annotations
 
+import gc
 import warnings
 import weakref
 from collections import Counter
@@ -222,6 +223,9 @@ class GraphedStep:
         inputs = tuple(torch.empty(s, dtype=d, device=self._device) for s, d in self._shapes)
         for buffer, tensor in zip(inputs, batch, strict=True):
             buffer.copy_(tensor)  # real values: a capture does not read them, but host code may
+        # A step of before, on another stream, may live on in a cycle of Python objects (compiled code is full of
+        # them). Autograd then accumulates on that stream still, for which a capture may not wait.
+        gc.collect()
         undo = Undo.before(self._model, self._parameters, self._optimizers, self._device)
         wrong = None
         try:
