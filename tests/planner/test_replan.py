@@ -29,6 +29,17 @@ def test_times_and_other_errors_stay():
     assert "ne" not in new.sites["cheap/output"].measurements["hp"].errors
 
 
+@pytest.mark.parametrize("asked", [{"force": {"sl*": "hp", "*": ROW}}, {"target": "package"}])
+def test_what_a_plan_was_asked_for_is_asked_again(tmp_path, asked):
+    """Also by its file. A plan of patterns whose order counts, and one for a package, which runs `output` alone."""
+    report = outputs(**THREE)
+    loka.plan(report, loka.Budget(ne=2e-5), **asked).save(tmp_path / "plan.json")
+    made = loka.Plan.load(tmp_path / "plan.json")
+    assert loka.plan(report, made.budget, force=dict(made.force), target=made.target) == made
+    changed = replan(made, report, {"cheap": {"rowwise_e4m3": effect(5e-5)}})
+    assert bool(changed) == ("force" not in asked)  # forced, it stays whatever it costs
+
+
 def test_the_report_must_be_the_plans():
     report = outputs(**THREE)
     made = loka.plan(report)

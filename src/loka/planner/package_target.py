@@ -32,7 +32,7 @@ def plan_package(
     made = decide(replace(served, sites=sites), budget, force=force)
     free = decide(served, budget, force=force)
     of_steps = [_OF_STEPS] if len(served.sites) < len(report.sites) else []
-    return replace(made, notes=(*made.notes, *_costs(made, free), *of_steps))
+    return replace(made, target="package", notes=(*made.notes, *_costs(made, free), *of_steps))
 
 
 def _forward(report: Report) -> Report:

@@ -85,6 +85,7 @@ def plan(
             decisions=decisions,
             coverage=report.coverage,
             limits={} if tuple(limits) == (WHOLE,) else limits,
+            force=tuple(force.items()),
         )
 
     granted, decided = within_together(report, limits, decide)

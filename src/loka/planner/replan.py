@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
 from loka.core.error import Estimate
 from loka.core.exceptions import LokaError, PlanMismatch
@@ -44,7 +45,8 @@ def replan(
     effects: Mapping[str, Mapping[str, Estimate]],
     alike: Mapping[str, Mapping[str, float]] | None = None,
 ) -> PlanDiff:
-    """What `made`'s budget would decide differently now: `report` as it was against it `with_effects`.
+    """What `made`'s budget, forced sites and target would decide differently now: `report` as it was against it
+    `with_effects`. What `confirm` took back is not asked again.
 
     Raises PlanMismatch for a report of another model or machine than the plan's, LokaError for a plan with
     limits on tasks or segments.
@@ -63,4 +65,6 @@ def replan(
             why=differences,
             way_out="give the report that the plan was made from",
         )
-    return diff(plan(report, made.budget), plan(with_effects(report, effects, alike), made.budget))
+    asked: dict[str, Any] = {"force": dict(made.force), "target": made.target}
+    now = with_effects(report, effects, alike)
+    return diff(plan(report, made.budget, **asked), plan(now, made.budget, **asked))

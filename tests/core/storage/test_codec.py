@@ -91,6 +91,14 @@ def test_keys_that_are_numbers_are_written_as_such():
             decode(Mapping[int, str], {key: "x"})
 
 
+def test_a_tuple_of_a_length_has_that_length():
+    pairs = tuple[tuple[str, float], ...]
+    assert decode(pairs, [["a", 1], ["b", "inf"]]) == (("a", 1), ("b", math.inf))
+    for wrong, message in ([["a"]], "a list of 2"), ([["a", 1, 2]], "a list of 2"), ([[1, 1]], r"\[0\]\[0\] has to be"):
+        with pytest.raises(ValueError, match=message):
+            decode(pairs, wrong)
+
+
 def test_what_is_missing_is_named():
     with pytest.raises(ValueError, match="name is missing"):
         decode(Record, {})

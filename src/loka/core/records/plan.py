@@ -6,7 +6,7 @@ import math
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from loka.core.budget import Budget, total_effect, upper_bound
 from loka.core.device import Fingerprint
@@ -76,6 +76,8 @@ class Plan(
     `hot_columns`: by layer whose `output` runs by a hot recipe, its columns.
     `limits`: what the budget allows each task and segment in KL/H, by the part's name; empty where it has one
     limit for the whole model, `budget.ne`, or none.
+    `force`: pairs of a pattern of sites and the candidate that was forced there, the first that fits; `target`: what
+    it was planned for. Both are as `plan` was given them, to plan in the same way again.
     """
 
     model: ModelSignature
@@ -87,6 +89,8 @@ class Plan(
     centres: Mapping[str, tuple[float, ...]] = sparse(default_factory=dict)
     hot_columns: Mapping[str, tuple[int, ...]] = sparse(default_factory=dict)
     limits: Mapping[str, float] = sparse(default_factory=dict)
+    force: tuple[tuple[str, str], ...] = sparse(())
+    target: Literal["python", "package"] = sparse("python")
     notes: tuple[str, ...] = ()
 
     @classmethod

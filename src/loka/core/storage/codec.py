@@ -133,7 +133,10 @@ def _decode(kind: Any, content: Any, at: str) -> Any:
         return content if content in inner else _refuse(at, f"one of {', '.join(map(repr, inner))}", content)
     if origin is tuple:
         entries = _is(list, content, at)
-        return tuple(_decode(inner[0], entry, f"{at}[{place}]") for place, entry in enumerate(entries))
+        each = inner[:1] * len(entries) if inner[-1] is Ellipsis else inner
+        if len(each) != len(entries):
+            _refuse(at, f"a list of {len(each)}", content)
+        return tuple(_decode(each[place], entry, f"{at}[{place}]") for place, entry in enumerate(entries))
     if origin is not None and issubclass(origin, Mapping):
         entries = _is(dict, content, at)
         return {_key(inner[0], key, at): _decode(inner[1], entry, _below(at, key)) for key, entry in entries.items()}
