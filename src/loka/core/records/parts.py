@@ -46,7 +46,7 @@ class Part:
     2 says that the upper end is twice the estimate; inf where nothing is known. At most `allowed` counts as
     known. `unknown` says why no KL/H can be stated at all, such as labels that are all alike; "" else.
     `alike`: correlations of the changes that two layers make to its logit, such as of those that round one tensor:
-    of the reference recipe by layers, and where another's differ, by layers `in_recipe`.
+    of the reference recipe by layers, and where another's differ, or in two recipes, by layers `in_recipe`.
     """
 
     task: str = ""
@@ -94,15 +94,15 @@ def in_recipe(path: str, recipe: str) -> str:
 def beyond_sum(
     alike: Mapping[str, Mapping[str, float]], recipes: Mapping[str, str], effects: Mapping[str, float]
 ) -> float:
-    """What layers lose together beyond the sum of their `effects`: 2 r sqrt(a b) of each two in one recipe, which is
-    exact to first order. Below zero where changes cancel (`Part.alike`)."""
+    """What layers lose together beyond the sum of their `effects`: 2 r sqrt(a b) of each two, which is exact to first
+    order. Below zero where changes cancel (`Part.alike`). In one recipe the reference's r counts where no other is
+    kept, in two recipes none does."""
     own = {in_recipe(path, recipes[path]): path for path in effects}
     found: dict[frozenset[str], float] = {}
     for one, others in alike.items():
         for other, r in others.items():
             if one in own and other in own:
-                if recipes[own[one]] == recipes[own[other]]:
-                    found[frozenset((own[one], own[other]))] = r
+                found[frozenset((own[one], own[other]))] = r
             elif one in effects and other in effects and recipes[one] == recipes[other]:
                 found.setdefault(frozenset((one, other)), r)
     return math.fsum(2 * r * math.sqrt(math.prod(effects[path] for path in pair)) for pair, r in found.items())

@@ -10,8 +10,8 @@ import torch
 
 from loka.core.numerics.effect import Effect
 from loka.core.numerics.label_rate import BaseRate, LabelRate, TaskRates, task_rates
-from loka.core.recipe import RECIPES
-from loka.core.records.parts import REFERENCE, Part, in_recipe, judged
+from loka.core.records.parts import Part, judged
+from loka.probe.model_effects.alike import PAIRS, alike
 from loka.probe.model_effects.calls import Found
 from loka.probe.model_effects.error_projection import effects_of
 from loka.probe.model_effects.movement import widened
@@ -19,10 +19,6 @@ from loka.probe.model_effects.promise import no_promise
 from loka.probe.model_effects.segment_rows import SegmentRows
 from loka.statistics.effect_casts import CASTS
 
-ALIKE = 0.1
-"""The least correlation that is kept; and four standard errors of one."""
-_PAIRS = 20_000
-_OTHERS = 20  # times fewer of each other recipe
 _OF_ALL_PARTS = 400_000  # pairs: a record holds two million values at most
 
 
@@ -68,7 +64,7 @@ def effects_by_part(
     wanted.sort(key=lambda one: one.task)  # each task before its segments
     effects: dict[str, dict[str, dict[str, Effect]]] = {path: {} for path in paths}
     parts: dict[str, Part] = {}
-    pairs = min(_PAIRS, _OF_ALL_PARTS // (len(wanted) + 1))
+    pairs = min(PAIRS, _OF_ALL_PARTS // (len(wanted) + 1))
     for one in wanted:
         part, rates = one.part, None if one.rate is None else task_rates(one.rate, 1)
         reason = "none of its rows was read"
@@ -147,57 +143,6 @@ def _effects(
     named = {path: dict(zip(CASTS, each, strict=True)) for path, each in zip(paths, found, strict=True)}
     known = {path: each for path, each in named.items() if any(effect.count for effect in each.values())}
     return known, alike(paths, changes, weighing, pairs)
-
-
-def alike(
-    paths: Sequence[str], changes: Sequence[torch.Tensor], weighing: torch.Tensor | None, pairs: int = _PAIRS
-) -> dict[str, dict[str, float]]:
-    """Correlations of s over rows of each two layers: in the reference recipe those that chance does not make, in
-    others those that differ from these. INT8 steps of a heavy-tailed tensor agree where e4m3's do not.
-
-    Of more than `pairs`, which 200 layers have, those that say most of the joint effect; in other recipes of fewer.
-    """
-    r, sizes = _correlations(changes, REFERENCE, weighing)
-    found: dict[str, dict[str, float]] = {}
-    least = max(ALIKE, 4 / len(changes[0]) ** 0.5)
-    kept = _add(found, paths, REFERENCE, r, sizes, torch.zeros_like(r), pairs, least)
-    for recipe in (name for name in CASTS if name in RECIPES and name != REFERENCE):
-        _add(found, paths, recipe, *_correlations(changes, recipe, weighing), kept, max(pairs // _OTHERS, 1), least)
-    return found
-
-
-def _correlations(
-    changes: Sequence[torch.Tensor], recipe: str, weighing: torch.Tensor | None
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """r, above the diagonal, and the product of both sizes, [layers, layers]."""
-    s = torch.stack([each[:, list(CASTS).index(recipe)] for each in changes]).double().nan_to_num(0, 0, 0)
-    s = s if weighing is None else s * weighing.sqrt()
-    size = s.norm(dim=1, keepdim=True)
-    s = s / size.clamp_min(1e-300)
-    return (s @ s.t()).clamp(-1, 1).triu(1), size * size.t()
-
-
-def _add(
-    found: dict[str, dict[str, float]],
-    paths: Sequence[str],
-    recipe: str,
-    r: torch.Tensor,
-    sizes: torch.Tensor,
-    known: torch.Tensor,
-    pairs: int,
-    least: float,
-) -> torch.Tensor:
-    """Adds to `found` those `pairs` at most whose `r` is not `known`; what is known then [layers, layers]."""
-    off = (r - known).abs()
-    at = (off > least).nonzero()
-    if len(at) > pairs:
-        at = at[(off * sizes)[at[:, 0], at[:, 1]].topk(pairs).indices.sort().values]
-    first, second = at[:, 0], at[:, 1]
-    for a, b, one in zip(first.tolist(), second.tolist(), r[first, second].tolist(), strict=True):
-        found.setdefault(in_recipe(paths[a], recipe), {})[in_recipe(paths[b], recipe)] = round(one, 3)
-    known = known.clone()
-    known[first, second] = r[first, second]
-    return known
 
 
 def over_batches(found: Sequence[Found], path: str, task: int | None = None) -> torch.Tensor:

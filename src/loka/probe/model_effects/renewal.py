@@ -28,8 +28,9 @@ from loka.nn.linears import signature
 from loka.nn.site import site_forwards
 from loka.nn.unwrap import unwrap
 from loka.probe.layer_stats import with_effects, without_effects
+from loka.probe.model_effects.alike import alike
 from loka.probe.model_effects.calls import Found
-from loka.probe.model_effects.effects_by_part import ProbedRows, alike, effects_by_part, over_batches
+from loka.probe.model_effects.effects_by_part import ProbedRows, effects_by_part, over_batches
 from loka.probe.model_effects.error_projection import effects_of
 from loka.probe.model_effects.fresh_rows import Clusters, Forward, FreshRows, Labels, Reading, Weights, read_batches
 from loka.probe.model_effects.logits import Logits, NoEffect, refuse
