@@ -242,7 +242,10 @@ def test_of_many_layers_the_pairs_are_kept_that_say_most():
         for found in (alike(paths, changes, None, pairs) for pairs in (20_000, 3))
     )  # of the reference recipe
     assert sum(map(len, every.values())) == 100 * 99 / 2
-    assert {a: set(others) for a, others in few.items() if others} == {"layer0": {"layer1", "layer2"}, "layer1": {"layer2"}}
+    assert {a: set(others) for a, others in few.items() if others} == {
+        "layer0": {"layer1", "layer2"},
+        "layer1": {"layer2"},
+    }
     assert few["layer1"]["layer2"] == every["layer1"]["layer2"]
     assert every["layer0"]["layer99"] == pytest.approx(0.5, abs=0.1)
 

@@ -18,6 +18,7 @@ from loka.compiler.edges.aten_steps import SUMS, is_pointwise
 from loka.compiler.edges.traffic import readers
 from loka.compiler.emit import Emitter
 from loka.compiler.joint_sites import JointSite
+from loka.compiler.long_sums import kernel_in_region
 from loka.compiler.nodes import BACKWARD, value_of
 from loka.core.numerics.reference import Quantized
 from loka.core.problem import Problem, dtype_name, target_of
@@ -128,6 +129,10 @@ class Gemms:
         elif gemm is Gemm.GRAD_WEIGHT:
             m, n, dtype = site.outputs, site.inputs, site.weight_dtype
         kernel = kernel_of(site, gemm)
+        if gemm is Gemm.GRAD_WEIGHT and isinstance(site.rows, int):
+            sides = {"m": site.outputs, "n": site.inputs, "k": site.rows}
+            target = target_of(value_of(site.x).device)
+            kernel = kernel_in_region(kernel, Problem(gemm=gemm, **sides, dtype=dtype_name(dtype), target=target))
         a_scale = emitter.constant(1.0, value_of(site.x).device) if a_scale is None else a_scale
         return emitter.call(region_gemm, a, a_scale, b, b_scale, None, site.name, gemm.value, kernel, m, n, dtype)
 

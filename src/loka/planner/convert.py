@@ -9,6 +9,7 @@ from torch import nn
 
 from loka.compiler import install
 from loka.compiler.joint_sites import unjoined
+from loka.compiler.long_sums import SPLIT, splits_long_sums
 from loka.compiler.notes import forget
 from loka.core.compiling import allow_programs
 from loka.core.device import LIBRARIES, fingerprint
@@ -171,7 +172,8 @@ def _check_results(model: nn.Module, low: Iterable[Decision]) -> None:
     """Runs the self-check of each candidate and GEMM on each device, once in a process."""
     sites: dict[tuple[str, Gemm], list[str]] = {}
     for decision in low:
-        sites.setdefault((decision.candidate, decision.problem.gemm), []).append(decision.site)
+        for name in _runs(decision):
+            sites.setdefault((name, decision.problem.gemm), []).append(decision.site)
     evidence = []
     for device in _devices(model):
         for (name, gemm), where in sites.items():
@@ -186,6 +188,13 @@ def _check_results(model: nn.Module, low: Iterable[Decision]) -> None:
             way_out="plan again with those sites forced to 'hp' or to another candidate, or measure again, "
             "which leaves wrong kernels out; please report it with the versions that `loka doctor` prints",
         )
+
+
+def _runs(decision: Decision) -> list[str]:
+    """The candidates that run what was decided: by itself, and in a region, whatever number of rows it gets."""
+    kernel = candidate_named(decision.candidate).kernel.name
+    other = unjoined(decision.candidate) is None and splits_long_sums(kernel, decision.problem)
+    return [decision.candidate, SPLIT] if other else [decision.candidate]
 
 
 def _devices(model: nn.Module) -> list[torch.device]:

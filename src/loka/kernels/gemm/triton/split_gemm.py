@@ -37,7 +37,9 @@ _PROCESSORS_INTERPRETED = 5  # few, so that small problems are cut in both ways
 
 _FULL = 0.9  # of the multiprocessors busy in the last round: what an even cut would not repay
 _SHORTEST = 4  # steps: a tile's partial sums are as many bytes as two steps of its operands
-_REDUCED = 4096 if _INTERPRETED else 1024  # elements that a program of the second launch adds up
+# Elements that a program of the second launch adds up: few, as many programs wait for memory at once. With 1,024 an
+# H200 took 6 to 22 us longer for two to four tiles (docs/log.md, 2026-11-29).
+_REDUCED = 4096 if _INTERPRETED else 256
 
 
 @dataclass(frozen=True, kw_only=True)
