@@ -46,6 +46,17 @@ def test_against_every_choice_there_is():
     assert statistics.mean(lost) < 0.02
 
 
+def test_the_bound_is_the_least_time_where_items_may_be_split():
+    """By hand: a saves 10 for 0.6, then 0.4 / 0.6 of b saves 4. A second limit that does not bind changes nothing."""
+    hp, first, second = ((10.0, (0.0, 0.0)), (0.0, (0.6, 0.1)), (4.0, (0.6, 0.1)))
+    items = {
+        name: [WayByLimit(name=str(time), time=time, effects=effects) for time, effects in ways]
+        for name, ways in {"a": (hp, first), "b": (hp, second)}.items()
+    }
+    found = spend_several(items, [1.0, 1e6])
+    assert (found.time, found.bound) == (10.0, pytest.approx(6.0, abs=0.05))  # weights of limits are stepped to
+
+
 def test_a_limit_that_one_item_breaks_by_itself_does_not_bind_the_others_of_another_limit():
     items = {
         "forced": [WayByLimit(name="int8", time=1.0, effects=(5.0, 0.0))],
