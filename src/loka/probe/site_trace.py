@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch._ops import HigherOrderOperator
+from torch.autograd import forward_ad
 from torch.overrides import _get_current_function_mode_stack, _pop_mode, _push_mode
 
 from loka.core.exceptions import LokaError
@@ -115,6 +116,7 @@ class SiteTrace(ParameterMode):
         self._stack: list[nn.Module] = [root]
         self._handles: list[Any] = []
         self._inside = 0
+        self._level = _transforms()
         self.site_flops: dict[str, dict[str, float]] = {}
         self.skipped: dict[str, str] = {}
         parameters = self._of_model()
@@ -196,11 +198,15 @@ class SiteTrace(ParameterMode):
     def _sites(self, key: str, call: GemmCall) -> list[SiteCall]:
         caller = self._stack[-1]
         place = self._paths[caller]
+        own = call.form == "linear" and place in self._linears and _is_weight_of(caller, call.source)
+        if _transforms() > self._level:
+            self.skipped[place if own else _display(name_of(key), self._is_own_weight)] = _INSIDE_TRANSFORM
+            return []
         experts = [None] if call.weight.dim() == 2 else list(range(call.weight.shape[0]))
         found = []
         for expert in experts:
             use = WeightUse(caller=place, key=key, form=call.form, expert=expert)
-            if call.form == "linear" and place in self._linears and _is_weight_of(caller, call.source):
+            if own:
                 found.append(SiteCall(place, call.x, call.weight, call.rows))
                 continue
             name = self._names.name(use, self._is_own_weight)
@@ -268,6 +274,17 @@ class SiteTrace(ParameterMode):
     def _leave(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         if self._stack[-1] is module and len(self._stack) > 1:
             self._stack.pop()
+
+
+_INSIDE_TRANSFORM = (
+    "called inside of a transform that the model applies (torch.func, vmap, forward-mode AD), where no site runs in FP8"
+)
+
+
+def _transforms() -> int:
+    """How many transforms of torch.func and forward-mode AD are active. Those around the whole step are the user's way
+    to take gradients, and hide no numbers; `refuse_vmap` has the one that does."""
+    return (torch._C._functorch.maybe_current_level() or 0) + forward_ad._current_level
 
 
 def _is_weight_of(module: nn.Module, source: torch.Tensor) -> bool:

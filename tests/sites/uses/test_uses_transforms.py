@@ -100,6 +100,33 @@ def test_a_sampled_step_inside_vmap_is_refused_by_name():
     assert probe.stats().sampled_steps == 1
 
 
+class Transforming(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.mapped, self.derived, self.plain = nn.Linear(32, 32), nn.Linear(32, 32), nn.Linear(32, 16)
+        self.raw = nn.Parameter(torch.randn(32, 32))
+
+    def forward(self, x):
+        x = torch.vmap(self.mapped)(x.view(2, -1, 32)).flatten(0, 1)
+        x = torch.vmap(lambda row: row @ self.raw)(x)
+        return self.plain(torch.func.grad(lambda y: self.derived(y).sin().sum())(x))
+
+
+def test_layers_inside_of_a_models_own_transforms_stay_in_hp_by_name():
+    """A sampled step ended in vmap's error over `.item()`, or planned a layer that raises at each call of the plan."""
+    torch.manual_seed(0)
+    model, x = Transforming(), torch.randn(8, 32)
+    plain = model(x)
+    stats = probe(model, lambda: model(x).sin().sum().backward())
+    assert list(stats.layers) == ["plain"]
+    assert all("torch.func" in stats.skipped[name] for name in ("mapped", "derived", "raw"))
+    plan = force(stats)
+    assert {decision.path for decision in plan.decisions.values()} == {"plain"}
+    assert any("derived stays in hp" in note for note in plan.notes)
+    found = loka.convert(model, plan)(x)
+    assert 0 < (found - plain).norm() < 0.1 * plain.norm()
+
+
 def test_nested_tensors_are_taken_row_by_row():
     model, _ = pair()
     parts = [batch()[:3], batch()[3:8]]
