@@ -9,7 +9,6 @@ from torch import nn
 
 from loka.compiler import install
 from loka.compiler.joint_sites import unjoined
-from loka.compiler.notes import forget
 from loka.core.compiling import allow_programs
 from loka.core.device import LIBRARIES, fingerprint
 from loka.core.exceptions import NoKernelFits, NotConverted, PlanMismatch, WrongResults
@@ -23,7 +22,7 @@ from loka.kernels.gemm.registry import candidate_named, require_supported
 from loka.kernels.gemm.self_check import self_check
 from loka.nn.fsdp_units import cut_by_others
 from loka.nn.linears import signature
-from loka.nn.site import site_forwards, sites_of
+from loka.nn.site import site_forwards
 from loka.nn.site_ops import Candidates
 from loka.nn.unwrap import class_name
 
@@ -58,7 +57,6 @@ def convert(model: M, plan: Plan, *, regions: bool = True) -> M:
     in_fp8 = fp8_layers(plan)
     attach(model, plan.model.layers, in_fp8, join=regions, centres=plan.centres, hot_columns=plan.hot_columns)
     allow_programs(_EACH * len(site_forwards(model)))
-    forget(site.health for site in sites_of(model).values())
     if regions and any(unjoined(name) is None for names in in_fp8.values() for name in names):
         install()
     return model
