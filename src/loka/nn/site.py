@@ -150,12 +150,24 @@ class SiteForward(ABC):
 
 
 _KEPT = "loka_forward"  # beside `forward`, to find it where another library has wrapped that
+_REPLICATE = "_replicate_for_data_parallel"
 
 
 def install(forward: SiteForward) -> None:
     """Puts the forward on its module."""
     holder = forward.module.__dict__
     holder["forward"] = holder[_KEPT] = forward
+    holder[_REPLICATE] = _refuse_replicas
+
+
+def _refuse_replicas() -> None:
+    """In the place of the method by which nn.DataParallel makes shallow copies. Their forwards would read the weights
+    of the original, on another GPU, and leave the replicas' own without gradients."""
+    raise NotConverted(
+        "a converted model cannot be replicated by nn.DataParallel",
+        why=["a replica is a shallow copy, whose sites read the weights of the original"],
+        way_out="take DistributedDataParallel, with a process for each GPU, or loka.revert(model)",
+    )
 
 
 def site_forwards(model: nn.Module) -> dict[str, SiteForward]:
@@ -187,7 +199,8 @@ def _told(forward: object) -> str:
 def remove(forward: SiteForward) -> None:
     """Takes the forward off its module, which then runs as it was found."""
     stand_aside(forward)
-    del forward.module.__dict__[_KEPT]
+    for name in (_KEPT, _REPLICATE):
+        forward.module.__dict__.pop(name, None)
 
 
 def stand_aside(forward: SiteForward) -> None:
