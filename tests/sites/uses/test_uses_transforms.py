@@ -84,6 +84,14 @@ def test_gradient_penalties_in_hp_may_be_looked_at():
         assert all(map(torch.equal, penalty(), exact))
 
 
+def test_torch_jit_trace_is_refused():
+    """It ended in an AssertionError over sizes that are tensors there."""
+    model = pair()[0]
+    with pytest.raises(NotConverted, match=r"torch\.jit\.trace[\s\S]*torch\.export"), torch.no_grad():
+        torch.jit.trace(model, (batch(),))
+    torch.jit.trace(loka.revert(model), (batch(),))
+
+
 def test_symbolic_tracing_works():
     model, _ = pair()
     x = batch()
