@@ -29,6 +29,9 @@ from loka.nn.unwrap import named_modules
 # What a site computes in. Autocast recasts these too, and leaves every other dtype alone.
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
+# Of an input; nested tensors are of either.
+LAYOUTS = (torch.strided, torch.jagged)
+
 OPERAND_NAMES = {
     Gemm.OUTPUT: ("input", "weight"),
     Gemm.GRAD_INPUT: ("grad_output", "weight"),
@@ -81,6 +84,12 @@ class Site:
         """
         if x.shape[-1] != weight.shape[-1]:
             raise ValueError(f"{self.name}: input has {x.shape[-1]} features, the weight takes {weight.shape[-1]}")
+        if x.layout not in LAYOUTS:
+            raise NotConverted(
+                f"{self.name}: its input is sparse ({x.layout}), and no kernel in FP8 reads it",
+                way_out="give it x.to_dense(), or keep it in high precision: "
+                f"loka.plan(report, force={{'{self.name}/*': 'hp'}})",
+            )
         kind = x.device.type
         if torch.is_autocast_enabled(kind) and x.dtype in DTYPES:
             x = x.to(torch.get_autocast_dtype(kind))

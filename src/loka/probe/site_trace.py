@@ -25,7 +25,7 @@ from loka.graph.gemm_calls import GemmCall
 from loka.graph.parameters import ParameterMode
 from loka.graph.views import name_of
 from loka.nn.linears import Filter
-from loka.nn.site import DTYPES
+from loka.nn.site import DTYPES, LAYOUTS
 from loka.nn.unwrap import named_modules, named_parameters, unwrap
 from loka.probe.tensor_hooks import TensorHooks
 from loka.probe.trace import unseen
@@ -199,8 +199,8 @@ class SiteTrace(ParameterMode):
         caller = self._stack[-1]
         place = self._paths[caller]
         own = call.form == "linear" and place in self._linears and _is_weight_of(caller, call.source)
-        if _transforms() > self._level:
-            self.skipped[place if own else _display(name_of(key), self._is_own_weight)] = _INSIDE_TRANSFORM
+        if reason := self._unread(call.x):
+            self.skipped[place if own else _display(name_of(key), self._is_own_weight)] = reason
             return []
         experts = [None] if call.weight.dim() == 2 else list(range(call.weight.shape[0]))
         found = []
@@ -219,6 +219,17 @@ class SiteTrace(ParameterMode):
             self._names.layers.setdefault(name, _shape(weight, call.bias is not None, use))
             found.append(SiteCall(name, call.x if expert is None else call.x[expert], weight, rows))
         return found
+
+    def _unread(self, x: torch.Tensor) -> str:
+        """Why no rows can be read of this input, nor a site run on it; "" where they can."""
+        if _transforms() > self._level:
+            return (
+                "called inside of a transform that the model applies (torch.func, vmap, forward-mode AD), where no "
+                "site runs in FP8"
+            )
+        if x.layout not in LAYOUTS:
+            return f"its input is sparse ({x.layout}), and kernels read rows of numbers"
+        return ""
 
     def _refused(self, name: str, caller: nn.Module, call: GemmCall) -> str:
         if self._filter is not None and not self._filter(caller, name):
@@ -274,11 +285,6 @@ class SiteTrace(ParameterMode):
     def _leave(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         if self._stack[-1] is module and len(self._stack) > 1:
             self._stack.pop()
-
-
-_INSIDE_TRANSFORM = (
-    "called inside of a transform that the model applies (torch.func, vmap, forward-mode AD), where no site runs in FP8"
-)
 
 
 def _transforms() -> int:
