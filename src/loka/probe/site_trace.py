@@ -117,6 +117,7 @@ class SiteTrace(ParameterMode):
         self._handles: list[Any] = []
         self._inside = 0
         self._level = _transforms()
+        self._left = False  # the root's forward
         self.site_flops: dict[str, dict[str, float]] = {}
         self.skipped: dict[str, str] = {}
         parameters = self._of_model()
@@ -128,7 +129,8 @@ class SiteTrace(ParameterMode):
             if isinstance(module, torch.jit.ScriptModule):
                 continue
             self._handles.append(module.register_forward_pre_hook(self._enter))
-            self._handles.append(module.register_forward_hook(self._leave, always_call=True))
+            # Before the module's own hooks: what they multiply runs behind its forward, in its caller's.
+            self._handles.append(module.register_forward_hook(self._leave, prepend=True, always_call=True))
         if self.account is not None:
             self.account.__enter__()
         _push_mode(self)
@@ -227,6 +229,8 @@ class SiteTrace(ParameterMode):
                 "called inside of a transform that the model applies (torch.func, vmap, forward-mode AD), where no "
                 "site runs in FP8"
             )
+        if self._left:
+            return "called by a hook of the whole model, outside of every forward in which a site could run"
         if x.layout not in LAYOUTS:
             return f"its input is sparse ({x.layout}), and kernels read rows of numbers"
         return ""
@@ -283,8 +287,12 @@ class SiteTrace(ParameterMode):
             self.account.know(parameter)
 
     def _leave(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        if self._stack[-1] is module and len(self._stack) > 1:
+        if self._stack[-1] is not module:
+            return
+        if len(self._stack) > 1:
             self._stack.pop()
+        else:
+            self._left = True
 
 
 def _transforms() -> int:
