@@ -370,6 +370,19 @@ def test_counters_that_lie_where_others_lay_know_nothing():
     assert listed.apart == {"0": "it has not run yet: call the compiled model"}
 
 
+def test_a_site_that_never_runs_where_others_do_is_told_so():
+    model, x = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 16)), torch.randn(16, 32)
+    stats = stats_of(model, x, torch.sum, effect_samples=0)
+    report = loka.measure(
+        stats, device="cpu", candidates=["emulated:rowwise_e4m3_pow2"], settings=Settings(max_draws=2, min_draws=2)
+    )
+    loka.convert(model, loka.plan(report, force={"*": "emulated:rowwise_e4m3_pow2"}))
+    assert "not run yet" in loka.regions(model).apart["1"]
+    nn.functional.linear(model[0](x), model[1].weight)  # past the second site
+    assert "other sites have" in loka.regions(model).apart["1"]
+    assert "it ran" in loka.regions(model).apart["0"]
+
+
 def test_a_budget_without_regions_plans_by_what_sites_take_alone():
     report = layer(cell(165.0))
     assert names(loka.plan(report)) == BY_GEMM
