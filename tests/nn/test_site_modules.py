@@ -8,6 +8,7 @@ from torch import nn
 from loka.core.exceptions import NoKernelFits, NonFinite, NotConverted, UnknownName
 from loka.graph.attach import attach, detach
 from loka.nn import check_finite, health_of, reset_health, signature, sites_of
+from loka.nn.attention import AttentionForward
 
 ROW = "emulated:rowwise_e4m3"
 
@@ -85,6 +86,21 @@ def test_padded_sequences_in_transformer_inference():
     # 28 dB of noise in one of the four linear maps of each layer: well under 10 % after the norms.
     assert (fp8 - plain)[~mask].norm() < 0.1 * plain[~mask].norm()
     assert not torch.equal(fp8, plain)
+
+
+@pytest.mark.parametrize("own", [{}, {"add_bias_kv": True}, {"add_zero_attn": True}], ids=str)
+def test_attention_goes_by_the_causal_hint_where_torch_does(own):
+    """Under the hint torch hands no mask on, so that keys behind the last position are never seen, nor what the mask
+    lets through; with padding or weights wanted it goes by the mask."""
+    torch.manual_seed(0)
+    attention = nn.MultiheadAttention(32, 4, batch_first=True, **own)
+    if attention.bias_k is not None:
+        nn.init.normal_(attention.bias_k), nn.init.normal_(attention.bias_v)
+    x, all_seen, padding = torch.randn(3, 6, 32), torch.zeros(6, 6), torch.zeros(3, 6)
+    for given in ({"need_weights": False}, {}, {"need_weights": False, "key_padding_mask": padding}):
+        expected, _ = attention(x, x, x, attn_mask=all_seen, is_causal=True, **given)
+        found, _ = AttentionForward(attention, {})(x, x, x, attn_mask=all_seen, is_causal=True, **given)
+        assert torch.allclose(found, expected, atol=1e-5)
 
 
 def converted_mlp(*, inplace=False):

@@ -130,13 +130,18 @@ def test_a_library_counts_where_the_plan_names_its_kernels(mlp_plan):
         loka.convert(model, dataclasses.replace(plan, decisions={**plan.decisions, site: named}))
 
 
+def test_a_layer_that_no_plan_may_have_is_refused_with_its_reason(mlp_plan):
+    with pytest.raises(PlanMismatch, match=r"3: torch\.float64 weights; LoKA knows"):
+        loka.convert(odd_mlp().double(), mlp_plan)
+
+
 def test_converting_twice_and_reverting_nothing(mlp_plan):
     model = odd_mlp()
     with pytest.raises(NotConverted, match="no site"):
         loka.revert(model)
     loka.convert(model, mlp_plan)
-    with pytest.raises(NotConverted, match="already runs a plan"):
-        loka.convert(model, mlp_plan)
+    with pytest.raises(NotConverted, match=r"already runs a plan\n  3 runs sites"):
+        loka.convert(nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.ReLU(), model[3]), mlp_plan)  # of another model
     clone = copy.deepcopy(model)
     loka.revert(clone)
     assert site_forwards(model)

@@ -14,9 +14,8 @@ from reports import around, layer_report, measured
 from torch import nn
 
 import loka
-from loka.compiler import notes
 from loka.compiler.joint_sites import IN_REGIONS
-from loka.compiler.notes import record_text
+from loka.compiler.notes import note_sites, record_text
 from loka.core.error import Estimate
 from loka.core.recipe import Gemm
 from loka.core.records.coverage import Coverage
@@ -24,6 +23,7 @@ from loka.core.records.report import HP, REGION, Measurement, Report
 from loka.core.storage.codec import decode, encode
 from loka.core.storage.files import read_record, write_record
 from loka.measurement import Settings
+from loka.nn import sites_of
 from loka.planner.baselines import fastest_of_library, only_library
 from loka.planner.choice.ne_budget import cost_of
 from loka.planner.frontier import base_time, frontier, saved_time
@@ -350,27 +350,37 @@ def test_a_plan_of_regions_is_written_and_told(tmp_path):
     assert "in a compiled region" in told
 
 
-def test_counters_that_lie_where_others_lay_know_nothing(monkeypatch):
-    """Memory is used again: after revert and convert new counters may lie where the old ones were."""
-
-    class Everywhere(dict[int, str]):
-        def get(self, address, default=None):
-            return super().get(address, record_text([["0"]], {}))
-
-        def pop(self, address, default=None):
-            self[address] = None
-            return default
-
-    monkeypatch.setattr(notes, "_RECORDS", Everywhere())
+def test_counters_that_lie_where_others_lay_know_nothing():
+    """Memory is used again: of a model that was freed by a copy, say, that never ran."""
+    memory = bytearray(3 * 3 * 8)
     model = nn.Sequential(nn.Linear(32, 16))
     stats = stats_of(model, torch.randn(16, 32), torch.sum, effect_samples=0)
     report = loka.measure(
         stats, device="cpu", candidates=["emulated:rowwise_e4m3_pow2"], settings=Settings(max_draws=2, min_draws=2)
     )
     loka.convert(model, loka.plan(report, force={"*": "emulated:rowwise_e4m3_pow2"}))
+    (site,) = sites_of(model).values()
+    site.health = torch.frombuffer(memory, dtype=torch.int64).view(3, 3)
+    note_sites([site.health], [torch.ones(1)], [0], [0], record_text([["0"]], {}))
+    assert loka.regions(model).applied == (("0",),)
+    site.health = torch.zeros(3, 3, dtype=torch.int64)
+    site.health = torch.frombuffer(memory, dtype=torch.int64).view(3, 3)
     listed = loka.regions(model)
     assert not listed.applied
     assert listed.apart == {"0": "it has not run yet: call the compiled model"}
+
+
+def test_a_site_that_never_runs_where_others_do_is_told_so():
+    model, x = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 16)), torch.randn(16, 32)
+    stats = stats_of(model, x, torch.sum, effect_samples=0)
+    report = loka.measure(
+        stats, device="cpu", candidates=["emulated:rowwise_e4m3_pow2"], settings=Settings(max_draws=2, min_draws=2)
+    )
+    loka.convert(model, loka.plan(report, force={"*": "emulated:rowwise_e4m3_pow2"}))
+    assert "not run yet" in loka.regions(model).apart["1"]
+    nn.functional.linear(model[0](x), model[1].weight)  # past the second site
+    assert "other sites have" in loka.regions(model).apart["1"]
+    assert "it ran" in loka.regions(model).apart["0"]
 
 
 def test_a_budget_without_regions_plans_by_what_sites_take_alone():

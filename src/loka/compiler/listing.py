@@ -17,6 +17,10 @@ _EAGER = (
     "no site that fits a region"
 )
 _NOT_RUN = "it has not run yet: call the compiled model"
+_BYPASSED = (
+    "it has not run, and other sites have: what ran does not call it, or multiplies by its weight in another way than "
+    "the probed step did, in high precision"
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,7 +78,8 @@ def regions(model: nn.Module) -> Regions:
             applied.append(_named(found, site, name, sites))
         told |= {name.removesuffix(site.name) + other: why for other, why in record[1].items()}
     joined = {name for region in applied for name in region}
-    apart = {name: told.get(name) or _reason(site) for name, site in planned.items() if name not in joined}
+    not_run = _BYPASSED if any(map(_ran, sites.values())) else _NOT_RUN
+    apart = {name: told.get(name) or _reason(site, not_run) for name, site in planned.items() if name not in joined}
     breaks = _breaks() if apart or len(applied) > 1 else ()
     return Regions(planned=tuple(planned), applied=tuple(applied), apart=apart, breaks=breaks)
 
@@ -89,13 +94,17 @@ def _named(region: list[str], site: Site, name: str, known: Collection[str]) -> 
     return tuple(prefix + other if prefix + other in known else other for other in region)
 
 
-def _reason(site: Site) -> str:
+def _ran(site: Site) -> bool:
+    return bool(site.health[:, RUNS].any())
+
+
+def _reason(site: Site, not_run: str) -> str:
     if not site.join:
         return "regions are switched off for this model: convert(model, plan, regions=False)"
     for candidate in site.candidates:
         if candidate != HP and (why := unjoined(candidate)):
             return why
-    return _EAGER if bool(site.health[:, RUNS].any()) else _NOT_RUN
+    return _EAGER if _ran(site) else not_run
 
 
 def _breaks() -> tuple[str, ...]:

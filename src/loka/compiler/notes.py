@@ -12,17 +12,18 @@ remembers it by the counters' address, so that a graph out of a compiler's cache
 import functools
 import json
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from loka.kernels.custom_op import registered
 from loka.kernels.launches import note_launch
 from loka.kernels.quantize.side import RUNS
 
 FLAGS = 3  # columns of a site's counters
-_RECORDS: dict[int, str] = {}
+_RECORDS: dict[int, tuple[StorageWeakRef, str]] = {}  # by the address of a site's counters, as long as they live
 _HERE = threading.local()
 
 
@@ -61,7 +62,7 @@ def _note_sites(
     Each GEMM has one entry for its operand A, which counts its run too. `shown[i]`: what a watcher sees of
     it, 0 for nothing."""
     for health in healths:
-        _RECORDS[health.data_ptr()] = record
+        _remember(health, record)
     if (watcher := getattr(_HERE, "watcher", None)) is not None:
         entries = zip(healths, scales, shown, strict=True)
         watcher([(health.data_ptr(), scale, what) for health, scale, what in entries if what])
@@ -99,14 +100,15 @@ def record_text(regions: Sequence[Sequence[str]], apart: dict[str, str]) -> str:
 
 def record_of(health: torch.Tensor) -> tuple[list[list[str]], dict[str, str]] | None:
     """The regions of the graph that last ran the site with these counters, and the reasons; None if no graph did."""
-    text = _RECORDS.get(health.data_ptr())
-    return None if text is None else _parsed(text)
+    counters, text = _RECORDS.get(health.data_ptr(), (None, ""))
+    return None if counters is None or counters.expired() else _parsed(text)
 
 
-def forget(healths: Iterable[torch.Tensor]) -> None:
-    """Forgets what is recorded for the addresses of new counters: earlier counters, now freed, may have had them."""
-    for health in healths:
-        _RECORDS.pop(health.data_ptr(), None)
+def _remember(health: torch.Tensor, record: str) -> None:
+    """Counters that are freed leave their address to others, as of a copy of the model that never ran."""
+    counters, known = _RECORDS.get(health.data_ptr(), (None, ""))
+    if counters is None or known != record or counters.expired():
+        _RECORDS[health.data_ptr()] = StorageWeakRef(health.untyped_storage()), record
 
 
 @functools.lru_cache(maxsize=256)

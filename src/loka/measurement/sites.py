@@ -27,7 +27,8 @@ def gemms_of(path: str, layer: LinearStats) -> tuple[list[Gemm], dict[str, str]]
     wanted = [gemm for gemm in (Gemm.GRAD_INPUT, Gemm.GRAD_WEIGHT) if site_name(path, gemm) not in skipped]
     if wanted and (unreached or _zero(layer, "grad_output")):
         reason = (
-            "no gradient reached this layer while it was probed (or it is in a reentrant checkpoint)"
+            "no gradient reached this layer while it was probed (or it is in a reentrant checkpoint, takes nested "
+            "tensors, or multiplies inside of an autograd.Function, whose backward runs as it is written)"
             if unreached
             else "every gradient that was probed was zero, which says nothing of others"
         )

@@ -66,7 +66,9 @@ class AttentionForward(SiteForward):
         shared = "self" if query is key and key is value else "kv" if key is value else "apart"
         q, k, v = (_by_position(x, batched, module.batch_first) for x in (query, key, value))
         length, batch, width = q.shape
-        mask = _merged_mask(module, key_padding_mask, attn_mask, q, batched)
+        # torch then goes by the hint, and does not look at the mask: neither a bias as a key nor a zero is seen.
+        causal = is_causal and key_padding_mask is None and not need_weights
+        mask = None if causal else _merged_mask(module, key_padding_mask, attn_mask, q, batched)
         q, k, v = self._projected(q, k, v, shared)
         k, v, mask = _extended(module, k, v, mask)
         heads, head = module.num_heads, module.head_dim
@@ -79,7 +81,7 @@ class AttentionForward(SiteForward):
             o = weights @ v
         else:
             weights = None
-            o = F.scaled_dot_product_attention(q, k, v, mask, dropout)
+            o = F.scaled_dot_product_attention(q, k, v, mask, dropout, causal)
         o = o.permute(2, 0, 1, 3).reshape(length, batch, width)
         y = _multiply(self.by_key.get(OUT), o, module.out_proj.weight, module.out_proj.bias)
         if weights is not None and average_attn_weights:

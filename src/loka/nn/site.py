@@ -29,6 +29,9 @@ from loka.nn.unwrap import named_modules
 # What a site computes in. Autocast recasts these too, and leaves every other dtype alone.
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
+# Of an input; nested tensors are of either.
+LAYOUTS = (torch.strided, torch.jagged)
+
 OPERAND_NAMES = {
     Gemm.OUTPUT: ("input", "weight"),
     Gemm.GRAD_INPUT: ("grad_output", "weight"),
@@ -81,6 +84,12 @@ class Site:
         """
         if x.shape[-1] != weight.shape[-1]:
             raise ValueError(f"{self.name}: input has {x.shape[-1]} features, the weight takes {weight.shape[-1]}")
+        if x.layout not in LAYOUTS:
+            raise NotConverted(
+                f"{self.name}: its input is sparse ({x.layout}), and no kernel in FP8 reads it",
+                way_out="give it x.to_dense(), or keep it in high precision: "
+                f"loka.plan(report, force={{'{self.name}/*': 'hp'}})",
+            )
         kind = x.device.type
         if torch.is_autocast_enabled(kind) and x.dtype in DTYPES:
             x = x.to(torch.get_autocast_dtype(kind))
@@ -150,12 +159,24 @@ class SiteForward(ABC):
 
 
 _KEPT = "loka_forward"  # beside `forward`, to find it where another library has wrapped that
+_REPLICATE = "_replicate_for_data_parallel"
 
 
 def install(forward: SiteForward) -> None:
     """Puts the forward on its module."""
     holder = forward.module.__dict__
     holder["forward"] = holder[_KEPT] = forward
+    holder[_REPLICATE] = _refuse_replicas
+
+
+def _refuse_replicas() -> None:
+    """In the place of the method by which nn.DataParallel makes shallow copies. Their forwards would read the weights
+    of the original, on another GPU, and leave the replicas' own without gradients."""
+    raise NotConverted(
+        "a converted model cannot be replicated by nn.DataParallel",
+        why=["a replica is a shallow copy, whose sites read the weights of the original"],
+        way_out="take DistributedDataParallel, with a process for each GPU, or loka.revert(model)",
+    )
 
 
 def site_forwards(model: nn.Module) -> dict[str, SiteForward]:
@@ -187,7 +208,8 @@ def _told(forward: object) -> str:
 def remove(forward: SiteForward) -> None:
     """Takes the forward off its module, which then runs as it was found."""
     stand_aside(forward)
-    del forward.module.__dict__[_KEPT]
+    for name in (_KEPT, _REPLICATE):
+        forward.module.__dict__.pop(name, None)
 
 
 def stand_aside(forward: SiteForward) -> None:

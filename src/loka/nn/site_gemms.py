@@ -110,11 +110,17 @@ class SiteGemms(torch.autograd.Function):
 
 
 def _refuse_transforms(site: str, rows: torch.Tensor) -> None:
-    """Refuses torch.func and forward-mode AD. In compiled code the op does so (nn/site_ops.py): Dynamo would take the
-    answer for a constant.
+    """Refuses torch.func, forward-mode AD and torch.jit.trace. In compiled code the op does so (nn/site_ops.py): Dynamo
+    would take the answer for a constant.
     """
     if traced_here():
         return
+    if torch._C._is_tracing():
+        raise NotConverted(
+            f"{site}: torch.jit.trace records no FP8 sites, and neither does an export to ONNX by way of it",
+            why=["it records operations of torch, and not what Python launches between them"],
+            way_out="torch.export.export, loka.serve.freeze, or loka.revert(model) first",
+        )
     batched = torch._C._functorch.is_legacy_batchedtensor(rows)  # by `is_grads_batched`
     if batched or torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0:
         raise transformed(site)

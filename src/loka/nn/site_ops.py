@@ -275,7 +275,8 @@ def transformed(site: str) -> NotConverted:
     return NotConverted(
         f"{site}: FP8 sites do not run inside torch.func (vmap, grad, jvp, jacrev, ...) or forward-mode AD",
         why=["scales are of whole tensors, and the transforms hand on slices and tangents of them"],
-        way_out="loka.revert(model) before the transform, or use torch.autograd",
+        way_out=f"keep it in high precision (loka.plan(report, force={{'{site}/*': 'hp'}})), loka.revert(model) before "
+        "the transform, or use torch.autograd",
     )
 
 

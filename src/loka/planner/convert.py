@@ -10,7 +10,6 @@ from torch import nn
 from loka.compiler import install
 from loka.compiler.joint_sites import unjoined
 from loka.compiler.long_sums import SPLIT, splits_long_sums
-from loka.compiler.notes import forget
 from loka.core.compiling import allow_programs
 from loka.core.device import LIBRARIES, fingerprint
 from loka.core.exceptions import NoKernelFits, NotConverted, PlanMismatch, WrongResults
@@ -23,8 +22,8 @@ from loka.graph.attach import attach, detach
 from loka.kernels.gemm.registry import candidate_named, require_supported
 from loka.kernels.gemm.self_check import self_check
 from loka.nn.fsdp_units import cut_by_others
-from loka.nn.linears import signature
-from loka.nn.site import site_forwards, sites_of
+from loka.nn.linears import find_linears, signature
+from loka.nn.site import site_forwards
 from loka.nn.site_ops import Candidates
 from loka.nn.unwrap import class_name
 
@@ -51,15 +50,17 @@ def convert(model: M, plan: Plan, *, regions: bool = True) -> M:
             parallelism.
         WrongResults: a candidate of the plan fails its self-check here.
     """
-    if site_forwards(model):
+    if running := site_forwards(model):
         raise NotConverted(
-            "this model already runs a plan", way_out="loka.revert(model), then convert with the new plan"
+            "this model already runs a plan",
+            why=[f"{path or 'the model itself'} runs sites" for path in running],
+            way_out="loka.revert(model), then convert with the new plan; where another model shares these modules, "
+            "they are reverted in that model too, so convert a copy, or one module that holds both models",
         )
     check(model, plan)
     in_fp8 = fp8_layers(plan)
     attach(model, plan.model.layers, in_fp8, join=regions, centres=plan.centres, hot_columns=plan.hot_columns)
     allow_programs(_EACH * len(site_forwards(model)))
-    forget(site.health for site in sites_of(model).values())
     if regions and any(unjoined(name) is None for names in in_fp8.values() for name in names):
         install()
     return model
@@ -121,6 +122,9 @@ def _check_model(model: nn.Module, plan: Plan) -> None:
         for d in plan.decisions.values()
         if d.path not in plan.model.layers or not _fits(d, plan.model.layers[d.path])
     ]
+    if differences:
+        _, left_out = find_linears(model)
+        differences += [f"{path}: {why}" for path, why in left_out.items() if path in plan.model.layers]
     if differences:
         raise PlanMismatch(
             f"this plan was made for {plan.model.name} with other linear layers than this {class_name(model)} has",

@@ -237,7 +237,7 @@ class Probe:
             steps=self._steps,
             sampled_steps=self._sampled,
             layers={},
-            skipped={**self._skipped, **dict.fromkeys(self._linears, no_step)},
+            skipped={**dict.fromkeys(self._linears, no_step), **self._skipped},
             coverage=self._coverage,
         )
 

@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch._ops import HigherOrderOperator
+from torch.autograd import forward_ad
 from torch.overrides import _get_current_function_mode_stack, _pop_mode, _push_mode
 
 from loka.core.exceptions import LokaError
@@ -24,7 +25,7 @@ from loka.graph.gemm_calls import GemmCall
 from loka.graph.parameters import ParameterMode
 from loka.graph.views import name_of
 from loka.nn.linears import Filter
-from loka.nn.site import DTYPES
+from loka.nn.site import DTYPES, LAYOUTS
 from loka.nn.unwrap import named_modules, named_parameters, unwrap
 from loka.probe.tensor_hooks import TensorHooks
 from loka.probe.trace import unseen
@@ -115,6 +116,8 @@ class SiteTrace(ParameterMode):
         self._stack: list[nn.Module] = [root]
         self._handles: list[Any] = []
         self._inside = 0
+        self._level = _transforms()
+        self._left = False  # the root's forward
         self.site_flops: dict[str, dict[str, float]] = {}
         self.skipped: dict[str, str] = {}
         parameters = self._of_model()
@@ -126,7 +129,8 @@ class SiteTrace(ParameterMode):
             if isinstance(module, torch.jit.ScriptModule):
                 continue
             self._handles.append(module.register_forward_pre_hook(self._enter))
-            self._handles.append(module.register_forward_hook(self._leave, always_call=True))
+            # Before the module's own hooks: what they multiply runs behind its forward, in its caller's.
+            self._handles.append(module.register_forward_hook(self._leave, prepend=True, always_call=True))
         if self.account is not None:
             self.account.__enter__()
         _push_mode(self)
@@ -196,11 +200,15 @@ class SiteTrace(ParameterMode):
     def _sites(self, key: str, call: GemmCall) -> list[SiteCall]:
         caller = self._stack[-1]
         place = self._paths[caller]
+        own = call.form == "linear" and place in self._linears and _is_weight_of(caller, call.source)
+        if reason := self._unread(call.x):
+            self.skipped[place if own else _display(name_of(key), self._is_own_weight)] = reason
+            return []
         experts = [None] if call.weight.dim() == 2 else list(range(call.weight.shape[0]))
         found = []
         for expert in experts:
             use = WeightUse(caller=place, key=key, form=call.form, expert=expert)
-            if call.form == "linear" and place in self._linears and _is_weight_of(caller, call.source):
+            if own:
                 found.append(SiteCall(place, call.x, call.weight, call.rows))
                 continue
             name = self._names.name(use, self._is_own_weight)
@@ -213,6 +221,19 @@ class SiteTrace(ParameterMode):
             self._names.layers.setdefault(name, _shape(weight, call.bias is not None, use))
             found.append(SiteCall(name, call.x if expert is None else call.x[expert], weight, rows))
         return found
+
+    def _unread(self, x: torch.Tensor) -> str:
+        """Why no rows can be read of this input, nor a site run on it; "" where they can."""
+        if _transforms() > self._level:
+            return (
+                "called inside of a transform that the model applies (torch.func, vmap, forward-mode AD), where no "
+                "site runs in FP8"
+            )
+        if self._left:
+            return "called by a hook of the whole model, outside of every forward in which a site could run"
+        if x.layout not in LAYOUTS:
+            return f"its input is sparse ({x.layout}), and kernels read rows of numbers"
+        return ""
 
     def _refused(self, name: str, caller: nn.Module, call: GemmCall) -> str:
         if self._filter is not None and not self._filter(caller, name):
@@ -266,8 +287,18 @@ class SiteTrace(ParameterMode):
             self.account.know(parameter)
 
     def _leave(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        if self._stack[-1] is module and len(self._stack) > 1:
+        if self._stack[-1] is not module:
+            return
+        if len(self._stack) > 1:
             self._stack.pop()
+        else:
+            self._left = True
+
+
+def _transforms() -> int:
+    """How many transforms of torch.func and forward-mode AD are active. Those around the whole step are the user's way
+    to take gradients, and hide no numbers; `refuse_vmap` has the one that does."""
+    return (torch._C._functorch.maybe_current_level() or 0) + forward_ad._current_level
 
 
 def _is_weight_of(module: nn.Module, source: torch.Tensor) -> bool:

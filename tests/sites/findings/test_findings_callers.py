@@ -90,3 +90,30 @@ def test_a_site_in_hp_by_one_gemm_is_not_taken_for_the_one_around_it():
     model(x).square().mean().backward()
     whole = {f"lin#2/{gemm}": 1 for gemm in ("output", "grad_input", "grad_weight")}
     assert runs(model) == {**whole, "lin/grad_weight": 1}
+
+
+class ByHooks(nn.Module):
+    """Adapters as hooks: of a layer, on its input and its output, and of the whole model."""
+
+    def __init__(self):
+        super().__init__()
+        self.lin = nn.Linear(64, 64)
+        self.down, self.up, self.last = (nn.Parameter(torch.randn(64, 64) / 8) for _ in range(3))
+        self.lin.register_forward_hook(lambda module, args, out: out + args[0] @ self.down @ self.up)
+        self.register_forward_hook(lambda module, args, out: out @ self.last)
+
+    def forward(self, x):
+        return torch.tanh(self.lin(x))
+
+
+@EAGER_FIRST
+def test_what_a_hook_multiplies_runs_in_its_callers_forward(compiled):
+    """It was named a site of the hooked layer, whose forward is over: planned in FP8, and run in high precision."""
+    torch.manual_seed(0)
+    model, x = ByHooks(), torch.randn(32, 64)
+    stats = probe(model, lambda: model(x).square().mean().backward())
+    assert set(stats.layers) == {"lin", "down", "up"}
+    assert "a hook of the whole model" in stats.skipped["last"]
+    loka.convert(model, force(stats))
+    (torch.compile(model, backend="aot_eager") if compiled else model)(x).square().mean().backward()
+    assert set(runs(model).values()) == {1}

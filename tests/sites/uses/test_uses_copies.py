@@ -20,6 +20,7 @@ from torch.func import functional_call
 from torch.optim.swa_utils import AveragedModel
 
 import loka
+from loka.core.exceptions import NotConverted
 
 pytestmark = [pytest.mark.filterwarnings("ignore::FutureWarning"), pytest.mark.filterwarnings("ignore::UserWarning")]
 ROWS = 32
@@ -245,6 +246,15 @@ def test_modules_moved_into_another_model():
     y = taken["tower"](batch())
     assert_close(y, expected[:4](batch()))
     assert sum(runs(taken).values()) == 2
+
+
+def test_replicas_of_data_parallel_are_refused():
+    """torch.nn.parallel.replicate calls this method of each module, at every forward; the replicas trained nothing."""
+    model = pair()[0]
+    with pytest.raises(NotConverted, match="DistributedDataParallel"):
+        copy.deepcopy(model)[0]._replicate_for_data_parallel()
+    replica = loka.revert(model)[0]._replicate_for_data_parallel()
+    assert type(replica) is nn.Linear
 
 
 def test_a_plain_copy_of_weights_is_no_site():

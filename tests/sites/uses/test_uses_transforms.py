@@ -84,6 +84,14 @@ def test_gradient_penalties_in_hp_may_be_looked_at():
         assert all(map(torch.equal, penalty(), exact))
 
 
+def test_torch_jit_trace_is_refused():
+    """It ended in an AssertionError over sizes that are tensors there."""
+    model = pair()[0]
+    with pytest.raises(NotConverted, match=r"torch\.jit\.trace[\s\S]*torch\.export"), torch.no_grad():
+        torch.jit.trace(model, (batch(),))
+    torch.jit.trace(loka.revert(model), (batch(),))
+
+
 def test_symbolic_tracing_works():
     model, _ = pair()
     x = batch()
@@ -100,6 +108,33 @@ def test_a_sampled_step_inside_vmap_is_refused_by_name():
     assert probe.stats().sampled_steps == 1
 
 
+class Transforming(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.mapped, self.derived, self.plain = nn.Linear(32, 32), nn.Linear(32, 32), nn.Linear(32, 16)
+        self.raw = nn.Parameter(torch.randn(32, 32))
+
+    def forward(self, x):
+        x = torch.vmap(self.mapped)(x.view(2, -1, 32)).flatten(0, 1)
+        x = torch.vmap(lambda row: row @ self.raw)(x)
+        return self.plain(torch.func.grad(lambda y: self.derived(y).sin().sum())(x))
+
+
+def test_layers_inside_of_a_models_own_transforms_stay_in_hp_by_name():
+    """A sampled step ended in vmap's error over `.item()`, or planned a layer that raises at each call of the plan."""
+    torch.manual_seed(0)
+    model, x = Transforming(), torch.randn(8, 32)
+    plain = model(x)
+    stats = probe(model, lambda: model(x).sin().sum().backward())
+    assert list(stats.layers) == ["plain"]
+    assert all("torch.func" in stats.skipped[name] for name in ("mapped", "derived", "raw"))
+    plan = force(stats)
+    assert {decision.path for decision in plan.decisions.values()} == {"plain"}
+    assert any("derived stays in hp" in note for note in plan.notes)
+    found = loka.convert(model, plan)(x)
+    assert 0 < (found - plain).norm() < 0.1 * plain.norm()
+
+
 def test_nested_tensors_are_taken_row_by_row():
     model, _ = pair()
     parts = [batch()[:3], batch()[3:8]]
@@ -110,6 +145,34 @@ def test_nested_tensors_are_taken_row_by_row():
     jagged = torch.nested.nested_tensor(parts, layout=torch.jagged, requires_grad=True)
     model(jagged).values().sum().backward()
     assert jagged.grad is not None
+
+
+class SparseFirst(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(64, 32), nn.Linear(32, 16)
+
+    def forward(self, x):
+        return self.second(torch.relu(self.first(x)))
+
+
+@pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr], ids=str)
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta")
+def test_sparse_inputs_stay_in_hp_by_name(layout):
+    """Of multi-hot rows. A sampled step ended in torch's error over `reshape`, a planned layer in one over `amax`."""
+    torch.manual_seed(0)
+    model, x = SparseFirst(), torch.randn(8, 64).relu()
+    sparse = x.to_sparse(layout=layout)
+    stats = probe(model, lambda: model(sparse).sin().sum().backward())
+    assert list(stats.layers) == ["second"]
+    assert "sparse" in stats.skipped["first"]
+    plain = model(sparse)
+    found = loka.convert(model, force(stats))(sparse)
+    assert 0 < (found - plain).norm() < 0.1 * plain.norm()
+    loka.revert(model)
+    loka.convert(model, force(probe(model, lambda: model(x).sin().sum().backward())))
+    with pytest.raises(NotConverted, match=r"first: its input is sparse[\s\S]*to_dense"):
+        model(sparse)
 
 
 def test_a_layer_without_inputs_is_skipped_by_name():

@@ -28,7 +28,6 @@ from torch.nn.utils import parametrize
 from loka.compiler import install
 from loka.compiler.joint_sites import ARMS, misfit
 from loka.compiler.listing import regions
-from loka.compiler.notes import forget
 from loka.core.compiling import compile_in_place
 from loka.core.error import Estimate
 from loka.core.problem import DTYPES, linear_problem, target_of
@@ -44,7 +43,6 @@ from loka.kernels.quantize.int8_weights import int8_weights
 from loka.measurement.settings import Settings
 from loka.nn.fp8_weight import dequantized
 from loka.nn.linears import signature
-from loka.nn.site import sites_of
 
 LAYERS = 3
 """In a cell."""
@@ -157,7 +155,6 @@ def _compiled_cell(arm: str, layer: LinearStats, shape: LinearShape, device: tor
     if arm != HP:
         layers = signature(cell).layers
         attach(cell, layers, dict.fromkeys(layers, ARMS[arm]), join=True)
-        forget(site.health for site in sites_of(cell).values())
         if layer.kept_weight:
             for part in cell.layers:
                 kept = _Kept(part.get_parameter("weight"), integers=arm == REGION_INT8)
