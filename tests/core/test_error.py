@@ -23,7 +23,7 @@ def test_mere_leaves_out_zero_references():
 
 @pytest.mark.parametrize("freedom", [*range(1, 41), 100, 1000])
 def test_student_t_quantiles(freedom):
-    """P(|T| < t) = 2 G((f + 1) / 2) / (sqrt(pi) G(f / 2)) times the integral of cos^(f - 1) from 0 to atan(t / sqrt(f)).
+    """P(|T| < t) is 2 G((f + 1) / 2) / (sqrt(pi) G(f / 2)) by the integral of cos^(f - 1) from 0 to atan(t / sqrt(f)).
     Four digits of t are 2e-5 of it."""
     angles = torch.linspace(0, math.atan(student_t_95(freedom) / math.sqrt(freedom)), 20001, dtype=torch.float64)
     inside = torch.trapezoid(angles.cos() ** (freedom - 1), angles).item()
