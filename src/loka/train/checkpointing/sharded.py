@@ -42,7 +42,7 @@ from loka.train.checkpointing.step_folders import (
     require_step,
     write_state,
 )
-from loka.train.ranks import RankFailed, first_rank, together
+from loka.train.ranks import RankFailed, all_or_none, first_rank, together
 
 _METADATA = ".metadata"
 
@@ -242,7 +242,7 @@ def read_tensors(path: Path, wanted: Callable[[Mapping[str, Any]], Mapping[str, 
             )
         return into
 
-    into, _ = together(targets, lambda found: "")
+    into = all_or_none(targets)
     reader.read_metadata = lambda *args, **kwargs: _metadata(path, reader.load_id)  # type: ignore[method-assign]
     with torch.no_grad(), warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled")  # in one process it says what is meant
