@@ -9,7 +9,7 @@ from ranks import on_ranks
 from small_run import RandomRows
 from torch import nn
 
-from loka.core.exceptions import LokaError
+from loka.core.exceptions import CheckpointRefused, LokaError
 from loka.data import Dealt, SyntheticClicks
 from loka.distributed import shard_dense
 from loka.train import TrainConfig, evaluate, newest_step, train
@@ -67,12 +67,16 @@ def job(rank, folder):
     with pytest.raises(LokaError, match="different configurations") as caught:
         train(model(), rows, config=replace(CONFIG, **other))
     train(model(), rows, config=replace(CONFIG, seed=rank))
+    own = folder / f"of rank {rank}"
+    with pytest.raises(CheckpointRefused, match="is not one folder on all ranks") as apart:
+        train(model(), rows, config=CONFIG, checkpoints=own)
     return {
         "moved": float(abs(seen[0] - seen[-1]).max()),
         "saved": newest_step(folder / "looked"),
         "alike": done.train_ne == alone.train_ne,
         "why": caught.value.why,
         "differing": differing(rank),
+        "apart": (apart.value.why, [*own.glob("*")]),
     }
 
 
@@ -93,3 +97,4 @@ def test_evaluations_between_steps_and_other_configurations(tmp_path):
             ("callback", "rank 1: beside.auto.every"),
             ("torch", "rank 1: torch"),
         ]
+        assert rank["apart"] == (("rank 1 does not see what rank 0 writes",), [])

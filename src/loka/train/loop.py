@@ -33,6 +33,7 @@ from loka.nn.fsdp_units import reshard
 from loka.train.ahead import ahead_of
 from loka.train.checkpointing.checkpoint import Checkpoint, CheckpointNotSaved, holds_checkpoints, load_newest
 from loka.train.checkpointing.rhythm import Rhythm
+from loka.train.checkpointing.sharded import require_one_folder
 from loka.train.checkpointing.state import identity_of, layout, plan_text, rows_identity, shared_by_ranks
 from loka.train.config import Precision, TrainConfig
 from loka.train.interrupt import deferred_interrupt
@@ -340,6 +341,8 @@ def evaluate(
 
 
 def _open(folder: Path, identity: Mapping[str, Any], steps: int, *, resume: bool) -> Checkpoint | None:
+    if ranks_of() > 1:
+        require_one_folder(folder)
     if resume:
         return load_newest(folder, identity=identity, steps=steps)
     if holds_checkpoints(folder):
