@@ -233,6 +233,8 @@ def train(
     exact = matrix_precision(config.precision, run.device)
     # A second run in the folder would remove what this one is about to save.
     with alone_together(checkpoints), deferred_interrupt() as run.interrupt, exact, repeatable(config.deterministic):
+        if checkpoints and ranks_of() > 1:
+            require_one_folder(checkpoints)
         try:
             run.open_wire(batches_from(source, config, length, step=run.step))
             callback.start(run)
@@ -341,8 +343,6 @@ def evaluate(
 
 
 def _open(folder: Path, identity: Mapping[str, Any], steps: int, *, resume: bool) -> Checkpoint | None:
-    if ranks_of() > 1:
-        require_one_folder(folder)
     if resume:
         return load_newest(folder, identity=identity, steps=steps)
     if holds_checkpoints(folder):

@@ -75,7 +75,8 @@ def is_sharded(path: Path) -> bool:
 
 
 def require_one_folder(folder: Path) -> None:
-    """Raises CheckpointRefused on all ranks where some see another `folder` than rank 0. A collective.
+    """Raises CheckpointRefused on all ranks where some see another `folder` than rank 0, whose lock it holds. A
+    collective.
 
     Rank 0 makes a folder in it that the others look for. Where it cannot, on a full disk say, nothing is told.
     """
@@ -85,7 +86,7 @@ def require_one_folder(folder: Path) -> None:
     def made() -> bool:
         with contextlib.suppress(OSError):
             if first_rank():
-                mark.mkdir(parents=True)
+                mark.mkdir()
             return True
         return False
 
