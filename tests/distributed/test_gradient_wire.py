@@ -58,6 +58,7 @@ def test_one_row_of_a_table_of_any_width(name, width):
     several = torch.randn(2, width, generator=torch.Generator().manual_seed(0))
     one = codec.decode(codec.encode(several[:1]))
     assert torch.equal(one, codec.decode(codec.encode(several))[:1])
+    assert codec.decode(codec.encode(several[:, :0])).shape == (2, 0)  # of vectors alone
 
 
 def test_sums_in_eight_bits_lose_what_sums_in_float32_keep():
