@@ -55,11 +55,6 @@ def process_group(device: str, *, of_one: bool = False) -> Iterator[str]:
             if rank_and_ranks()[0]:
                 held.enter_context(redirect_stdout(held.enter_context(open(os.devnull, "w"))))
             yield device
-    except Exception as error:
-        rank, ranks = rank_and_ranks()
-        if ranks > 1:  # as behind the name of a LokaError
-            error.add_note(f"This was rank {rank} of {ranks}. If another rank ended first, its own message says why.")
-        raise
     finally:
         if started:
             release_collectives()
