@@ -81,7 +81,8 @@ def require_same_options(context: typer.Context) -> None:
     it is given on some alone. A collective.
     """
     given = {name: "a path" if isinstance(value, Path) else value for name, value in context.params.items()}
-    require_alike_told({f"--{name.replace('_', '-')}": value for name, value in given.items()})
+    options = {f"--{name.replace('_', '-')}": value for name, value in given.items()}
+    require_alike_told(options, way_out="start all ranks by one command; paths alone may differ")
 
 
 def rank_and_ranks() -> tuple[int, int]:
@@ -153,7 +154,8 @@ def over_ranks(model: nn.Module, config: TrainConfig, *, engine: str, dense: str
         for module in model.modules():
             if isinstance(module, TABLES):
                 module.sparse = False
-    require_alike_told({"model": layout(model)})  # it may lie on other machines; torch names no rank, or aborts
+    # Other machines may have other code; torch names no weight, and not always the rank.
+    require_alike_told({"model": layout(model)}, way_out="build one model on all ranks, by the same code")
     with synced(stream):
         # Gradients lie in what is sent: nothing is copied back.
         return DistributedDataParallel(model.to(config.device), gradient_as_bucket_view=True)

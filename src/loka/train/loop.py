@@ -186,7 +186,8 @@ def train(
         "extra": dict(identity_extra or {}),
     }
     canonical(identity)  # fails now, not at the first save, when a value is not JSON
-    require_alike_told(shared_by_ranks(identity, source))
+    way_out = "give all ranks one model, plan, kind of rows, torch, and TrainConfig, whose seed alone may differ"
+    require_alike_told(shared_by_ranks(identity, source), way_out=way_out)
     torch.manual_seed(config.seed)
     found = _open(checkpoints, identity, length.steps, resume=resume) if checkpoints else None
     run = Run(model, config, steps=length.steps, segments=segments, tasks=tasks_of(source), say=say, before=found)

@@ -112,7 +112,7 @@ def by_the_first(work: Callable[[Callable[[], object]], str], *, idle: Callable[
     return str(found["said"])
 
 
-def require_alike_told(fields: Mapping[str, Any]) -> None:
+def require_alike_told(fields: Mapping[str, Any], *, way_out: str) -> None:
     """Raises LokaError on all ranks where what they were given differs: JSON values by name. A collective."""
     _, told = together(lambda: _flat(fields), json.dumps)
     first, *others = map(json.loads, told)
@@ -126,7 +126,7 @@ def require_alike_told(fields: Mapping[str, Any]) -> None:
         raise LokaError(
             "the ranks train by different configurations, so they would not train one model, or wait for each other",
             why=[*differences[:_MOST_TOLD], *(["..."] if len(differences) > _MOST_TOLD else [])],
-            way_out="give all ranks one model, plan, kind of rows, torch, and TrainConfig, whose seed alone may differ",
+            way_out=way_out,
         )
 
 
