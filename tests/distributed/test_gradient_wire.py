@@ -50,6 +50,17 @@ def test_what_is_not_finite_arrives_so(name, bad):
     assert found[0, 128:].eq(0).all()
 
 
+@pytest.mark.parametrize("width", [1, 3, 6, 7])
+@pytest.mark.parametrize("name", CODECS)
+def test_one_row_of_a_table_of_any_width(name, width):
+    """Its scale begins at a byte that no float32 may begin at."""
+    codec = codec_named(name, block=width)
+    several = torch.randn(2, width, generator=torch.Generator().manual_seed(0))
+    one = codec.decode(codec.encode(several[:1]))
+    assert torch.equal(one, codec.decode(codec.encode(several))[:1])
+    assert codec.decode(codec.encode(several[:, :0])).shape == (2, 0)  # of vectors alone
+
+
 def test_sums_in_eight_bits_lose_what_sums_in_float32_keep():
     """FP8-LM's all-reduce adds e4m3 numbers under one scale; at 64 ranks it has lost a fifth of the mean."""
     errors = {}

@@ -8,9 +8,11 @@ import os
 import warnings
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, redirect_stdout
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
+import typer
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -21,6 +23,8 @@ from loka.distributed import shard_dense
 from loka.distributed.tables.lookups import TABLES
 from loka.distributed.tables.sharded_tables import EXCHANGES, shard_tables
 from loka.train import TrainConfig
+from loka.train.checkpointing.state import layout
+from loka.train.ranks import require_alike_told
 from loka.train.steps.blocks import blocks_of
 from loka.train.steps.graphed import release_collectives
 
@@ -70,6 +74,15 @@ def require_alone(command: str) -> None:
             why=["of all commands only loka train shares its work out to ranks"],
             way_out=f"start loka {command} without torchrun",
         )
+
+
+def require_same_options(context: typer.Context) -> None:
+    """Raises LokaError on all ranks where their options differ; of a path, which may be another on each machine, where
+    it is given on some alone. A collective.
+    """
+    given = {name: "a path" if isinstance(value, Path) else value for name, value in context.params.items()}
+    options = {f"--{name.replace('_', '-')}": value for name, value in given.items()}
+    require_alike_told(options, way_out="start all ranks by one command; paths alone may differ")
 
 
 def rank_and_ranks() -> tuple[int, int]:
@@ -141,6 +154,8 @@ def over_ranks(model: nn.Module, config: TrainConfig, *, engine: str, dense: str
         for module in model.modules():
             if isinstance(module, TABLES):
                 module.sparse = False
+    # Other machines may have other code; torch names no weight, and not always the rank.
+    require_alike_told({"model": layout(model)}, way_out="build one model on all ranks, by the same code")
     with synced(stream):
         # Gradients lie in what is sent: nothing is copied back.
         return DistributedDataParallel(model.to(config.device), gradient_as_bucket_view=True)

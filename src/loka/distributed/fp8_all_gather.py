@@ -238,7 +238,7 @@ class Exchange:
         self._group = chosen[0].group
         device = chosen[0].padded.device
         lengths = [scale_length(*one.size) for one in chosen]
-        self._places = torch.repeat_interleave(torch.tensor(lengths)).to(device)
+        self._weight_of = torch.repeat_interleave(torch.tensor(lengths)).to(device)
         self._scales = torch.empty(sum(lengths), device=device)
         self._largest = torch.empty(len(chosen), device=device)
         self._bytes = [room_for_rows(one.padded) for one in chosen]
@@ -252,7 +252,7 @@ class Exchange:
                 zip(chosen, self._bytes, self._scales.split(lengths), strict=True)
             )
         ]
-        self.by_hand = False  # whether nothing but `agree` and `quantize` renews
+        self.by_hand = False  # whether nothing but `agree_on_scales` and `quantize` renews
         self._units = list(units_of(model).values())
         self._under_way: list[Any] = []
         self._graphs = weakref.WeakSet[_Graph]()  # of forwards
@@ -283,11 +283,11 @@ class Exchange:
                 one.hook(hooks.before, hooks.after)
             which.append(index)
         if which:
-            self.agree(which)
+            self.agree_on_scales(which)
             self.quantize(which)
 
     @torch.no_grad()
-    def agree(self, which: Sequence[int]) -> None:
+    def agree_on_scales(self, which: Sequence[int]) -> None:
         """The scales of these weights, by one all-reduce. A collective."""
         shards = [self.chosen[index].padded for index in which]
         largest = torch.stack(torch._foreach_norm(shards, torch.inf)).float()
@@ -296,7 +296,7 @@ class Exchange:
         dist.all_reduce(largest, dist.ReduceOp.MAX, group=self._group)
         if len(which) == len(self.chosen):
             self._largest.copy_(largest)
-            self._scales.copy_(bits_of_scale(largest).view(torch.float32)[self._places])
+            self._scales.copy_(bits_of_scale(largest).view(torch.float32)[self._weight_of])
             return
         for index, each in zip(which, largest, strict=True):
             self._largest[index].copy_(each)
@@ -341,7 +341,7 @@ class Exchange:
                 self.renew()
             return
         if self._overtaken and not self.by_hand:
-            self.agree(which)
+            self.agree_on_scales(which)
             self.quantize(which)
 
     def _leave(self, unit: Any, module: Any, args: Any, output: Any) -> None:

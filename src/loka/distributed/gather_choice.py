@@ -48,7 +48,7 @@ def _choice(model: nn.Module, plan: Plan, exchange: Exchange | None, timer: Time
         return Choice(ranks_of(), (), "no unit has weights that FP8 gathers can take")
     exchange.by_hand = True
     device, every = exchange.chosen[0].padded.device, range(len(exchange.chosen))
-    scales = compared({HP: partial(exchange.agree, every)}, device, timer)[HP].microseconds
+    scales = compared({HP: partial(exchange.agree_on_scales, every)}, device, timer)[HP].microseconds
     by_unit: dict[str, list[int]] = {}
     for index, one in enumerate(exchange.chosen):
         by_unit.setdefault(one.unit, []).append(index)

@@ -72,7 +72,8 @@ def _blockwise(name: str, dtype: torch.dtype, block: int) -> Codec:
     def decode(code: torch.Tensor) -> torch.Tensor:
         columns = code.shape[1] * block // (block + 4)
         values = code[:, :columns].contiguous().view(dtype).float().view(code.shape[0], columns // block, block)
-        scale = code[:, columns:].contiguous().view(torch.float32).unsqueeze(2)
+        # A copy, of one row too, whose scales may begin at a byte that no float32 may begin at.
+        scale = code[:, columns:].flatten().clone().view(torch.float32).view(code.shape[0], columns // block, 1)
         # Zero times infinity is NaN: a block that was not finite cannot come out as numbers.
         return (values * scale).flatten(1)
 

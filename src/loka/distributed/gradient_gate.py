@@ -140,12 +140,12 @@ def _shares(
             way_out="look at the rows and at what `step` goes backward through; --gradients hp asks nothing",
         )
     result = {}
-    for place, codec in enumerate(codecs, 1):
+    for index, codec in enumerate(codecs, 1):
         # M / (M + M) is a half for each element that has a gradient.
         half = 1 + len(codecs)
-        by_name = {name: n[half + place] / max(2 * n[half], 1) for name, n in totals.items()}
+        by_name = {name: n[half + index] / max(2 * n[half], 1) for name, n in totals.items()}
         worst = max(by_name, key=lambda name: (by_name[name], name))
-        error = math.sqrt(sum(numbers[place] for numbers in totals.values()) / size)
+        error = math.sqrt(sum(numbers[index] for numbers in totals.values()) / size)
         result[codec] = (by_name[worst], worst, error)
     return result
 

@@ -181,9 +181,9 @@ def _reduce_bucket(
     means = gathered(sums[0] / ranks, sums[1] / ranks, gather, group)
     _note(wire, wide, thin, scatter, ranks - 1)
     _note(wire, wide, thin, gather, ranks - 1)
-    for found, into, places in zip(means, (matrices, vectors), (begins, thin_begins), strict=True):
+    for found, into, offsets in zip(means, (matrices, vectors), (begins, thin_begins), strict=True):
         flat = found.flatten()
-        for part, begin in zip(into, places, strict=True):
+        for part, begin in zip(into, offsets, strict=True):
             part.copy_(flat[begin : begin + part.numel()].view_as(part))
     return done_with(buffer)
 
@@ -276,11 +276,11 @@ class _ReduceScatter:
         codec = wire.codecs[0]
         sums = scattered_sum(matrices, vectors, codec, group)
         _note(wire, matrices, vectors, codec, ranks - 1)
-        places = iter(begins), iter(block_begins([chunk.shape[1] for chunk in thin], block=1)[0])
+        offsets = iter(begins), iter(block_begins([chunk.shape[1] for chunk in thin], block=1)[0])
         start = 0
         for size, matrix in zip(sizes, is_wide, strict=True):
             kind = 0 if matrix else 1
-            begin = next(places[kind])
+            begin = next(offsets[kind])
             found = sums[kind][begin : begin + size]
             if op == dist.ReduceOp.AVG:
                 found = found / ranks

@@ -37,11 +37,11 @@ def _told(weight: torch.Tensor) -> str:
 
 
 def sum_of_bits(weight: torch.Tensor) -> int:
-    """Differs where values or their places do, but for chance in 64 bits. A million numbers at a time."""
+    """Differs where values or their indices do, but for chance in 64 bits. A million numbers at a time."""
     weight = torch.view_as_real(weight.resolve_conj()) if weight.is_complex() else weight
     bits = weight.contiguous().view(-1).view(_BITS[weight.element_size()])
     found = torch.zeros((), dtype=torch.int64, device=bits.device)
     for begin, part in enumerate(bits.split(1 << 20)):
-        places = torch.arange(1, len(part) + 1, device=bits.device) + (begin << 20)
-        found += (part * places).sum()
+        indices = torch.arange(1, len(part) + 1, device=bits.device) + (begin << 20)
+        found += (part * indices).sum()
     return int(found)

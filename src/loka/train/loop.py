@@ -33,7 +33,8 @@ from loka.nn.fsdp_units import reshard
 from loka.train.ahead import ahead_of
 from loka.train.checkpointing.checkpoint import Checkpoint, CheckpointNotSaved, holds_checkpoints, load_newest
 from loka.train.checkpointing.rhythm import Rhythm
-from loka.train.checkpointing.state import identity_of, layout, plan_text, rows_identity
+from loka.train.checkpointing.sharded import require_one_folder
+from loka.train.checkpointing.state import identity_of, layout, plan_text, rows_identity, shared_by_ranks
 from loka.train.config import Precision, TrainConfig
 from loka.train.interrupt import deferred_interrupt
 from loka.train.length import Length, batches_from, last_parts, unused_batches
@@ -161,7 +162,7 @@ def train(
             checkpoint before stays, and training goes on.
         InUse: another process trains in the folder of checkpoints.
         DataRefused: the source breaks its promise, or ranks would take other numbers of steps.
-        LokaError: ranks have other configurations, but for the seed.
+        LokaError: ranks have other configurations, but for the seed; or other models, plans, columns or torch.
         RankFailed: another rank raised, between two steps.
         KeyboardInterrupt: Ctrl-C or SIGTERM, after the completed step was saved; it says so. Several ranks
             save nothing then.
@@ -175,10 +176,8 @@ def train(
     saves = rhythm if checkpoints else "no checkpoints"
     parts = f", the last batches in {last_parts(source, config, length)} parts" if config.accumulate > 1 else ""
     require_same_steps(f"{length.steps} steps{parts}, a log line every {config.log_every}, {saves}")
-    of_config = config.identity(ranks=ranks_of())
-    require_alike_told({name: value for name, value in of_config.items() if name != "seed"})
     identity = {
-        "config": of_config,
+        "config": config.identity(ranks=ranks_of()),
         "source": rows_identity(source),
         "model": layout(unwrap(model) if ranks_of() > 1 or sharded_modules(model) else model),
         "plan": identity_of(plan),
@@ -187,6 +186,8 @@ def train(
         "extra": dict(identity_extra or {}),
     }
     canonical(identity)  # fails now, not at the first save, when a value is not JSON
+    way_out = "give all ranks one model, plan, kind of rows, torch, and TrainConfig, whose seed alone may differ"
+    require_alike_told(shared_by_ranks(identity, source), way_out=way_out)
     torch.manual_seed(config.seed)
     found = _open(checkpoints, identity, length.steps, resume=resume) if checkpoints else None
     run = Run(model, config, steps=length.steps, segments=segments, tasks=tasks_of(source), say=say, before=found)
@@ -233,6 +234,8 @@ def train(
     exact = matrix_precision(config.precision, run.device)
     # A second run in the folder would remove what this one is about to save.
     with alone_together(checkpoints), deferred_interrupt() as run.interrupt, exact, repeatable(config.deterministic):
+        if checkpoints and ranks_of() > 1:
+            require_one_folder(checkpoints)
         try:
             run.open_wire(batches_from(source, config, length, step=run.step))
             callback.start(run)

@@ -26,6 +26,7 @@ from loka.core.timing import first_line
 T = TypeVar("T")
 
 _PAUSE = 0.1  # seconds between two looks for rank 0's answer
+_MOST_TOLD = 12  # differences between ranks that an error lists
 _numbers = itertools.count()  # of the answers of rank 0, which all ranks wait for in the same order
 
 
@@ -58,6 +59,11 @@ def together(work: Callable[[], T], say: Callable[[T], str] = str) -> tuple[T, l
     if failed:
         raise _left_alone(failed)
     return result, [a["said"] for a in answers]
+
+
+def all_or_none(work: Callable[[], T]) -> T:
+    """What `work` returns, where it raises on no rank. A collective; raises as `together`."""
+    return together(work, lambda made: "")[0]
 
 
 @contextmanager
@@ -106,22 +112,30 @@ def by_the_first(work: Callable[[Callable[[], object]], str], *, idle: Callable[
     return str(found["said"])
 
 
-def require_alike_told(fields: Mapping[str, Any]) -> None:
-    """Raises LokaError on all ranks where the configurations that the ranks were given differ. A collective."""
-    _, told = together(lambda: dict(fields), json.dumps)
+def require_alike_told(fields: Mapping[str, Any], *, way_out: str) -> None:
+    """Raises LokaError on all ranks where what they were given differs: JSON values by name. A collective."""
+    _, told = together(lambda: _flat(fields), json.dumps)
     first, *others = map(json.loads, told)
     differences = [
         f"rank {rank}: {name} is {theirs.get(name)!r}, and {first.get(name)!r} on rank 0"
         for rank, theirs in enumerate(others, 1)
-        for name in first
-        if theirs.get(name) != first[name]
+        for name in first | theirs
+        if theirs.get(name) != first.get(name)
     ]
     if differences:
         raise LokaError(
             "the ranks train by different configurations, so they would not train one model, or wait for each other",
-            why=differences,
-            way_out="give all ranks the same TrainConfig; its seed alone may differ",
+            why=[*differences[:_MOST_TOLD], *(["..."] if len(differences) > _MOST_TOLD else [])],
+            way_out=way_out,
         )
+
+
+def _flat(fields: Mapping[str, Any], within: str = "") -> dict[str, Any]:
+    """The values of nested fields by names such as "model.class"."""
+    found: dict[str, Any] = {}
+    for name, value in fields.items():
+        found |= _flat(value, f"{within}{name}.") if isinstance(value, Mapping) else {f"{within}{name}": value}
+    return found
 
 
 def require_same_steps(what: str) -> None:

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from loka.core.exceptions import LokaError, PlanMismatch
 from loka.core.exchange import ranks_of
 from loka.core.records.plan import Plan
 from loka.core.records.row_segments import places_of
@@ -45,6 +46,7 @@ from loka.train.checkpointing.sharded import save_sharded
 from loka.train.config import TrainConfig
 from loka.train.interrupt import Interrupt
 from loka.train.optim import build_optimizers
+from loka.train.ranks import together
 from loka.train.running import RunningTasks
 from loka.train.schedule import rate_factor, schedulers
 from loka.train.segments import Segments
@@ -201,7 +203,7 @@ class Run:
         """From the next step on the model runs by `plan`, or in high precision where it is None.
 
         Parameters and optimizers stay the same objects. Sites that run in FP8 before and after keep their
-        counts. Raises as `loka.convert`, after which the model runs in high precision.
+        counts. A collective. Raises as `loka.convert`, after which the model runs in high precision on all ranks.
         """
         before = fp8_state_dict(self.model) if self.plan else None
         self.close()
@@ -215,7 +217,7 @@ class Run:
             self.plan = None
         if plan is None:
             return
-        convert(self.model, plan)
+        self._convert(plan)
         self.plan = plan
         if before:
             carry_over(before, self.model)
@@ -225,6 +227,30 @@ class Run:
                 units = self._chosen("gather", lambda: choose_gather(self.model, plan)).taken
             self.gathering = fp8_all_gather(self.model, plan, units=units)
             self.say(self.gathering)
+
+    def _convert(self, plan: Plan) -> None:
+        """On all ranks or on none: where one refuses, the others would wait for it in their next collective."""
+        refusals: list[LokaError] = []
+
+        def work() -> str:
+            try:
+                convert(self.model, plan)
+            except LokaError as error:
+                refusals.append(error)
+            return "".join(map(str, refusals))
+
+        _, told = together(work)
+        if not any(told):
+            return
+        if not refusals:
+            revert(self.model)
+        elif len(set(told)) == 1:
+            raise refusals[0]
+        raise PlanMismatch(
+            "some ranks cannot run the plan",
+            why=[f"rank {rank}: {why}" for rank, why in enumerate(told) if why],
+            way_out="give all ranks the same model, libraries and kind of GPU",
+        )
 
     def save(self, folder: Path, *, beside: Mapping[str, Any], identity: Mapping[str, Any]) -> None:
         """Saves all that a run needs to go on from here, and `beside`. With several ranks, or tables of TorchRec, it

@@ -2,6 +2,7 @@ import os
 import re
 import subprocess
 import sys
+from unittest import mock
 
 import command_line
 import numpy as np
@@ -11,6 +12,7 @@ import torch.distributed as dist
 from ranks import on_ranks
 from torch import nn
 
+from loka.cli.commands import train as train_command
 from loka.cli.commands.train import without_graphs
 from loka.cli.inputs import open_data
 from loka.core.exceptions import DataRefused, LokaError
@@ -30,7 +32,15 @@ def trained(rank, folder):
     kept = ("--checkpoints", "kept", "--checkpoint-every", "10")
     said = {"trained": loka(folder, *kept), "goes on": loka(folder, *kept)}
     # Its lines come at other steps than another's, so they would wait for each other.
-    said["apart"] = loka(folder, *(("--log-every", "3") if rank else ()), fails=True)
+    said["apart"] = loka(folder, *(("--log-every", "3", "--plan", "one.json") if rank else ()), fails=True)
+    with mock.patch.object(train_command, "_saved_plan", return_value=None if rank else "a plan"):
+        said["planned"] = loka(folder, fails=True)
+    said["differs"] = loka(folder, "--model", "test_torchrun:Differing", fails=True)
+    if rank == 0:
+        said["breaks"] = loka(folder, "--model", "test_torchrun:Breaking", fails=True)
+    else:
+        with pytest.raises(RuntimeError, match="no memory for it"):
+            loka(folder, "--model", "test_torchrun:Breaking", fails=True)
     said["average"] = loka(folder, "--average", "tail", fails=True)
     said["unused"] = loka(folder, "--model", "test_torchrun:Unused", fails=True)
     for own in ("Scaled", "Tied"):
@@ -45,6 +55,19 @@ class Own(nn.Module):
 
     def forward(self, dense, sparse):
         return self.logit(torch.relu(self.second(torch.relu(self.first(dense))))).squeeze(1)
+
+
+class Differing(Own):
+    def __init__(self, **sizes):
+        super().__init__(**sizes)
+        self.second = nn.Linear(16, 16, bias=dist.get_rank() == 0)
+
+
+class Breaking(Own):
+    def __init__(self, **sizes):
+        super().__init__(**sizes)
+        if dist.get_rank() == 1:
+            raise RuntimeError("no memory for it")
 
 
 class Unused(Own):
@@ -108,9 +131,16 @@ def test_rank_0_speaks_and_judges_all_held_out_rows(two):
 
 def test_ranks_that_differ_all_stop(two):
     for said in two:
-        assert "rank 0: 25 steps, a log line every 100" in said["apart"]
-        assert "rank 1: 25 steps, a log line every 3" in said["apart"]
+        assert "rank 1: --plan is 'a path', and None on rank 0" in said["apart"]
+        assert "rank 1: --log-every is 3, and 100 on rank 0" in said["apart"]
+        assert "some ranks have a plan, and others have none\n  rank 0: a plan\n  rank 1: no plan" in said["planned"]
+        assert "rank 1: model.layout is" in said["differs"]
         assert "--average works in one process only" in said["average"]
+
+
+def test_where_one_rank_cannot_begin_the_other_says_which(two):
+    assert "RankFailed: " in two[0]["breaks"]
+    assert "rank 1: RuntimeError: no memory for it" in two[0]["breaks"]
 
 
 def test_an_error_says_of_which_rank_it_is(tmp_path, monkeypatch):

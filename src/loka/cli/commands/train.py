@@ -1,8 +1,9 @@
 """`loka train`: one run, in high precision, by a plan, or from a cold start to FP8."""
 
 import contextlib
+from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
@@ -35,7 +36,14 @@ from loka.cli.options import (
     refuse_idle_rates,
 )
 from loka.cli.terminal import say
-from loka.cli.torchrun import check_engine, naming_unused, over_ranks, process_group, rank_and_ranks
+from loka.cli.torchrun import (
+    check_engine,
+    naming_unused,
+    over_ranks,
+    process_group,
+    rank_and_ranks,
+    require_same_options,
+)
 from loka.cli.train_lines import show_log, show_quality, show_result
 from loka.core.exceptions import LokaError
 from loka.core.numerics.label_rate import Shares
@@ -53,7 +61,7 @@ from loka.train.checkpointing.checkpoint import given_plan_in, identity_in
 from loka.train.checkpointing.state import plan_in
 from loka.train.labels import by_name, count_labels, shares
 from loka.train.length import Length
-from loka.train.ranks import alone_together
+from loka.train.ranks import all_or_none, alone_together, together
 from loka.train.schedule import describe
 from loka.train.steps.extent import replays_blocks
 from loka.train.tensorboard import TensorBoard
@@ -195,6 +203,7 @@ def train(
             deterministic=deterministic,
             pipeline=pipeline,
         )
+        require_same_options(context)
         refuse_idle_rates(context, config)
         if not auto:
             refuse_idle(context, "without --auto", *_OF_AUTO)
@@ -210,24 +219,25 @@ def train(
             out = out or Path("runs/auto")
             checkpoints = checkpoints or out / "checkpoints"
         rows = size_of_world(rows, data)
-        opened = open_data(
-            data, rows=rows, seed=seed, schema=schema, test=test_data, part=part, parts=_parts(checkpoints, part[1])
-        )
+        source: dict[str, Any] = {"rows": rows, "seed": seed, "schema": schema, "test": test_data}
+        opened = all_or_none(lambda: open_data(data, **source, part=part, parts=_parts(checkpoints, part[1])))
         if part[1] > 1 and average != "none":
             raise LokaError("--average works in one process only", way_out="leave it out under torchrun")
         callback: Callback | None = None
         if auto:
             if plan:
                 raise LokaError("--auto makes its own plan", way_out="leave --plan or --auto out")
-            # All ranks predict by one share of labels, that of all rows.
-            everything = opened.train
-            if part[1] > 1:
-                everything = open_data(data, rows=rows, seed=seed, schema=schema, test=test_data).train
+
+            def share() -> Shares:
+                """Of the labels of all rows: the ranks predict by one."""
+                everything = opened.train if part[1] == 1 else open_data(data, **source).train
+                return share_of_labels(base_rate, everything) or _known_share(everything, batch_size)
+
             callback = Auto(
                 AutoConfig(
                     every=steps_between(probe_every, "--probe-every"),
                     most_steps=probe_steps,
-                    base_rate=share_of_labels(base_rate, everything) or _known_share(everything, batch_size),
+                    base_rate=all_or_none(share),
                     budget=named_budget("default", **{"ne": NE_ALLOWED} | given) if given else None,
                     candidates=tuple(candidate) if candidate else None,
                     measure_seconds=measure_seconds,
@@ -237,15 +247,14 @@ def train(
                 track=bars,
                 say=say,
             )
-        chosen = Plan.load(plan) if plan else None if auto else _saved_plan(checkpoints)
+        chosen = _agreed(lambda: Plan.load(plan) if plan else None if auto else _saved_plan(checkpoints))
         if chosen is not None:
-            chosen = agree(chosen)
             say(chosen.summary())
         planned = auto or chosen is not None
         check_engine(engine, dense, qcomm, config, planned=planned)
         if planned and part[1] > 1 and (note := without_graphs(dense, config)):
             say(note)
-        built = build_model(model, opened.train, seed=seed, with_mods=with_mods)
+        built = all_or_none(lambda: build_model(model, opened.train, seed=seed, with_mods=with_mods))
         say(describe(config, Length.of(opened.train, config).steps))
         shared = out is not None and (checkpoints is None or out.resolve() != checkpoints.resolve())
         first = part[0] == 0
@@ -308,6 +317,18 @@ def _known_share(source: Source, batch_size: int) -> Shares:
         )
     say(by_name(labels))
     return rates
+
+
+def _agreed(load: Callable[[], Plan | None]) -> Plan | None:
+    """What `load` gives on rank 0, if a plan, on every rank. Raises LokaError where others have none, or one alone."""
+    chosen, told = together(load, lambda found: "no plan" if found is None else "a plan")
+    if len(set(told)) > 1:
+        raise LokaError(
+            "some ranks have a plan, and others have none",
+            why=[f"rank {rank}: {what}" for rank, what in enumerate(told)],
+            way_out="give all ranks --plan, or --checkpoints in a folder that all of them see",
+        )
+    return None if chosen is None else agree(chosen)
 
 
 def _saved_plan(checkpoints: Path | None) -> Plan | None:

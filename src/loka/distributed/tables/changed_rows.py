@@ -41,7 +41,7 @@ class Table:
         tensors = self.lookup.tensors()
         ids = torch.cat([*self.ids, also[:0]])
         ids, order = ids.sort()
-        before = tuple(_saved(self.before, place, tensor)[order] for place, tensor in enumerate(tensors))
+        before = tuple(_saved(self.before, index, tensor)[order] for index, tensor in enumerate(tensors))
         self.seen[ids] = False
         self.ids, self.before = [], []
         return Sent(ids=ids, before=before, then=tuple(tensor[ids].float() for tensor in tensors))
@@ -56,28 +56,30 @@ class Sent:
     then: tuple[torch.Tensor, ...]
 
 
-def agree(table: Table, own: Sent, came: Sequence[tuple[torch.Tensor, Sequence[torch.Tensor]]], rule: Rule) -> None:
+def agree_on_rows(
+    table: Table, own: Sent, came: Sequence[tuple[torch.Tensor, Sequence[torch.Tensor]]], rule: Rule
+) -> None:
     """Writes what `rule` makes of what came, and on it what this replica did since it sent."""
     ids = torch.cat([one for one, _ in came]).unique()
-    in_own, sent_here = places(own.ids, ids)
+    in_own, sent_here = indices_in(own.ids, ids)
     fresh_ids = torch.cat([*table.ids, ids[:0]])
     fresh_ids, order = fresh_ids.sort()
-    in_fresh, changed_since = places(fresh_ids, ids)
-    fresh = [_saved(table.before, place, tensor)[order] for place, tensor in enumerate(table.lookup.tensors())]
+    in_fresh, changed_since = indices_in(fresh_ids, ids)
+    fresh = [_saved(table.before, index, tensor)[order] for index, tensor in enumerate(table.lookup.tensors())]
     before, since = [], []
-    for place, tensor in enumerate(table.lookup.tensors()):
+    for index, tensor in enumerate(table.lookup.tensors()):
         now = tensor[ids].float()
         then = now.clone()  # of rows that this replica neither sent nor changed since: as all have them
-        then[changed_since] = fresh[place][in_fresh[changed_since]]
+        then[changed_since] = fresh[index][in_fresh[changed_since]]
         since.append(now - then)
-        then[sent_here] = own.before[place][in_own[sent_here]]
+        then[sent_here] = own.before[index][in_own[sent_here]]
         before.append(then)
     made = rule(before, [(torch.searchsorted(ids, one), changes) for one, changes in came])
-    for place, tensor in enumerate(table.lookup.tensors()):
-        agreed = made[place].to(tensor.dtype).float()
+    for index, tensor in enumerate(table.lookup.tensors()):
+        agreed = made[index].to(tensor.dtype).float()
         changed = changed_since.view(-1, *[1] * (agreed.dim() - 1))
-        tensor[ids] = torch.where(changed, agreed + since[place], agreed).to(tensor.dtype)
-        fresh[place][in_fresh[changed_since]] = agreed[changed_since]
+        tensor[ids] = torch.where(changed, agreed + since[index], agreed).to(tensor.dtype)
+        fresh[index][in_fresh[changed_since]] = agreed[changed_since]
     if len(fresh_ids):
         table.ids, table.before = [fresh_ids], [tuple(fresh)]
 
@@ -91,18 +93,18 @@ def mean_of_replicas(before: Sequence[torch.Tensor], changes: Sequence[Change]) 
     return [one + total / len(changes) for one, total in zip(before, totals, strict=True)]
 
 
-def _saved(before: Sequence[tuple[torch.Tensor, ...]], place: int, tensor: torch.Tensor) -> torch.Tensor:
+def _saved(before: Sequence[tuple[torch.Tensor, ...]], index: int, tensor: torch.Tensor) -> torch.Tensor:
     """The rows of one tensor that were saved. State that an optimizer has made since was zero before."""
     rows = [
-        saved[place] if place < len(saved) else tensor.new_zeros(len(saved[0]), *tensor.shape[1:]).float()
+        saved[index] if index < len(saved) else tensor.new_zeros(len(saved[0]), *tensor.shape[1:]).float()
         for saved in before
     ]
     return torch.cat([*rows, tensor[:0].float()])
 
 
-def places(known: torch.Tensor, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def indices_in(known: torch.Tensor, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Where each of `ids` stands in `known`, both in order, and whether it does."""
     if not len(known):
         return torch.zeros_like(ids), torch.zeros(len(ids), dtype=torch.bool, device=ids.device)
-    place = torch.searchsorted(known, ids).clamp_max(len(known) - 1)
-    return place, known[place] == ids
+    index = torch.searchsorted(known, ids).clamp_max(len(known) - 1)
+    return index, known[index] == ids

@@ -10,7 +10,7 @@ class LeftOver:
     """
 
     def __init__(self, weight: torch.Tensor) -> None:
-        self._place = torch.full((len(weight),), -1, dtype=torch.int32, device=weight.device)
+        self._index = torch.full((len(weight),), -1, dtype=torch.int32, device=weight.device)
         self._ids = torch.empty(0, dtype=torch.int64, device=weight.device)
         self._rows = torch.empty(0, weight.shape[1], device=weight.device)
         self._count = 0
@@ -22,24 +22,24 @@ class LeftOver:
 
     def of(self, ids: torch.Tensor) -> torch.Tensor:
         """[len(ids), D]; zeros of those that nothing was left of."""
-        place = self._place[ids].long()
+        index = self._index[ids].long()
         found = torch.zeros(len(ids), self._rows.shape[1], device=ids.device)
-        found[place >= 0] = self._rows[place[place >= 0]]
+        found[index >= 0] = self._rows[index[index >= 0]]
         return found
 
     def keep(self, ids: torch.Tensor, rows: torch.Tensor) -> None:
         """Instead of what was left of these rows, each named once."""
-        new = ids[self._place[ids] < 0]
+        new = ids[self._index[ids] < 0]
         count = self._count + len(new)
         if count > len(self._ids):
-            room = min(2 * count, len(self._place)) - len(self._ids)
+            room = min(2 * count, len(self._index)) - len(self._ids)
             self._ids = torch.cat([self._ids, self._ids.new_zeros(room)])
             self._rows = torch.cat([self._rows, self._rows.new_zeros(room, self._rows.shape[1])])
         self._ids[self._count : count] = new
-        self._place[new] = torch.arange(self._count, count, dtype=torch.int32, device=ids.device)
+        self._index[new] = torch.arange(self._count, count, dtype=torch.int32, device=ids.device)
         self._count = count
-        self._rows[self._place[ids].long()] = rows
+        self._rows[self._index[ids].long()] = rows
 
     def clear(self) -> None:
-        self._place[self.ids] = -1
+        self._index[self.ids] = -1
         self._ids, self._rows, self._count = self._ids.new_empty(0), self._rows.new_empty(0, self._rows.shape[1]), 0

@@ -33,7 +33,7 @@ class Lookup:
     """A table, or several one behind the other, and who looks rows of it up.
 
     Attributes:
-        name: of the weight in the model; of table-batched embeddings theirs, with the table's place in them where
+        name: of the weight in the model; of table-batched embeddings theirs, with the table's index in them where
             they are not one table.
         tensors: reads the weight [rows, D] and the state that is updated with it, each [rows, ...], as far
             as the optimizer has made it.
@@ -100,8 +100,8 @@ def _modules(module: nn.Module, path: str) -> Iterator[tuple[str, nn.Module]]:
         if child is not None:
             yield from _modules(child, f"{path}.{name}".lstrip("."))
     if type(module).__module__.startswith("torchrec."):
-        for place, child in enumerate(module.__dict__.get("_lookups") or ()):
-            yield from _modules(child, f"{path}._lookups.{place}".lstrip("."))
+        for index, child in enumerate(module.__dict__.get("_lookups") or ()):
+            yield from _modules(child, f"{path}._lookups.{index}".lstrip("."))
 
 
 def _plain(name: str, module: nn.Embedding | nn.EmbeddingBag, optimizer: torch.optim.Optimizer | None) -> Lookup:
@@ -147,9 +147,9 @@ def _of_rows(state: Mapping[str, Any], weight: torch.Tensor, name: str) -> list[
 
 def _batched(path: str, module: Any) -> list[Lookup]:
     """All tables as one where they lie one behind the other, as those of one width do; else a lookup for each."""
-    places = range(len(module.embedding_specs))
+    every = range(len(module.embedding_specs))
     whole = _adjacent(_split(module))
-    groups = [list(places)] if whole is not None else [[place] for place in places]
+    groups = [list(every)] if whole is not None else [[index] for index in every]
 
     def tensors(group: list[int]) -> Callable[[], tuple[torch.Tensor, ...]]:
         known: dict[tuple[int, ...], tuple[torch.Tensor, ...]] = {}  # by where they lie: asked for in every step
@@ -158,7 +158,7 @@ def _batched(path: str, module: Any) -> list[Lookup]:
             where = tuple(held.data_ptr() for held in (*module.parameters(), *module.buffers()))
             if where not in known:
                 tables = _split(module)
-                found = _adjacent([tables[place] for place in group])
+                found = _adjacent([tables[index] for index in group])
                 assert found is not None  # fbgemm has a buffer for all
                 known.clear()
                 known[where] = found
@@ -167,7 +167,7 @@ def _batched(path: str, module: Any) -> list[Lookup]:
         return read
 
     def ids(group: list[int]) -> Callable[[Arguments], torch.Tensor]:
-        begins = list(itertools.accumulate((module.embedding_specs[place][0] for place in group), initial=0))
+        begins = list(itertools.accumulate((module.embedding_specs[index][0] for index in group), initial=0))
         tables = module.feature_table_map
         shifts = [begins[group.index(table)] if table in group else -1 for table in tables]
         sizes = [module.embedding_specs[table][0] for table in tables]
@@ -215,8 +215,8 @@ def _split(module: Any) -> list[tuple[torch.Tensor, ...]]:
     """Of each table its weight and the states that are by row."""
     states = module.split_optimizer_states()
     return [
-        (weight.detach(), *(s for s in (states[place] if states else ()) if s.shape[:1] == weight.shape[:1]))
-        for place, weight in enumerate(module.split_embedding_weights())
+        (weight.detach(), *(s for s in (states[index] if states else ()) if s.shape[:1] == weight.shape[:1]))
+        for index, weight in enumerate(module.split_embedding_weights())
     ]
 
 
@@ -239,9 +239,9 @@ def differences(lookups: Sequence[Lookup], group: dist.ProcessGroup | None) -> l
     """Where replicas' tables and the state of them differ in name, shape, dtype or value. A collective; it reads all
     of them."""
     told = [
-        f"{one.name}{f', state {place}' if place else ''} {tuple(held.shape)} {held.dtype}, bits {sum_of_bits(held)}"
+        f"{one.name}{f', state {index}' if index else ''} {tuple(held.shape)} {held.dtype}, bits {sum_of_bits(held)}"
         for one in lookups
-        for place, held in enumerate(one.tensors())
+        for index, held in enumerate(one.tensors())
     ]
     answers = [text.decode().split("\n") for text in gather("\n".join(told).encode(), group)]
     found = [

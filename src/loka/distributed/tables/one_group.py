@@ -24,7 +24,7 @@ from dataclasses import dataclass
 
 import torch
 
-Change = tuple[torch.Tensor, Sequence[torch.Tensor]]  # of a replica: places among the rows; of w [n, D], of V
+Change = tuple[torch.Tensor, Sequence[torch.Tensor]]  # of a replica: indices among the rows; of w [n, D], of V
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,20 +46,20 @@ def as_one_group(
     replicas, inverse = len(changes), 1 / adagrad.lr if adagrad.lr else 0.0
     moved, total = torch.zeros_like(w0), torch.zeros_like(w0)  # sums of lr S_r, and of S_r / sqrt(D) within its bound
     squares, own, furthest = torch.zeros_like(v0), torch.zeros_like(v0), torch.zeros_like(v0)
-    for places, (of_w, of_v) in changes:
+    for indices, (of_w, of_v) in changes:
         square = of_v.flatten().clamp_min(0)
         length = (steps * square).clamp_max(torch.finfo(v0.dtype).max).sqrt()
-        root = (v0[places] + of_v.flatten()).clamp(0, torch.finfo(v0.dtype).max).sqrt() + adagrad.eps
+        root = (v0[indices] + of_v.flatten()).clamp(0, torch.finfo(v0.dtype).max).sqrt() + adagrad.eps
         step = -of_w * root[:, None]
         if steps == 1:
             summed = _as_long(step, length)
         else:
             summed = _no_longer(step * inverse / w0.shape[1] ** 0.5, length)
-        moved.index_add_(0, places, step)
-        total.index_add_(0, places, summed)
-        squares.index_add_(0, places, square)
-        own.index_add_(0, places, summed.square().sum(dim=1))
-        furthest[places] = torch.maximum(furthest[places], of_w.norm(dim=1))
+        moved.index_add_(0, indices, step)
+        total.index_add_(0, indices, summed)
+        squares.index_add_(0, indices, square)
+        own.index_add_(0, indices, summed.square().sum(dim=1))
+        furthest[indices] = torch.maximum(furthest[indices], of_w.norm(dim=1))
     together = total.square().sum(dim=1)
     grown = torch.maximum(squares + (together - own) / steps, together / steps) / replicas**2
     v = v0 + grown

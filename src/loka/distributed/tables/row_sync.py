@@ -28,7 +28,7 @@ from torch.utils.hooks import RemovableHandle
 from loka.core.exceptions import LokaError
 from loka.core.exchange import ranks_of, same_on_all
 from loka.distributed.gradient_codec import FP32, Codec, all_gather, codec_named
-from loka.distributed.tables.changed_rows import Rule, Sent, Table, agree, mean_of_replicas
+from loka.distributed.tables.changed_rows import Rule, Sent, Table, agree_on_rows, mean_of_replicas
 from loka.distributed.tables.left_over import LeftOver
 from loka.distributed.tables.lookups import Lookup, differences, frozen_tables, lookups_of
 from loka.distributed.tables.one_group import AdaGrad, as_one_group
@@ -159,13 +159,13 @@ class RowSync:
         states, rows, adagrads = [0] * len(tables), [0] * len(tables), []
         try:
             adagrads = self._ready()
-            for place, table in enumerate(tables):
+            for index, table in enumerate(tables):
                 taken = table.take(table.left.ids if exact else table.left.ids[:0])
                 code = self._encoded(table, taken, exact=exact)
                 changed = [after - was for after, was in zip(taken.then[1:], taken.before[1:], strict=True)]
                 parts += [_bytes(taken.ids), _bytes(code), *(_bytes(state) for state in changed)]
                 sent.append(taken)
-                states[place], rows[place] = len(changed), len(taken.ids)
+                states[index], rows[index] = len(changed), len(taken.ids)
         except LokaError as error:  # told to all, which would wait for this replica
             failed = error
         device, ranks = tables[0].seen.device, ranks_of(self._group)
@@ -233,8 +233,8 @@ class RowSync:
             flight.work.wait()
         ranks = len(flight.rows)
         at = [0] * ranks
-        for place, (table, own) in enumerate(zip(self._tables.values(), flight.sent, strict=True)):
-            counts = [rows[place] for rows in flight.rows]
+        for index, (table, own) in enumerate(zip(self._tables.values(), flight.sent, strict=True)):
+            counts = [rows[index] for rows in flight.rows]
             came: list[tuple[torch.Tensor, list[torch.Tensor]]] = []
             for r, count in enumerate(counts):
                 sizes = self._sizes_of(table, count, exact=flight.exact)
@@ -243,8 +243,8 @@ class RowSync:
                 came.append((_as(ids, torch.int64), self._decoded(table, codes, count, exact=flight.exact)))
             rule: Rule = mean_of_replicas
             if flight.adagrads and len(table.lookup.tensors()) > 1:  # momentum: something has moved the table
-                rule = partial(as_one_group, adagrad=flight.adagrads[place], steps=flight.steps)
-            agree(table, own, came, rule)
+                rule = partial(as_one_group, adagrad=flight.adagrads[index], steps=flight.steps)
+            agree_on_rows(table, own, came, rule)
 
     def _encoded(self, table: Table, taken: Sent, *, exact: bool) -> torch.Tensor:
         """Codes of what a weight's rows changed by, [rows, bytes]; what they leave is kept for the next."""

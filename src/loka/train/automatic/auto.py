@@ -48,7 +48,7 @@ from loka.train.automatic.config import AutoConfig
 from loka.train.automatic.looks import Look, look_at, next_look, renewed
 from loka.train.automatic.pace import KEPT, SETTLED, Pace, gain, pace_on, worth_it
 from loka.train.automatic.timeline import Event, Timeline
-from loka.train.ranks import by_the_first, first_rank, together
+from loka.train.ranks import all_or_none, by_the_first, first_rank, together
 from loka.train.run import Callback, Run
 from loka.train.schedule import rate_factor
 from loka.train.steps.blocks import left_as_written
@@ -257,7 +257,7 @@ class Auto(Callback):
     def _renewed(self, run: Run, stats: Stats, *, until: int, say: Callable[[str], None]) -> Stats:
         given: dict[str, Any] = {"until": until, "base_rate": self.config.base_rate, "say": say}
         with gathered_throughout(run.model):
-            return together(lambda: renewed(run, stats, self._looks, **given), lambda made: "")[0]
+            return all_or_none(lambda: renewed(run, stats, self._looks, **given))
 
     def _turn_to_fp8(self, run: Run) -> None:
         assert self._stats is not None
@@ -315,26 +315,17 @@ class Auto(Callback):
         return decided
 
     def _adopted(self, run: Run) -> str | None:
-        plan = self.plan
-        assert plan is not None
-
-        def adopt() -> str:
-            try:
-                if any(d.candidate != HP for d in plan.decisions.values()):
-                    run.adopt(plan)
-            except _CANNOT_RUN as error:
-                return str(error)
-            return ""
-
+        """Why the ranks, all or none, do not run by the plan; None where they do."""
+        assert self.plan is not None
         try:
-            agree(plan)  # whether every rank is a machine that it was made for
-        except PlanMismatch as error:
+            agree(self.plan)  # whether every rank is a machine that it was made for
+            if any(d.candidate != HP for d in self.plan.decisions.values()):
+                run.adopt(self.plan)
+        except _CANNOT_RUN as error:
+            if run.plan:
+                run.adopt(None)
             return str(error)
-        _, refusals = together(adopt)
-        reasons = [f"rank {rank}: {why}" if ranks_of() > 1 else why for rank, why in enumerate(refusals) if why]
-        if reasons and run.plan:
-            run.adopt(None)
-        return "\n".join(reasons) or None
+        return None
 
     def _reach_verdict(self, run: Run) -> None:
         """Goes back to bf16 where steps by the plan are not faster, by the times that rank 0 takes."""

@@ -10,9 +10,11 @@ it, and renamed by rank 0 once everyone is done: a rank that is killed leaves a 
 DCP's metadata is a pickle; it is read without running what it names (`_Metadata`).
 """
 
+import contextlib
 import enum
 import json
 import pickle
+import secrets
 import shutil
 import warnings
 from collections.abc import Callable, Mapping
@@ -42,9 +44,10 @@ from loka.train.checkpointing.step_folders import (
     require_step,
     write_state,
 )
-from loka.train.ranks import RankFailed, first_rank, together
+from loka.train.ranks import RankFailed, all_or_none, first_rank, together
 
 _METADATA = ".metadata"
+_SEEN_BY_ALL = "put it where all ranks see it: they save to and go on from one folder"
 
 
 @dataclass(frozen=True)
@@ -69,6 +72,34 @@ class Manifest(RecordFile, kind="sharded training checkpoint", version=1, way_ou
 def is_sharded(path: Path) -> bool:
     """Whether a folder is a checkpoint of several ranks, or was meant to be one."""
     return not (path / "state.pt").exists() and any(path.glob("rank-*.pt"))
+
+
+def require_one_folder(folder: Path) -> None:
+    """Raises CheckpointRefused on all ranks where some see another `folder` than rank 0, whose lock it holds. A
+    collective.
+
+    Rank 0 makes a folder in it that the others look for. Where it cannot, on a full disk say, nothing is told.
+    """
+    _, names = together(lambda: f"{UNFINISHED}{secrets.token_hex(8)}")
+    mark = folder / names[0]
+
+    def made() -> bool:
+        with contextlib.suppress(OSError):
+            if first_rank():
+                mark.mkdir()
+            return True
+        return False
+
+    _, can_be_made = together(made)
+    if can_be_made[0] == str(False):
+        return
+    _, seen = together(mark.is_dir)
+    if first_rank():
+        shutil.rmtree(mark, ignore_errors=True)
+    if blind := [
+        f"rank {rank} does not see what rank 0 writes" for rank, found in enumerate(seen) if found != str(True)
+    ]:
+        raise CheckpointRefused(f"{folder} is not one folder on all ranks", why=blind, way_out=_SEEN_BY_ALL)
 
 
 def save_sharded(
@@ -242,7 +273,7 @@ def read_tensors(path: Path, wanted: Callable[[Mapping[str, Any]], Mapping[str, 
             )
         return into
 
-    into, _ = together(targets, lambda found: "")
+    into = all_or_none(targets)
     reader.read_metadata = lambda *args, **kwargs: _metadata(path, reader.load_id)  # type: ignore[method-assign]
     with torch.no_grad(), warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled")  # in one process it says what is meant

@@ -20,7 +20,7 @@ from loka.core.exchange import ranks_of
 from loka.core.records.plan import Plan
 from loka.core.signature import MODEL_OPTIONS
 from loka.data import Dealt
-from loka.data.batch import Source
+from loka.data.batch import Source, history_of, tasks_of
 from loka.distributed.tables.sharded_tables import sharded_modules, sharded_weights
 from loka.nn.fp8_state_dict import fp8_state_dict, load_fp8_state_dict
 from loka.nn.unwrap import device_of, kind_of
@@ -150,6 +150,23 @@ def rows_identity(source: Source) -> dict[str, Any]:
         return {"identity": source.identity, "rows": source.all_rows, "parts": len(source.parts)}
     own = {"identity": source.identity, "rows": source.rows}
     return own if ranks_of() == 1 else {**own, "rank": dist.get_rank()}
+
+
+def shared_by_ranks(identity: Mapping[str, Any], source: Source) -> dict[str, Any]:
+    """What has to be equal on all ranks: the identity of the run, but for the seed, which draws dropout, and for rows
+    that are a rank's own, of which the columns count; and torch.
+    """
+    history = history_of(source)
+    columns = {
+        "dense": source.dense_features,
+        "sparse": dict(enumerate(source.vocab_sizes)),
+        "history": None if history is None else [history.length, history.vocab_size],
+        "tasks": tasks_of(source),
+    }
+    config = {name: value for name, value in identity["config"].items() if name != "seed"}
+    rest = {name: value for name, value in identity.items() if name != "config"}
+    rows = rest["source"] if isinstance(source, Dealt) else None
+    return {**config, **rest, "source": rows, "columns": columns, "torch": torch.__version__}
 
 
 def identity_of(plan: Plan | None) -> dict[str, Any] | None:
