@@ -1,3 +1,4 @@
+import math
 from dataclasses import replace
 
 import numpy as np
@@ -5,7 +6,7 @@ import pytest
 import torch
 from fp8_run import AUTO, digest, make_plan, tower
 from fp8_run import CONFIG as FP8_CONFIG
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from small_run import IDS, RandomRows, small_model, stop_at
 from torch import nn
@@ -50,11 +51,12 @@ def test_an_ema_forgets_with_its_time_constant():
         torch.testing.assert_close(mean.detach().double(), expected, rtol=1e-6, atol=1e-6)
 
 
+@example(steps=300, share=0.17)
 @given(steps=st.integers(1, 5000), share=st.floats(0.001, 1))
 def test_the_mean_covers_its_share_and_costs_few_passes(steps, share):
     config = replace(CONFIG, average_share=share)
     found = [done for done in range(1, steps + 1) if due(done, steps, config)]
-    span = max(int(np.ceil(steps * share)), 1)
+    span = max(math.ceil(steps * share * (1 - 1e-12)), 1)  # 300 * 0.17 is a little more than 51 in float64
     assert found[-1] == steps
     assert found[0] > steps - span
     assert 1 <= len(found) < 200
