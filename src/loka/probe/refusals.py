@@ -52,17 +52,28 @@ def refuse_without_sites(model: nn.Module, linears: Mapping[str, nn.Linear], ski
     )
 
 
-def refuse_compiling() -> None:
-    """Of a hook that is traced, as the probed module is called by compiled code: no single step is seen there."""
-    if traced_here():
+def refuse_call(elsewhere: bool) -> None:
+    """Of a call of the probed module that no Probe can count. `elsewhere`: another thread's forward pass is watched as
+    it begins; without gradients it is no step, and passes by unwatched.
+    """
+    if traced_here():  # by compiled code, inside of which no single step is seen
         raise LokaError(
             "this Probe watches a module inside of what torch.compile compiles, whose steps it cannot watch",
             way_out="probe what you call: compiled = torch.compile(model), and Probe(compiled)",
         )
+    if elsewhere and torch.is_grad_enabled():
+        raise LokaError(
+            "two threads call the probed model at once, with gradients enabled",
+            why=["a sampled step ends where the next one begins, so steps have to come one after another"],
+            way_out="let one thread train at a time, and call the model under torch.no_grad() where it only predicts",
+        )
 
 
-def refuse_vmap() -> None:
-    """Of a sampled step: what a Probe reads are numbers of whole batches, which vmap hides from it."""
+def refuse_sampling(model: nn.Module) -> None:
+    """Of a sampled step: a model that was converted since the last one, and torch.func.vmap, which hides whole batches
+    from what reads their numbers.
+    """
+    refuse_converted(model)
     top = torch._C._functorch.peek_interpreter_stack() if torch._C._are_functorch_transforms_active() else None
     if top is not None and top.key() == torch._C._functorch.TransformType.Vmap:
         raise LokaError(
