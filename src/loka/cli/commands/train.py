@@ -123,7 +123,7 @@ def train(
         float, typer.Option(min=0, help="Of --auto: after which nothing new is measured; inf: all is.")
     ] = 45.0,
     base_rate: Annotated[
-        float | None, typer.Option(help="Of --auto: share of positive labels, which NE is relative to.")
+        float | None, typer.Option(help="Of --auto: share of positive labels, whose entropy H KL/H is relative to.")
     ] = None,
     candidate: Annotated[list[str] | None, typer.Option(help="Of --auto: measure these.")] = None,
     cache: CacheFolder = None,
