@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from loka.cli.terminal import say
+from loka.core.device import require_device
 from loka.core.exceptions import CheckpointRefused, LokaError, UnknownName
 from loka.core.numerics.label_rate import Shares
 from loka.data import Dealt, Reader, Schema, SyntheticClicks, history_of, open_rows, tasks_of
@@ -268,8 +269,7 @@ def choose_device(name: str | None) -> str:
     device = name or ("cuda" if torch.cuda.is_available() else "cpu")
     if device.partition(":")[0] not in ("cpu", "cuda"):
         raise UnknownName(f"--device {device!r} is no device", way_out="cpu, cuda, or cuda:1")
-    if torch.device(device).type == "cuda" and not torch.cuda.is_available():
-        raise LokaError(f"--device {device}: torch sees no GPU here", way_out="leave --device out, or say cpu")
+    require_device(torch.device(device), f"--device {device}")
     return device
 
 

@@ -118,7 +118,7 @@ class Probe:
         base_rate: Shares | None = None,
     ) -> None:
         counts = {"rows": rows, "depth_rows": depth_rows, "rank": rank, "save_every": save_every}
-        refuse_settings({**counts, "effect_step": effect_step}, effect_samples, base_rate)
+        refuse_settings({**counts, "effect_step": effect_step}, effect_samples, base_rate, logits, resume)
         refuse_converted(model)
         require_initialized(model)
         self._model = model

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from loka.core.compiling import traced_here
-from loka.core.exceptions import LokaError, NotConverted, PlanMismatch
+from loka.core.exceptions import LokaError, NotConverted, PlanMismatch, require_kind
 from loka.core.numerics.label_rate import Shares, require_shares
 from loka.core.records.stats import Stats
 from loka.core.signature import ModelSignature
@@ -14,8 +14,12 @@ from loka.nn.site import site_forwards
 from loka.nn.unwrap import class_name, unwrap
 
 
-def refuse_settings(positive: Mapping[str, int], effect_samples: int, base_rate: Shares | None) -> None:
-    """Raises ValueError for what is below its least value. `positive`: numbers of at least 1, by name."""
+def refuse_settings(
+    positive: Mapping[str, int], effect_samples: int, base_rate: Shares | None, logits: object, resume: object
+) -> None:
+    """Raises ValueError for what is below its least value, and LokaError for what is of another kind. `positive`:
+    numbers of at least 1, by name.
+    """
     for name, value, least in (
         *((name, value, 1) for name, value in positive.items()),
         ("effect_samples", effect_samples, 0),
@@ -23,6 +27,12 @@ def refuse_settings(positive: Mapping[str, int], effect_samples: int, base_rate:
         if value < least:
             raise ValueError(f"{name} is {value}; it must be at least {least}")
     require_shares(base_rate)
+    if logits is not None and not callable(logits):
+        raise LokaError(
+            f"logits is {logits!r}; it must be a function from what the model returns to its logits",
+            way_out="such as logits=lambda output: output['click']",
+        )
+    require_kind(resume, Stats | None, "resume", way_out="loka.Stats.load(folder)")
 
 
 def refuse_converted(model: nn.Module) -> None:
