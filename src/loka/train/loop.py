@@ -232,7 +232,8 @@ def train(
     failed: BaseException | None = None
     exact = matrix_precision(config.precision, run.device)
     # A second run in the folder would remove what this one is about to save.
-    with alone_together(checkpoints), deferred_interrupt() as run.interrupt, exact, repeatable(config.deterministic):
+    alone = alone_together(checkpoints, saves=run.step < length.steps)
+    with alone, deferred_interrupt() as run.interrupt, exact, repeatable(config.deterministic):
         try:
             run.open_wire(batches_from(source, config, length, step=run.step))
             callback.start(run)

@@ -12,7 +12,15 @@ from durable import folder_flushed_after, full, watch_disk
 from loka.core.exceptions import FileRefused, NotWritten
 from loka.core.storage import files
 from loka.core.storage.alone import LOCK, InUse, alone_in, alone_with
-from loka.core.storage.files import read_record, read_tensors, sha256_of_file, write_atomic, write_record, write_tensors
+from loka.core.storage.files import (
+    read_record,
+    read_tensors,
+    require_writable,
+    sha256_of_file,
+    write_atomic,
+    write_record,
+    write_tensors,
+)
 
 
 def read(path):
@@ -195,3 +203,12 @@ def test_a_link_stays_one_and_its_file_is_written(tmp_path):
     assert there.read_bytes() == b"new"
     with alone_with(link, "writing"), pytest.raises(InUse), alone_with(there, "writing"):
         pass
+
+
+def test_a_folder_that_takes_no_file_is_refused(tmp_path):
+    require_writable(tmp_path / "new" / "runs")
+    assert list((tmp_path / "new").rglob("*")) == [tmp_path / "new" / "runs"]
+    (tmp_path / "file").write_text("kept")
+    with pytest.raises(NotWritten, match="cannot write"):
+        require_writable(tmp_path / "file")
+    assert (tmp_path / "file").read_text() == "kept"

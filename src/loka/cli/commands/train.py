@@ -250,7 +250,7 @@ def train(
         shared = out is not None and (checkpoints is None or out.resolve() != checkpoints.resolve())
         first = part[0] == 0
         with (
-            alone_together(out if shared else None),
+            alone_together(out if shared else None, saves=False),  # `train` asks where it saves
             TensorBoard(tensorboard) if tensorboard and first else contextlib.nullcontext() as board,
             naming_unused(built),
         ):

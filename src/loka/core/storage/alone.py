@@ -44,7 +44,7 @@ def alone_with(file: Path, doing: str) -> Iterator[None]:
     Raises:
         InUse: as `alone_in`.
     """
-    file = Path(os.path.realpath(file))
+    file = Path(os.path.realpath(file)) if file.is_symlink() else file
     with _alone(file.with_name(f".{file.name}{LOCK}"), f"{doing} {file}", of=file.name):
         yield
 

@@ -76,7 +76,7 @@ def file_behind(path: Path) -> Path:
 
     Raises OSError where a folder, a device, a pipe or a loop of links stands there.
     """
-    real = Path(os.path.realpath(path))
+    real = Path(os.path.realpath(path)) if path.is_symlink() else path
     try:
         mode = real.stat().st_mode
     except FileNotFoundError:
@@ -100,6 +100,20 @@ def writing(path: Path) -> Iterator[None]:
         raise
     except OSError as error:
         raise _not_written(path, error) from error
+
+
+def require_writable(folder: Path) -> None:
+    """Makes `folder`, and writes to it and takes that back: for long work whose result it is to hold.
+
+    Raises NotWritten where the disk is full or refuses.
+    """
+    trial = folder / f".{secrets.token_hex(6)}{_UNFINISHED}"
+    with writing(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        try:
+            trial.write_bytes(b"0")
+        finally:
+            trial.unlink(missing_ok=True)
 
 
 def remove_unfinished(folder: Path, name: str | None = None) -> None:
