@@ -137,3 +137,10 @@ def test_a_terminal_that_lacks_a_letter_of_a_name_ends_nothing(monkeypatch):
     monkeypatch.setattr("sys.stdout", out)
     say("written: \u00fcber/plan.json")
     assert out.buffer.getvalue() == b"written: \\xfcber/plan.json\n"
+
+
+def test_home_is_meant_where_the_shell_leaves_it(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    for option in (("--data=~/none.csv",), ("--data", "~/none.csv")):
+        text = loka("train", *option, cwd=tmp_path, fails=2)
+        assert f"{tmp_path}/home/none.csv" in text
