@@ -1,3 +1,4 @@
+import io
 import json
 import random
 
@@ -7,6 +8,9 @@ import with_pyarrow  # noqa: F401
 from command_line import loka
 
 from loka.cli.app import app
+from loka.cli.inputs import model_builder
+from loka.cli.terminal import say
+from loka.data import SyntheticClicks
 
 COLUMNS = {"label": "y", "dense": ["price", "age"], "sparse": ["shop", "city"]}
 FEW = ("--batch-size", 64, "--device", "cpu")
@@ -110,3 +114,33 @@ def test_what_a_folder_counted_is_told_once(folder):
     assert "rows read: 1 malformed lines (whole folder, when converted)\n" in told
     told = loka("train", "--model", "dlrm", "--data", "holes.csv", "--schema", "schema.json", *FEW, cwd=folder)
     assert "rows read: 1 missing categories (all passes of this process)\n" in told
+
+
+def test_a_factory_is_told_of_the_history(tmp_path, monkeypatch):
+    """Nothing else says of how many ids a table of events has to be."""
+    (tmp_path / "told_of_history.py").write_text(
+        "from torch import nn\n"
+        "def plain(dense_features, vocab_sizes):\n    return nn.Linear(dense_features, 1)\n"
+        "def reads(dense_features, vocab_sizes, history):\n"
+        "    model = nn.Embedding(history.vocab_size, 4)\n    model.history = history\n    return model\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    rows = SyntheticClicks(rows=64, seed=0, history=20)
+    found = model_builder("told_of_history:reads")(rows)
+    assert found.history == rows.history
+    assert found.num_embeddings == rows.history.vocab_size
+    assert model_builder("told_of_history:plain")(rows).in_features == rows.dense_features
+
+
+def test_a_terminal_that_lacks_a_letter_of_a_name_ends_nothing(monkeypatch):
+    out = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    monkeypatch.setattr("sys.stdout", out)
+    say("written: \u00fcber/plan.json")
+    assert out.buffer.getvalue() == b"written: \\xfcber/plan.json\n"
+
+
+def test_home_is_meant_where_the_shell_leaves_it(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    for option in (("--data=~/none.csv",), ("--data", "~/none.csv")):
+        text = loka("train", *option, cwd=tmp_path, fails=2)
+        assert f"{tmp_path}/home/none.csv" in text

@@ -1,4 +1,6 @@
 import hashlib
+import signal
+import sys
 
 import pytest
 from command_line import loka
@@ -72,3 +74,22 @@ def test_labels_that_are_all_equal_promise_nothing(tmp_path):
     for layer in Stats.load(tmp_path / "stats").layers.values():
         assert not layer.effects
         assert layer.no_effect.startswith(NO_PROMISE)
+
+
+def test_interrupted_it_says_of_which_steps_the_statistics_are(tmp_path, monkeypatch):
+    """They can be measured like those of all steps, and the trainer spoke of checkpoints that a probe has none of."""
+
+    def progress(*_):
+        def track(items, what, total):
+            for place, item in enumerate(items):
+                if place == 5:
+                    signal.raise_signal(signal.SIGINT)
+                yield item
+
+        return track
+
+    monkeypatch.setattr(sys.modules["loka.cli.commands.probe"], "ProgressBars", progress)
+    text = loka("probe", *FEW, "--every", 3, "--out", "stats", cwd=tmp_path, fails=130)
+    assert "interrupted: what stats holds, if anything, is of the steps so far" in text
+    assert "checkpoint" not in text
+    assert 0 < Stats.load(tmp_path / "stats").steps < 19

@@ -181,4 +181,5 @@ def test_limits_by_task_and_segment_from_probe_to_page(folder):
     assert "leave --ne out and name every task" in text
     text = loka("drift", "by_task.json", "parts", "--report", "parts.json", cwd=folder, fails=2)
     assert "the plan has limits on click, buy" in text
+    assert "KL/H before" not in text, "it is told before anything is"
     assert "keeps the limits of click, buy is not known" in loka("drift", "by_task.json", "parts", cwd=folder, fails=4)

@@ -67,7 +67,7 @@ def test_own_limits_and_the_rest_of_the_budget():
 def test_without_times_it_claims_none():
     layers = {p: {Gemm.OUTPUT: {ROW: costing(None, effect(e))}} for p, e in (("a", 1e-5), ("b", 2e-5))}
     found = frontier(model_report(layers, timed=False))
-    assert found.unit == "multiplications"
+    assert found.unit == "FLOPs"
     assert found.base / found.points[-1].time == pytest.approx(2.0)
     assert "no speed is claimed" in str(found)
 

@@ -6,7 +6,7 @@ from probed_models import probed
 from torch import nn
 
 import loka
-from loka.core.exceptions import FileRefused, LokaError, PlanMismatch
+from loka.core.exceptions import FileRefused, LokaError, NotWritten, PlanMismatch
 
 
 def run(model, part, **options):
@@ -111,3 +111,12 @@ def test_an_interrupted_run_and_its_rest_learn_the_same_bits(tmp_path):
     both = run(model, x[3:], **options, resume=loka.Stats.load(tmp_path), save_to=tmp_path)
     assert both.digest() == loka.Stats.load(tmp_path).digest() == whole.digest()
     assert (both.steps, both.layers["0"].operands["input"].numbers["count"]) == (8, 4 * 20)
+
+
+def test_a_folder_that_takes_no_file_is_told_before_the_first_step(tmp_path):
+    """It was told when training was over, and what was learnt was gone."""
+    (tmp_path / "stats").write_text("no folder")
+    model = odd_mlp()
+    with pytest.raises(NotWritten, match="cannot write"), loka.Probe(model, save_to=tmp_path / "stats"):
+        pytest.fail("no step may begin")
+    assert not model._forward_pre_hooks

@@ -61,7 +61,7 @@ def test_loaded_equals_saved_and_can_be_refreshed(candidate, tmp_path):
 
 def test_a_folder_that_is_a_file_is_told_and_stands(tmp_path):
     (file := tmp_path / "notes.txt").write_text("kept")
-    with pytest.raises(NotWritten, match=r"(?s)cannot write .*notes\.txt/card\.json.*Not a directory.*Way out"):
+    with pytest.raises(NotWritten, match=r"(?s)cannot write .*notes\.txt\n.*Not a directory.*Way out"):
         saved(file)
     assert file.read_text() == "kept"
 
@@ -227,13 +227,21 @@ def test_a_missing_kernel_is_refused(tmp_path, monkeypatch):
     registry.require_supported.cache_clear()
 
 
-def test_an_unfinished_save_leaves_no_card(tmp_path, monkeypatch):
+@pytest.mark.parametrize("at", ["write_tensors", "Folder.save"])
+def test_a_save_that_fails_leaves_the_folder_as_it_was(at, tmp_path, monkeypatch):
+    """The server of yesterday was without a card as soon as today's began to be written, full disk or not."""
     server = saved(tmp_path)
-    monkeypatch.setattr("loka.serve.saving.write_tensors", lambda *_: (_ for _ in ()).throw(NotWritten("full")))
-    with pytest.raises(NotWritten):
-        server.save(tmp_path)
-    with pytest.raises(FileRefused, match="no such file"):
-        load(tmp_path, tower())
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    server.refresh(tower(1).state_dict())
+    with monkeypatch.context() as full:
+        full.setattr(f"loka.serve.saving.{at}", lambda *_: (_ for _ in ()).throw(NotWritten("full")))
+        with pytest.raises(NotWritten):
+            server.save(tmp_path)
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+    (tmp_path / ".saving").mkdir()  # of a process that was killed
+    server.save(tmp_path)
+    assert {path.name for path in tmp_path.iterdir()} == set(before)
+    assert torch.equal(load(tmp_path, tower())(rows(50)).output, server(rows(50)).output)
 
 
 def test_the_card_holds_what_it_says(tmp_path):

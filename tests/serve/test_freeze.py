@@ -297,6 +297,12 @@ def test_a_site_that_sees_zeros_only():
         frozen(model, BOTH)
 
 
+def test_rows_that_are_not_finite_are_not_called_zero():
+    with pytest.raises(ServeRefused, match="rows hold NaN or infinity") as refused:
+        frozen(tower(), BOTH, calibration=[rows(64, scale=torch.nan)])
+    assert "zero in all rows" not in str(refused.value)
+
+
 def test_plans_that_do_not_fit():
     model, other = tower(), tower()
     other.second = nn.Linear(37, 31, bias=False)

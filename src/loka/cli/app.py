@@ -52,6 +52,14 @@ def _interruptible() -> Iterator[None]:
         raise SystemExit(143 if is_terminated(error) else 130) from None
 
 
+def _at_home(argument: str) -> str:
+    """Also `--out=~/plan.json`, which bash leaves as it is: a folder called "~" would hold the plan."""
+    option, equals, value = argument.rpartition("=~/")
+    if equals and option.startswith("--") and "=" not in option:
+        return f"{option}={os.path.expanduser(f'~/{value}')}"
+    return os.path.expanduser(argument) if argument.startswith("~/") else argument
+
+
 class _Commands(typer.core.TyperGroup):
     """The commands. An interrupted one says what is kept, where click would only say "Aborted!". A command of two
     words, such as `scale calibrate`, is found before the command of its first word."""
@@ -61,9 +69,9 @@ class _Commands(typer.core.TyperGroup):
             args = [" ".join(args[:2]), *args[2:]]
         return super().resolve_command(ctx, args)
 
-    def make_context(self, *given: Any, **named: Any) -> Any:
+    def make_context(self, info_name: Any, args: list[str], *given: Any, **named: Any) -> Any:
         with _interruptible():
-            return super().make_context(*given, **named)
+            return super().make_context(info_name, [_at_home(text) for text in args], *given, **named)
 
     def invoke(self, ctx: Any) -> Any:
         with _interruptible():

@@ -2,6 +2,7 @@
 
 import functools
 import importlib
+import inspect
 import sys
 from collections import Counter
 from collections.abc import Callable
@@ -13,6 +14,7 @@ import torch
 from torch import nn
 
 from loka.cli.terminal import say
+from loka.core.device import require_device
 from loka.core.exceptions import CheckpointRefused, LokaError, UnknownName
 from loka.core.numerics.label_rate import Shares
 from loka.data import Dealt, Reader, Schema, SyntheticClicks, history_of, open_rows, tasks_of
@@ -114,7 +116,8 @@ def model_builder(name: str) -> Build:
     Args:
         name: "wukong", "wukong:2gf" (see `loka.zoo.presets`), "mmoe:small:3" (gates by sparse column 3,
             counted from 0), or "package.module:factory", whose factory is called with dense_features and
-            vocab_sizes; where rows have several labels, with tasks, their number, too.
+            vocab_sizes; where rows have several labels, with tasks, their number, too; and where they have a
+            history, with history, its `loka.data.History`, if it has a parameter of that name.
 
     Raises:
         UnknownName: neither; the known models are listed.
@@ -141,6 +144,8 @@ def model_builder(name: str) -> Build:
         given: dict[str, Any] = {"dense_features": source.dense_features, "vocab_sizes": source.vocab_sizes}
         if len(tasks_of(source)) > 1:
             given["tasks"] = len(tasks_of(source))
+        if (history := history_of(source)) is not None and _has_parameter(factory, "history"):
+            given["history"] = history  # one that takes none may know how many ids there are
         try:
             model = factory(**given)
         except TypeError as error:
@@ -154,6 +159,14 @@ def model_builder(name: str) -> Build:
         return model
 
     return built
+
+
+def _has_parameter(function: Callable[..., Any], name: str) -> bool:
+    try:
+        parameters = inspect.signature(function).parameters
+    except ValueError:  # of one that is written in C
+        return False
+    return name in parameters or any(found.kind is found.VAR_KEYWORD for found in parameters.values())
 
 
 def find_function(name: str, *, way_out: str) -> Callable[..., Any]:
@@ -268,8 +281,7 @@ def choose_device(name: str | None) -> str:
     device = name or ("cuda" if torch.cuda.is_available() else "cpu")
     if device.partition(":")[0] not in ("cpu", "cuda"):
         raise UnknownName(f"--device {device!r} is no device", way_out="cpu, cuda, or cuda:1")
-    if torch.device(device).type == "cuda" and not torch.cuda.is_available():
-        raise LokaError(f"--device {device}: torch sees no GPU here", way_out="leave --device out, or say cpu")
+    require_device(torch.device(device), f"--device {device}")
     return device
 
 

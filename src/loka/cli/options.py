@@ -62,7 +62,9 @@ AverageShare = Annotated[
 ]
 BaseRate = Annotated[
     float | None,
-    typer.Option("--base-rate", help="Share of positive labels, which NE is relative to; counted if left out."),
+    typer.Option(
+        "--base-rate", help="Share of positive labels, whose entropy H KL/H is relative to; counted if left out."
+    ),
 ]
 Seed = Annotated[int, typer.Option(min=0, help="Seeds the initial weights, the synthetic rows and the samples.")]
 TimeLimit = Annotated[float | None, typer.Option(min=0, help="Seconds; the same command again goes on from there.")]

@@ -19,5 +19,9 @@ def printable(text: str) -> str:
 
 def say(value: object = "", *, error: bool = False) -> None:
     """Prints text that is safe on a terminal, to standard error on request."""
+    stream = sys.stderr if error else sys.stdout
+    text = printable(f"{value}\n")
+    if stream is not None and (encoding := getattr(stream, "encoding", None)):  # one that lacks a letter of a name
+        text = text.encode(encoding, "backslashreplace").decode(encoding)
     # The end of the line with it: `print` writes it by itself, behind what another rank wrote meanwhile.
-    print(printable(f"{value}\n"), end="", file=sys.stderr if error else sys.stdout, flush=True)
+    print(text, end="", file=stream, flush=True)

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from loka.core.exceptions import LokaError
 from loka.core.problem import target_of
 
 # Libraries whose kernels a plan may name, by `Kernel.library`, and the distributions that bring
@@ -101,6 +102,12 @@ def _driver_version() -> str:
     except (OSError, subprocess.SubprocessError):
         return "unknown"
     return result.stdout.strip() or "unknown"
+
+
+def require_device(device: torch.device, named: str) -> None:
+    """Raises LokaError for a GPU where torch sees none; `named` is how the user asked for it."""
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise LokaError(f"{named}: torch sees no GPU here", way_out="leave it out, or say cpu")
 
 
 def moved(tensor: torch.Tensor, device: torch.device | str) -> torch.Tensor:

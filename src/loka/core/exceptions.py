@@ -4,6 +4,7 @@ User mistakes are `LokaError`s; an `assert` only guards our own invariants.
 """
 
 from collections.abc import Iterable
+from types import UnionType
 
 
 class LokaError(Exception):
@@ -22,6 +23,16 @@ class LokaError(Exception):
         # Exceptions cross process boundaries (data loaders, torchrun); the default
         # reduction would call __init__ with the rendered message only.
         return (_rebuild, (type(self), self.what, self.why, self.way_out))
+
+
+def require_kind(given: object, kind: type | UnionType, what: str, *, way_out: str) -> None:
+    """Raises LokaError where `given`, which is `what` to the caller, is of another kind: a path, say, or a record of
+    another stage, of which only a missing attribute would be told.
+    """
+    if isinstance(given, kind):
+        return
+    shown = repr(given) if isinstance(given, str | int | float | None) else f"of type {type(given).__name__}"
+    raise LokaError(f"{what} is {shown[:80]}; it must be a {getattr(kind, '__name__', kind)}", way_out=way_out)
 
 
 def _rebuild(cls: type[LokaError], what: str, why: tuple[str, ...], way_out: str) -> LokaError:

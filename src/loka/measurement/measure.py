@@ -17,9 +17,9 @@ from pathlib import Path
 import torch
 
 from loka.compiler.joint_sites import ARMS
-from loka.core.device import fingerprint
+from loka.core.device import fingerprint, require_device
 from loka.core.error import Estimate
-from loka.core.exceptions import LokaError
+from loka.core.exceptions import LokaError, require_kind
 from loka.core.problem import Problem
 from loka.core.progress import Track, untracked
 from loka.core.recipe import Gemm
@@ -80,9 +80,11 @@ def measure(
 
     Raises:
         UnknownName: a candidate that does not exist.
-        LokaError: no step was sampled, so nothing was learnt; a time limit below 0, or nan.
+        LokaError: no step was sampled, so nothing was learnt; a time limit below 0, or nan; a GPU that torch does
+            not see.
         InUse: another process measures into `out`.
     """
+    require_kind(stats, Stats, "stats", way_out="probe.stats() of a Probe, or loka.Stats.load(folder)")
     if not stats.layers:
         raise LokaError(
             "these statistics hold no layer to measure",
@@ -93,6 +95,7 @@ def measure(
         raise LokaError(f"time_limit is {time_limit}; seconds, 0 or more", way_out="leave it out for no limit")
     deadline = None if time_limit is None else time.monotonic() + time_limit
     device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    require_device(device, f"device={device}")
     settings = settings or Settings()
     names = _candidates(candidates, device)
     timed = timeable(device) and not errors_only
@@ -144,6 +147,8 @@ def timeable(device: torch.device) -> bool:
 
 
 def _candidates(names: Sequence[str] | None, device: torch.device) -> tuple[str, ...]:
+    if isinstance(names, str):
+        raise LokaError(f"candidates is {names!r}; it must be a list of names", way_out=f"candidates=[{names!r}]")
     if names is not None:
         return tuple(candidate_named(name).name for name in names if name != HP)
     emulate = device.type == "cpu"

@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 from torch.nn.utils import parametrize
 
-from loka.core.exceptions import LokaError
+from loka.core.exceptions import LokaError, require_kind
 
 _INNER = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_dmp_wrapped_module")
 _HELD_AS_MODULE = ("DistributedDataParallel", "DataParallel", "AveragedModel", "DistributedModelParallel")
@@ -32,7 +32,8 @@ def inner_of(module: nn.Module) -> nn.Module | None:
 
 
 def unwrap(model: nn.Module) -> nn.Module:
-    """The user's module inside wrappers."""
+    """The user's module inside wrappers. Raises LokaError for what is no module."""
+    require_kind(model, nn.Module, "the model", way_out="give the torch.nn.Module itself, not a function that calls it")
     while (inner := inner_of(model)) is not None:
         model = inner
     return model

@@ -15,7 +15,7 @@ from loka.core.device import LIBRARIES, fingerprint
 from loka.core.exceptions import NoKernelFits, NotConverted, PlanMismatch, WrongResults
 from loka.core.problem import linear_problem
 from loka.core.recipe import Gemm
-from loka.core.records.plan import Decision, Plan
+from loka.core.records.plan import Decision, Plan, require_plan
 from loka.core.records.report import HP
 from loka.core.signature import MODEL_OPTIONS, LinearShape
 from loka.graph.attach import attach, detach
@@ -114,6 +114,7 @@ def revert(model: M) -> M:
 
 
 def _check_model(model: nn.Module, plan: Plan) -> None:
+    require_plan(plan)
     differences = signature(model, like=plan.model).differences(plan.model)
     differences += [
         f"{d.site} is planned as {d.problem}, which does not fit {plan.model.layers[d.path]}"

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from loka.core.records.plan import Decision, Plan
+from loka.core.records.plan import Decision, Plan, require_plan
 from loka.core.storage.codec import encode
 from loka.core.table import format_table
 
@@ -28,6 +28,8 @@ class PlanDiff:
 
 def diff(first: Plan, second: Plan) -> PlanDiff:
     """Compares two plans site by site, with their models, machines and budgets, means and hot columns."""
+    for plan in (first, second):
+        require_plan(plan)
     context = [f"model: {line}" for line in second.model.differences(first.model)]
     context += [f"machine: {line}" for line in second.machine.differences(first.machine)]
     before, after = encode(first.budget), encode(second.budget)

@@ -2,7 +2,7 @@
 
     saved(plan) = sum over FP8 sites of (hp time - time)
 
-All points have one base, the hp time of all measured sites. Without times multiplications stand for them,
+All points have one base, the hp time of all measured sites. Without times FLOPs stand for them,
 halved in FP8 (planner/choice/ne_budget.py).
 """
 
@@ -45,7 +45,7 @@ class Point:
 class Frontier:
     """`points` by rising budget, each faster than the one before; the first spends nothing.
 
-    `base` is the time in hp, in `unit`: "us", or "multiplications" of what was not timed. Of `tasks` each has
+    `base` is the time in hp, in `unit`: "us", or "FLOPs" of what was not timed. Of `tasks` each has
     the budget, and KL/H is that of the one that spends most.
     """
 
@@ -85,7 +85,7 @@ class Frontier:
         if self.unit == "us":
             note = f"hp takes {self.base:.0f} us, quantization included in all times."
         else:
-            note = "Not timed: multiplications stand for time, halved in FP8; no speed is claimed."
+            note = "Not timed: FLOPs stand for time, halved in eight bits; no speed is claimed."
         if self.tasks:
             note += f" Each of {', '.join(self.tasks)} has the budget; KL/H is that of the one that spends most."
         return f"{title}\n{format_table(header, rows)}\n{note}"
@@ -135,7 +135,7 @@ def frontier(
         model=report.model.name,
         machine=str(report.machine),
         base=base_time(report),
-        unit="us" if report.timed else "multiplications",
+        unit="us" if report.timed else "FLOPs",
         points=tuple(replace(point, knee=point is knee) for point in points),
         tasks=tasks,
     )
@@ -155,7 +155,7 @@ def _knee(points: Sequence[Point]) -> Point:
 
 
 def base_time(report: Report) -> float:
-    """The time of all measured sites in hp: in microseconds, or in multiplications where nothing was timed."""
+    """The time of all measured sites in hp: in microseconds, or in FLOPs where nothing was timed."""
     total = 0.0
     for site in report.sites.values():
         if report.timed:

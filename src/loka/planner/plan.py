@@ -17,7 +17,7 @@ from typing import Literal
 
 from loka.core.annealing import annealing_note
 from loka.core.budget import Budget
-from loka.core.exceptions import NoKernelFits, UnknownName
+from loka.core.exceptions import NoKernelFits, UnknownName, require_kind
 from loka.core.recipe import Gemm, recipe_named
 from loka.core.records.parts import WHOLE
 from loka.core.records.plan import Decision, Plan
@@ -61,6 +61,7 @@ def plan(
             in `force`; another target; a task or segment of the budget that the report does not know.
         EffectUnknown: the budget limits a task or segment whose KL/H is not known well enough.
     """
+    require_kind(report, Report, "report", way_out="loka.measure(stats), or loka.Report.load(path)")
     if target == "package":
         return plan_package(report, budget, force=force, decide=plan)
     if target != "python":

@@ -20,6 +20,7 @@ import torch
 from loka.core.exceptions import LokaError, NotWritten
 from loka.core.exchange import ranks_of
 from loka.core.records.stats import Stats
+from loka.core.storage.files import require_writable
 
 T = TypeVar("T")
 
@@ -71,11 +72,12 @@ def _copy(value: Any, devices: set[torch.device]) -> Any:
 def own_folder(folder: Path) -> Path:
     """Where this process saves: `folder`, or among several ranks its own `rank-3` inside.
 
-    A folder has one writer. `loka.probe.merge_stats` makes one record of the ranks'.
+    A folder has one writer. `loka.probe.merge_stats` makes one record of the ranks'. Raises NotWritten where nothing
+    can be written: before training, at whose end all that was learnt would be lost.
     """
-    if ranks_of() == 1:
-        return folder
-    return folder / f"rank-{torch.distributed.get_rank()}"
+    own = folder if ranks_of() == 1 else folder / f"rank-{torch.distributed.get_rank()}"
+    require_writable(own)
+    return own
 
 
 class Saver:

@@ -1,6 +1,6 @@
 """The statistics of a layer that a running probe keeps, and how they become a record and come back from one."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from typing import Any
 
@@ -93,14 +93,15 @@ def learnt_so_far(layer: RunningLayerStats) -> Learnt:
     return NOTHING if found is None else Learnt(centre_of(found.mean, found.square / max(found.count, 1)))
 
 
-def with_sites(stats: Stats, sites: Mapping[str, Site]) -> Stats:
-    """`stats` with the records of `sites` as its layers, on the CPU; those are no longer skipped."""
+def with_sites(stats: Stats, sites: Mapping[str, Site], not_clicks: Callable[[], str]) -> Stats:
+    """`stats` with the records of `sites` as its layers, on the CPU; those are no longer skipped. `not_clicks`: what
+    the loss of training says of its labels, which a thread that saves asks for by itself."""
     layers = {
         path: with_effects(to_record(site.stats), site.effects, site.tables, site.no_effect)
         for path, site in sites.items()
     }
     skipped = {path: reason for path, reason in stats.skipped.items() if path not in layers}
-    return replace(stats, layers=layers, skipped=skipped)
+    return replace(stats, layers=layers, skipped=skipped, not_clicks=not_clicks())
 
 
 def bytes_of(sites: Iterable[Site]) -> dict[str, int]:

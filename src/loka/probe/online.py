@@ -11,8 +11,7 @@ cost the model (probe/model_effects/sensitivity.py).
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
-from dataclasses import replace
+from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal
@@ -47,7 +46,7 @@ from loka.probe.model_effects.calls import Call, step_seed
 from loka.probe.model_effects.logits import Logits
 from loka.probe.model_effects.sample_rows import batch_of
 from loka.probe.model_effects.sensitivity import Sensitivity
-from loka.probe.refusals import refuse_compiling, refuse_converted, refuse_settings, refuse_vmap, refuse_without_sites
+from loka.probe.refusals import refuse_call, refuse_converted, refuse_sampling, refuse_settings, refuse_without_sites
 from loka.probe.sampling_schedule import clock_of, sampling_of
 from loka.probe.site_trace import SiteCall, SiteNames, SiteTrace
 from loka.probe.trace import detach, unseen
@@ -119,15 +118,14 @@ class Probe:
         base_rate: Shares | None = None,
     ) -> None:
         counts = {"rows": rows, "depth_rows": depth_rows, "rank": rank, "save_every": save_every}
-        refuse_settings({**counts, "effect_step": effect_step}, effect_samples, base_rate)
+        refuse_settings({**counts, "effect_step": effect_step}, effect_samples, base_rate, logits, resume)
         refuse_converted(model)
         require_initialized(model)
         self._model = model
-        self._rows = rows
         self._full_covariance, self._rank = full_covariance, rank
         self._save_to = Path(save_to) if save_to is not None else None
         self._save_every = save_every
-        self._seed, self._depth_rows = seed, depth_rows
+        self._seed, self._rows, self._depth_rows = seed, rows, depth_rows
         self._generator, self._depth_generator = torch.Generator(), torch.Generator()
         self._linears, self._skipped = find_linears(model, filter=filter)
         self._signature = signature(model)
@@ -139,8 +137,7 @@ class Probe:
         self._layers: dict[str, RunningLayerStats] = {}
         self._root_hooks: list[Any] = []
         self._step_hooks: list[Any] = []
-        self._eager = False
-        self._filter = filter
+        self._eager, self._filter = False, filter
         self._sensitivity = Sensitivity(
             samples=effect_samples, per_step=effect_step, logits=logits, base_rate=base_rate, seed=seed,
             learnt=lambda path: learnt_so_far(self._layers[path]),
@@ -202,7 +199,7 @@ class Probe:
 
     def stats(self) -> Stats:
         """What was learnt so far, on the CPU, as a record."""
-        return _whole(self._without_sites(), self._sites(), self._sensitivity.loss.not_clicks())
+        return with_sites(self._without_sites(), self._sites(), self._sensitivity.loss.not_clicks())
 
     def memory(self) -> dict[str, int]:
         """Bytes of everything that is kept: of "input", "weight", "grad_output", and "effects".
@@ -223,7 +220,7 @@ class Probe:
 
     def _copy(self) -> tuple[Callable[[], Stats], Copied]:
         sites, copied = to_host(self._sites())
-        return functools.partial(_whole, self._without_sites(), sites, self._sensitivity.loss.not_clicks()), copied
+        return functools.partial(with_sites, self._without_sites(), sites, self._sensitivity.loss.not_clicks()), copied
 
     def _without_sites(self) -> Stats:
         no_step = (
@@ -253,7 +250,9 @@ class Probe:
         return sampled
 
     def _begin(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        refuse_compiling()
+        refuse_call(elsewhere := self._elsewhere())
+        if elsewhere:
+            return
         self._detach()
         if capturing():
             return
@@ -266,8 +265,7 @@ class Probe:
             sampled, self._announced = self._announced, False
         if not sampled:
             return
-        refuse_converted(self._model)  # since the last sampled step
-        refuse_vmap()
+        refuse_sampling(self._model)
         self._sampled += 1
         eager.acquire()
         self._eager = True
@@ -290,6 +288,8 @@ class Probe:
         self._trace.start()
 
     def _end(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        if self._elsewhere():
+            return
         sampled, returned = self._eager, self._returned
         if self._trace is not None and output is not None:  # None: the step failed
             self._skipped.update(self._trace.skipped)
@@ -301,7 +301,12 @@ class Probe:
             self._sensitivity.finish(self._model, output if returned is None else returned)
 
     def _inside(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        self._returned = output
+        if not self._elsewhere():
+            self._returned = output
+
+    def _elsewhere(self) -> bool:
+        """Whether this is a thread beside that of the forward pass that is watched, such as one that evaluates."""
+        return self._trace is not None and self._trace.is_elsewhere()
 
     def _detach(self, *, failing: nn.Module | None = None) -> None:
         """Hooks on `failing`, which torch is going through, are left to the next time."""
@@ -393,7 +398,3 @@ class Probe:
             if path in self._linears or path in traced:
                 self._layers[path] = from_record(layer, device_of(unwrap(self._model)))
                 self._sensitivity.restore(path, layer)
-
-
-def _whole(stats: Stats, sites: Mapping[str, Site], not_clicks: Callable[[], str]) -> Stats:
-    return replace(with_sites(stats, sites), not_clicks=not_clicks())

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from loka.core.compiling import traced_here
-from loka.core.exceptions import LokaError, NotConverted, PlanMismatch
+from loka.core.exceptions import LokaError, NotConverted, PlanMismatch, require_kind
 from loka.core.numerics.label_rate import Shares, require_shares
 from loka.core.records.stats import Stats
 from loka.core.signature import ModelSignature
@@ -14,8 +14,12 @@ from loka.nn.site import site_forwards
 from loka.nn.unwrap import class_name, unwrap
 
 
-def refuse_settings(positive: Mapping[str, int], effect_samples: int, base_rate: Shares | None) -> None:
-    """Raises ValueError for what is below its least value. `positive`: numbers of at least 1, by name."""
+def refuse_settings(
+    positive: Mapping[str, int], effect_samples: int, base_rate: Shares | None, logits: object, resume: object
+) -> None:
+    """Raises ValueError for what is below its least value, and LokaError for what is of another kind. `positive`:
+    numbers of at least 1, by name.
+    """
     for name, value, least in (
         *((name, value, 1) for name, value in positive.items()),
         ("effect_samples", effect_samples, 0),
@@ -23,6 +27,12 @@ def refuse_settings(positive: Mapping[str, int], effect_samples: int, base_rate:
         if value < least:
             raise ValueError(f"{name} is {value}; it must be at least {least}")
     require_shares(base_rate)
+    if logits is not None and not callable(logits):
+        raise LokaError(
+            f"logits is {logits!r}; it must be a function from what the model returns to its logits",
+            way_out="such as logits=lambda output: output['click']",
+        )
+    require_kind(resume, Stats | None, "resume", way_out="loka.Stats.load(folder)")
 
 
 def refuse_converted(model: nn.Module) -> None:
@@ -52,17 +62,28 @@ def refuse_without_sites(model: nn.Module, linears: Mapping[str, nn.Linear], ski
     )
 
 
-def refuse_compiling() -> None:
-    """Of a hook that is traced, as the probed module is called by compiled code: no single step is seen there."""
-    if traced_here():
+def refuse_call(elsewhere: bool) -> None:
+    """Of a call of the probed module that no Probe can count. `elsewhere`: another thread's forward pass is watched as
+    it begins; without gradients it is no step, and passes by unwatched.
+    """
+    if traced_here():  # by compiled code, inside of which no single step is seen
         raise LokaError(
             "this Probe watches a module inside of what torch.compile compiles, whose steps it cannot watch",
             way_out="probe what you call: compiled = torch.compile(model), and Probe(compiled)",
         )
+    if elsewhere and torch.is_grad_enabled():
+        raise LokaError(
+            "two threads call the probed model at once, with gradients enabled",
+            why=["a sampled step ends where the next one begins, so steps have to come one after another"],
+            way_out="let one thread train at a time, and call the model under torch.no_grad() where it only predicts",
+        )
 
 
-def refuse_vmap() -> None:
-    """Of a sampled step: what a Probe reads are numbers of whole batches, which vmap hides from it."""
+def refuse_sampling(model: nn.Module) -> None:
+    """Of a sampled step: a model that was converted since the last one, and torch.func.vmap, which hides whole batches
+    from what reads their numbers.
+    """
+    refuse_converted(model)
     top = torch._C._functorch.peek_interpreter_stack() if torch._C._are_functorch_transforms_active() else None
     if top is not None and top.key() == torch._C._functorch.TransformType.Vmap:
         raise LokaError(

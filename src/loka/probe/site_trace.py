@@ -6,6 +6,7 @@ gets its name: the module's path where its own `weight` multiplies, else the par
 """
 
 import contextlib
+import threading
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -118,12 +119,14 @@ class SiteTrace(ParameterMode):
         self._inside = 0
         self._level = _transforms()
         self._left = False  # the root's forward
+        self._thread = 0
         self.site_flops: dict[str, dict[str, float]] = {}
         self.skipped: dict[str, str] = {}
         parameters = self._of_model()
         self.account = FlopAccount(parameters, self._place) if account else None
 
     def start(self) -> None:
+        self._thread = threading.get_ident()
         keep_sites()
         for module in self._paths:
             if isinstance(module, torch.jit.ScriptModule):
@@ -147,6 +150,10 @@ class SiteTrace(ParameterMode):
         handles, self._handles = self._handles, []
         self._by_id = {}
         return handles
+
+    def is_elsewhere(self) -> bool:
+        """Whether the thread that asks is another than that of the pass: it calls the same modules with their hooks."""
+        return threading.get_ident() != self._thread
 
     def coverage(self) -> Coverage | None:
         """Of this pass and its backward; None where it was not accounted."""
@@ -272,6 +279,8 @@ class SiteTrace(ParameterMode):
         return found
 
     def _enter(self, module: nn.Module, args: tuple[Any, ...]) -> None:
+        if self.is_elsewhere():
+            return
         self._stack.append(module)
         # FSDP has put gathered parameters in by now, into lists and layers that are never called too.
         for holder in (module, *map(unwrap, module.children())):
@@ -287,7 +296,7 @@ class SiteTrace(ParameterMode):
             self.account.know(parameter)
 
     def _leave(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        if self._stack[-1] is not module:
+        if self._stack[-1] is not module or self.is_elsewhere():
             return
         if len(self._stack) > 1:
             self._stack.pop()

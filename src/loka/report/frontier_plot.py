@@ -32,7 +32,7 @@ def plot_frontier(frontier: Frontier, path: Path | str) -> None:
         axis.set_xscale("symlog", linthresh=smallest)
         axis.set_xlim(left=0)
         axis.set_xlabel("predicted KL/H (upper end; the bar is the 95 % interval)")
-        unit = "linear-layer time" if frontier.unit == "us" else "multiplications, halved in FP8 (not timed)"
+        unit = "linear-layer time" if frontier.unit == "us" else "FLOPs, halved in eight bits (not timed)"
         axis.set_ylabel(f"{unit}, % of hp")
         open_axis(axis)
         figure.suptitle(f"{frontier.model} on {frontier.machine}", fontsize=10)

@@ -81,7 +81,7 @@ class Card:
             f"(sha256 {self.calibration.sha256[:12]})",
             format_table(("site", "runs", "scale", "sqnr_db", "alarm beyond"), rows),
             *(f"output {place} {error}" for place, error in enumerate(self.answers)),
-            f"weights of FP8 sites: {low} bytes, {low / max(high, 1):.3f} of bf16's {high}",
+            f"weights of sites in eight bits: {low} bytes, {low / max(high, 1):.3f} of bf16's {high}",
         ]
         for bucket, names in zip(self.buckets, self.in_hp, strict=True):
             if names:

@@ -300,7 +300,7 @@ def _calibrate(precise: nn.Module, plan: Plan, batches: Sequence[Sequence[torch.
         for name, found in peaks.items()
         if not bool(found.isfinite().all())
     ]
-    bad += [f"{name}: zero in all rows" for name, found in peaks.items() if not bool((found > 0).any())]
+    bad += [f"{name}: zero in all rows" for name, found in peaks.items() if bool((found == 0).all())]
     if bad:
         raise ServeRefused(
             "calibration rows say nothing at these sites",

@@ -5,16 +5,18 @@
                           check/PLACE                                     outputs for the form's own rows
     precise.safetensors   state/KEY                                       where requests are shadowed
 
-The card has the sha256 of each file and is written last. The model's code is not saved (serve/loading.py).
+The card has the sha256 of each file and is put there last. The model's code is not saved (serve/loading.py).
 """
 
+import os
+import shutil
 from pathlib import Path
 
 import torch
 from torch import nn
 
 from loka.core.records.plan import Plan
-from loka.core.storage.files import sha256_of_file, write_tensors, writing
+from loka.core.storage.files import sha256_of_file, sync_folder, write_tensors, writing
 from loka.serve.card import Card, Folder
 from loka.serve.rows import leaves
 from loka.serve.run import Runner
@@ -23,23 +25,36 @@ from loka.serve.version import Version
 
 COMPARED = 64  # rows: what clamps and other rare branches do is seen in few of them
 CARD, PLAN, WEIGHTS, PRECISE = "card.json", "plan.json", "weights.safetensors", "precise.safetensors"
+_STAGED = ".saving"
 
 
 @torch.no_grad()
 def save_version(folder: Path, card: Card, plan: Plan, version: Version, device: torch.device) -> None:
-    """Raises NotWritten where the disk refuses; the folder then has no card, or is as it was."""
-    with writing(folder / CARD):
-        (folder / CARD).unlink(missing_ok=True)
-    plan.save(folder / PLAN)
-    write_tensors(folder / WEIGHTS, _content(card, version, device))
-    written = [PLAN, WEIGHTS]
-    with writing(folder / PRECISE):
-        (folder / PRECISE).unlink(missing_ok=True)
-    if version.precise is not None:
-        write_tensors(folder / PRECISE, _state(version.precise))
-        written.append(PRECISE)
-    files = {name: sha256_of_file(folder / name) for name in written}
-    Folder(card=card, files=files).save(folder / CARD)
+    """What the folder held is replaced once all that is new lies beside it, on the disk.
+
+    Raises NotWritten where the disk refuses; the folder is then as it was.
+    """
+    staged = folder / _STAGED
+    with writing(folder):
+        shutil.rmtree(staged, ignore_errors=True)  # of a process that was killed
+        staged.mkdir(parents=True)
+    try:
+        plan.save(staged / PLAN)
+        write_tensors(staged / WEIGHTS, _content(card, version, device))
+        written = [PLAN, WEIGHTS]
+        if version.precise is not None:
+            write_tensors(staged / PRECISE, _state(version.precise))
+            written.append(PRECISE)
+        files = {name: sha256_of_file(staged / name) for name in written}
+        Folder(card=card, files=files).save(staged / CARD)
+        with writing(folder):
+            for name in (CARD, PRECISE):  # without a card a mixture is no server
+                (folder / name).unlink(missing_ok=True)
+            for name in (*written, CARD):
+                os.replace(staged / name, folder / name)
+            sync_folder(folder)
+    finally:
+        shutil.rmtree(staged, ignore_errors=True)
 
 
 def _content(card: Card, version: Version, device: torch.device) -> dict[str, torch.Tensor]:

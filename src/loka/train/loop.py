@@ -233,7 +233,8 @@ def train(
     failed: BaseException | None = None
     exact = matrix_precision(config.precision, run.device)
     # A second run in the folder would remove what this one is about to save.
-    with alone_together(checkpoints), deferred_interrupt() as run.interrupt, exact, repeatable(config.deterministic):
+    alone = alone_together(checkpoints, saves=run.step < length.steps)
+    with alone, deferred_interrupt() as run.interrupt, exact, repeatable(config.deterministic):
         if checkpoints and ranks_of() > 1:
             require_one_folder(checkpoints)
         try:

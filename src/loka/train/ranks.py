@@ -21,6 +21,7 @@ import torch.distributed as dist
 from loka.core.exceptions import DataRefused, LokaError
 from loka.core.exchange import gather, ranks_of
 from loka.core.storage.alone import alone_in
+from loka.core.storage.files import require_writable
 from loka.core.timing import first_line
 
 T = TypeVar("T")
@@ -67,11 +68,19 @@ def all_or_none(work: Callable[[], T]) -> T:
 
 
 @contextmanager
-def alone_together(folder: Path | None) -> Iterator[None]:
-    """Inside, no other run trains in `folder`, if one is given: rank 0 holds its lock. Raises InUse, RankFailed."""
+def alone_together(folder: Path | None, *, saves: bool) -> Iterator[None]:
+    """Inside, no other run trains in `folder`, if one is given: rank 0 holds its lock. `saves`: whether the run has
+    steps to save there. Raises InUse, NotWritten, RankFailed.
+    """
+
+    def hold(folder: Path) -> None:
+        held.enter_context(alone_in(folder, "training"))
+        if saves:
+            require_writable(folder)
+
     with ExitStack() as held:
         if folder is not None:
-            together(lambda: held.enter_context(alone_in(folder, "training")) if first_rank() else None)
+            together(lambda: hold(folder) if first_rank() else None)
         yield
 
 

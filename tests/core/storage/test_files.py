@@ -2,6 +2,7 @@ import gzip
 import json
 import lzma
 import os
+import re
 from pathlib import Path
 
 import pytest
@@ -10,8 +11,16 @@ from durable import folder_flushed_after, full, watch_disk
 
 from loka.core.exceptions import FileRefused, NotWritten
 from loka.core.storage import files
-from loka.core.storage.alone import LOCK, alone_in
-from loka.core.storage.files import read_record, read_tensors, sha256_of_file, write_atomic, write_record, write_tensors
+from loka.core.storage.alone import LOCK, InUse, alone_in, alone_with
+from loka.core.storage.files import (
+    read_record,
+    read_tensors,
+    require_writable,
+    sha256_of_file,
+    write_atomic,
+    write_record,
+    write_tensors,
+)
 
 
 def read(path):
@@ -169,3 +178,37 @@ def test_tensors_are_checked_against_the_record(tmp_path):
     path.write_bytes(path.read_bytes()[:-1])
     with pytest.raises(FileRefused, match="truncated or damaged"):
         read_tensors(path, sha256=digest, way_out="")
+
+
+@pytest.mark.parametrize("make", [os.mkfifo, lambda path: path.symlink_to("/dev/null"), Path.mkdir])
+def test_what_is_no_file_is_not_replaced_by_one(tmp_path, make):
+    """`--out /dev/null`, by root, put a file in the place of the device, for every process of the machine."""
+    path = tmp_path / "thing.json"
+    make(path)
+    before = path.stat().st_mode
+    with pytest.raises(NotWritten, match=r"name another file") as caught:
+        write_atomic(path, b"new")
+    assert re.search("not a regular file|Is a directory", str(caught.value))
+    assert path.stat().st_mode == before
+    assert [file.name for file in tmp_path.iterdir()] == [path.name]
+
+
+def test_a_link_stays_one_and_its_file_is_written(tmp_path):
+    there = tmp_path / "runs" / "plan.json"
+    write_atomic(there, b"old")
+    link = tmp_path / "latest.json"
+    link.symlink_to(Path("runs") / "plan.json")
+    write_atomic(link, b"new")
+    assert link.is_symlink()
+    assert there.read_bytes() == b"new"
+    with alone_with(link, "writing"), pytest.raises(InUse), alone_with(there, "writing"):
+        pass
+
+
+def test_a_folder_that_takes_no_file_is_refused(tmp_path):
+    require_writable(tmp_path / "new" / "runs")
+    assert list((tmp_path / "new").rglob("*")) == [tmp_path / "new" / "runs"]
+    (tmp_path / "file").write_text("kept")
+    with pytest.raises(NotWritten, match="cannot write"):
+        require_writable(tmp_path / "file")
+    assert (tmp_path / "file").read_text() == "kept"

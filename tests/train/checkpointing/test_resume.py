@@ -1,6 +1,8 @@
+import errno
 import os
 import signal
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import small_run
@@ -8,7 +10,7 @@ import torch
 from small_run import RandomRows, small_model, stop_at
 from torch import nn
 
-from loka.core.exceptions import CheckpointRefused
+from loka.core.exceptions import CheckpointRefused, NotWritten
 from loka.core.storage.alone import InUse
 from loka.train import TrainConfig, train
 from loka.train.checkpointing.state import layout
@@ -192,3 +194,22 @@ def test_a_second_run_in_the_folder_is_refused_and_touches_nothing(tmp_path):
     train(small_model(), RandomRows(), config=CONFIG, checkpoints=tmp_path, on_step=again)
     assert f"process {os.getpid()} on " in refused[0].why[0]
     assert all(path.name.startswith("step-") for path in tmp_path.iterdir())
+
+
+def test_a_folder_that_takes_no_file_is_told_before_the_first_step(tmp_path, monkeypatch):
+    """The first to say so was a checkpoint: a warning at each of them, and an error behind the last step."""
+
+    def refuse(path, data):
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    model = small_model()
+    before = {name: value.clone() for name, value in weights(model).items()}
+    with monkeypatch.context() as read_only:
+        read_only.setattr(Path, "write_bytes", refuse)
+        with pytest.raises(NotWritten, match="Read-only file system"):
+            train(model, RandomRows(), config=CONFIG, checkpoints=tmp_path / "a")
+    same(weights(model), before)
+    train(model, RandomRows(), config=CONFIG, checkpoints=tmp_path / "a")
+    with monkeypatch.context() as read_only:
+        read_only.setattr(Path, "write_bytes", refuse)
+        assert train(small_model(), RandomRows(), config=CONFIG, checkpoints=tmp_path / "a").resumed_from, "read alone"

@@ -95,10 +95,10 @@ def show_drift(plan: Plan, windows: Sequence[Stats], before: Stats | None, repor
         require_planned_from(plan, before)
         if report is not None:
             require_measured_on(report, before)
+    changed = None if report is None else replan(plan, report, effects_of(windows[-1]), windows[-1].alike)
     say(history[-1])
     status = REPLAN if history[-1].over_budget else HOLDS
-    if report is not None:
-        changed = replan(plan, report, effects_of(windows[-1]), windows[-1].alike)
+    if changed is not None:
         say(f"planned again with the effects of this window, and the times of the report:\n{changed}")
         status = REPLAN if changed else status
     held = sorted(drift_guard(history))

@@ -1,6 +1,8 @@
 """`loka probe`: statistics from a training run, or of a checkpoint's model as it is."""
 
+import contextlib
 import time
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -109,7 +111,8 @@ def probe(
             stats = _of_checkpoint(built, found, opened, config, rate, segments)
         else:
             effects = effects_by(rate, opened.train, batch_size)
-            with Probe(built, every=cadence, save_to=out, logits=as_they_are, **effects) as probing:
+            saving = Probe(built, every=cadence, save_to=out, logits=as_they_are, **effects)
+            with _saying_what_is_left(out), saving as probing:
                 result = train_model(built, opened.train, config=config, track=ProgressBars("probe"), on_log=show_log)
             stats = probing.stats()
             say(f"{stats.sampled_steps} of {stats.steps} steps sampled, train NE {train_ne(result)}")
@@ -135,6 +138,19 @@ def probe(
         for path, left in stats.left_out().items():
             say(f"left out: {path}: {left}")
         say(f"written: {out}")
+
+
+@contextlib.contextmanager
+def _saying_what_is_left(out: Path) -> Iterator[None]:
+    """Statistics of a part of the steps can be measured like those of all: the message says which these are."""
+    try:
+        yield
+    except KeyboardInterrupt as error:
+        error.args = (
+            f"what {out} holds, if anything, is of the steps so far, with effects on KL/H of the model on the way; "
+            "the same command begins anew",
+        )
+        raise
 
 
 def _divided(text: str, source: Source, batch_size: int) -> Divided:

@@ -27,7 +27,7 @@ def report(
     timeline: Annotated[Path | None, typer.Option(help="timeline.json of `loka train --auto`.")] = None,
     out: Annotated[Path, typer.Option(help="The page.")] = Path("report.html"),
 ) -> None:
-    """One HTML page: quality, where FP8 runs and why, NE against speed, errors, distributions.
+    """One HTML page: quality, where FP8 runs and why, KL/H against speed, errors, distributions.
 
     It stands by itself: no network, light and dark, for a phone too. What is not given is said to be missing.
     """

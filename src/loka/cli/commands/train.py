@@ -131,7 +131,7 @@ def train(
         float, typer.Option(min=0, help="Of --auto: after which nothing new is measured; inf: all is.")
     ] = 45.0,
     base_rate: Annotated[
-        float | None, typer.Option(help="Of --auto: share of positive labels, which NE is relative to.")
+        float | None, typer.Option(help="Of --auto: share of positive labels, whose entropy H KL/H is relative to.")
     ] = None,
     candidate: Annotated[list[str] | None, typer.Option(help="Of --auto: measure these.")] = None,
     cache: CacheFolder = None,
@@ -259,7 +259,7 @@ def train(
         shared = out is not None and (checkpoints is None or out.resolve() != checkpoints.resolve())
         first = part[0] == 0
         with (
-            alone_together(out if shared else None),
+            alone_together(out if shared else None, saves=False),  # `train` asks where it saves
             TensorBoard(tensorboard) if tensorboard and first else contextlib.nullcontext() as board,
             naming_unused(built),
         ):

@@ -85,6 +85,8 @@ def task_rates(base_rate: BaseRate, tasks: int) -> TaskRates:
     Raises:
         ValueError: another number of rates than tasks, or one that is no share.
     """
+    if isinstance(base_rate, str):
+        raise ValueError(f"base_rate is {base_rate!r}; a share of labels is a number")
     several = tuple(base_rate) if isinstance(base_rate, Sequence) else (base_rate,) * tasks
     if len(several) != tasks:
         raise ValueError(f"base_rate has {len(several)} shares, and the logits are of {tasks} tasks")

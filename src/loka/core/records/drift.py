@@ -134,7 +134,7 @@ class Drift:
             "KL/H before",
             "KL/H now",
             "growth",
-            "valve",
+            "drift guard",
         )
         rows = []
         for layer in self.layers.values():

@@ -11,7 +11,7 @@ from typing import Any, Literal
 from loka.core.budget import Budget, total_effect, upper_bound
 from loka.core.device import Fingerprint
 from loka.core.error import Estimate
-from loka.core.exceptions import FileRefused
+from loka.core.exceptions import FileRefused, require_kind
 from loka.core.problem import Problem
 from loka.core.recipe import RECIPES, Gemm, recipe_in
 from loka.core.records.coverage import Coverage
@@ -223,6 +223,11 @@ def known_effect(effect: Estimate | None) -> Estimate | None:
 
 def _show(estimate: Estimate | None, pattern: str) -> str:
     return pattern.format(estimate.value) if estimate else "-"
+
+
+def require_plan(given: object) -> None:
+    """Raises LokaError for what is no plan, such as the path of one."""
+    require_kind(given, Plan, "the plan", way_out="loka.plan(report), or loka.Plan.load(path)")
 
 
 def _in_integers(candidate: str) -> bool:

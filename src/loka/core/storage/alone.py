@@ -38,11 +38,13 @@ def alone_in(folder: Path, doing: str) -> Iterator[None]:
 
 @contextmanager
 def alone_with(file: Path, doing: str) -> Iterator[None]:
-    """Inside, this process is the only one that is `doing` that to `file`, which need not be there.
+    """Inside, this process is the only one that is `doing` that to `file`, which need not be there. A link and the
+    file that it points to are one.
 
     Raises:
         InUse: as `alone_in`.
     """
+    file = Path(os.path.realpath(file)) if file.is_symlink() else file
     with _alone(file.with_name(f".{file.name}{LOCK}"), f"{doing} {file}", of=file.name):
         yield
 

@@ -8,6 +8,7 @@ can execute code: JSON for records, safetensors for arrays.
 from __future__ import annotations
 
 import contextlib
+import errno
 import glob
 import gzip
 import hashlib
@@ -15,6 +16,7 @@ import json
 import lzma
 import os
 import secrets
+import stat
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -44,11 +46,13 @@ def sha256_of_file(path: Path) -> str:
 
 def write_atomic(path: Path, data: bytes) -> None:
     """Writes `data` so that a reader sees the old file or the new one, never a part. It is readable by whom
-    the umask says.
+    the umask says. Of a link, the file that it points to is written.
 
     Raises:
-        NotWritten: the disk is full or refuses; `path` is as it was.
+        NotWritten: the disk is full or refuses, or `path` is no regular file; it is as it was.
     """
+    with writing(path):
+        path = file_behind(path)
     temporary = path.parent / f".{path.name}.{secrets.token_hex(6)}{_UNFINISHED}"
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -66,6 +70,24 @@ def write_atomic(path: Path, data: bytes) -> None:
     sync_folder(path.parent)
 
 
+def file_behind(path: Path) -> Path:
+    """What to rename a finished file to, for it to be written to `path`: a rename to a link would replace the link,
+    and one to /dev/null the device, for every process of the machine.
+
+    Raises OSError where a folder, a device, a pipe or a loop of links stands there.
+    """
+    real = Path(os.path.realpath(path)) if path.is_symlink() else path
+    try:
+        mode = real.stat().st_mode
+    except FileNotFoundError:
+        return real
+    if stat.S_ISDIR(mode):
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+    if not stat.S_ISREG(mode):
+        raise OSError(errno.EINVAL, "it is not a regular file", str(path))
+    return real
+
+
 @contextlib.contextmanager
 def writing(path: Path) -> Iterator[None]:
     """What the system refuses inside is of `path`: for writes that `write_atomic` does not make.
@@ -78,6 +100,20 @@ def writing(path: Path) -> Iterator[None]:
         raise
     except OSError as error:
         raise _not_written(path, error) from error
+
+
+def require_writable(folder: Path) -> None:
+    """Makes `folder`, and writes to it and takes that back: for long work whose result it is to hold.
+
+    Raises NotWritten where the disk is full or refuses.
+    """
+    trial = folder / f".{secrets.token_hex(6)}{_UNFINISHED}"
+    with writing(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        try:
+            trial.write_bytes(b"0")
+        finally:
+            trial.unlink(missing_ok=True)
 
 
 def remove_unfinished(folder: Path, name: str | None = None) -> None:
@@ -95,10 +131,12 @@ def _forget(temporary: Path) -> None:
 def _not_written(path: Path, error: OSError) -> NotWritten:
     there = os.path.lexists(path)
     standing = f"{path} is as it was before" if there else f"there is no {path}, nor a part of it"
+    no_file = error.errno in (errno.EISDIR, errno.EINVAL, errno.ELOOP)
+    other = "name another file" if no_file else "free space, or choose another folder"
     return NotWritten(
         f"cannot write {path}",
         why=[error.strerror or str(error), standing],
-        way_out="free space, or choose another folder, then run the same again",
+        way_out=f"{other}, then run the same again",
     )
 
 

@@ -172,7 +172,7 @@ def _frontier(found: Frontier, plan: Plan | None) -> Html:
     if plan is not None and plan.kl_limit:
         frame.rule(x=plan.kl_limit, colour="b")
         frame.text(plan.kl_limit, frame.y.high, "budget", dx=4, dy=10)
-    unit = "linear-layer time" if found.unit == "us" else "multiplications, halved in eight bits"
+    unit = "linear-layer time" if found.unit == "us" else "FLOPs, halved in eight bits"
     return frame.draw(
         label="time against predicted KL/H",
         x_title="predicted KL/H, upper end",
@@ -185,7 +185,7 @@ def _frontier(found: Frontier, plan: Plan | None) -> Html:
 def _caption(found: Frontier) -> str:
     if found.unit == "us":
         return f"hp takes {found.base:.0f} us on {found.machine}; quantization is in all times."
-    return "Not timed: multiplications stand for time, halved in eight bits; no speed is claimed."
+    return "Not timed: FLOPs stand for time, halved in eight bits; no speed is claimed."
 
 
 def _points_table(found: Frontier) -> Html:

@@ -26,7 +26,7 @@ from loka.core.exceptions import LokaError, MissingLibrary, ServeRefused, WrongR
 from loka.core.numerics.reference import Quantized, quantize
 from loka.core.recipe import Gemm
 from loka.core.records.plan import Plan
-from loka.core.storage.files import sha256_of_file, writing
+from loka.core.storage.files import file_behind, sha256_of_file, writing
 from loka.graph.attach import attach, detach
 from loka.kernels.gemm.aten import aten_gemm
 from loka.kernels.gemm.registry import candidate_named
@@ -162,6 +162,7 @@ def package_version(
 
     run = Runner(form=card.form, autocast=None if card.autocast is None else getattr(torch, card.autocast))
     with writing(path):  # before compiling, which takes minutes
+        path = file_behind(path)
         path.parent.mkdir(parents=True, exist_ok=True)
         beside = tempfile.TemporaryDirectory(dir=path.parent)
     with beside as folder:

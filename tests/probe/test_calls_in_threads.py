@@ -1,0 +1,55 @@
+import threading
+
+import pytest
+import torch
+from torch import nn
+
+from loka.core.exceptions import LokaError
+from loka.probe import Probe
+
+
+class Gate(nn.Module):
+    """Waits in the middle of the forward pass until the other thread has gone through the whole of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.inside, self.passed = threading.Event(), threading.Event()
+
+    def forward(self, x):
+        if threading.current_thread() is threading.main_thread():
+            self.inside.set()
+            self.passed.wait(10)
+        return x
+
+
+@pytest.mark.parametrize("grad", [False, True])
+def test_a_call_in_another_thread_leaves_a_sampled_step_alone(grad):
+    """An evaluation in a thread ended the training: its calls were taken for modules of the watched pass."""
+    torch.manual_seed(0)
+    gate = Gate()
+    model = nn.Sequential(nn.Linear(13, 8), gate, nn.Linear(8, 1))
+    x, said = torch.randn(4, 13), []
+
+    def call():
+        gate.inside.wait(10)
+        try:
+            with torch.set_grad_enabled(grad):
+                said.append(model(x))
+        except LokaError as error:
+            said.append(error)
+        gate.passed.set()
+
+    thread = threading.Thread(target=call)
+    with Probe(model, every=1) as probe:
+        thread.start()
+        out = model(x)
+        out.square().mean().backward()
+        thread.join()
+    stats = probe.stats()
+    assert (stats.steps, stats.sampled_steps, list(stats.layers)) == (1, 1, ["0", "2"])
+    assert {layer.calls for layer in stats.layers.values()} == {1}
+    if grad:
+        assert "two threads call the probed model at once" in str(said[0])
+    else:
+        assert torch.equal(said[0], out)
+    assert not torch.overrides._get_current_function_mode_stack()
