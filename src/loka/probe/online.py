@@ -28,6 +28,7 @@ from loka.core.signature import ModelSignature
 from loka.graph.gemm_calls import lies_across
 from loka.nn.linears import Filter, find_linears, signature
 from loka.nn.unwrap import device_of, require_initialized, unwrap
+from loka.probe import refusals
 from loka.probe.async_save import Copied, Saver, own_folder, to_host
 from loka.probe.force_eager import capturing, eager
 from loka.probe.layer_stats import (
@@ -46,7 +47,6 @@ from loka.probe.model_effects.calls import Call, step_seed
 from loka.probe.model_effects.logits import Logits
 from loka.probe.model_effects.sample_rows import batch_of
 from loka.probe.model_effects.sensitivity import Sensitivity
-from loka.probe.refusals import refuse_call, refuse_converted, refuse_sampling, refuse_settings, refuse_without_sites
 from loka.probe.sampling_schedule import clock_of, sampling_of
 from loka.probe.site_trace import SiteCall, SiteNames, SiteTrace
 from loka.probe.trace import detach, unseen
@@ -118,14 +118,13 @@ class Probe:
         base_rate: Shares | None = None,
     ) -> None:
         counts = {"rows": rows, "depth_rows": depth_rows, "rank": rank, "save_every": save_every}
-        refuse_settings({**counts, "effect_step": effect_step}, effect_samples, base_rate, logits, resume)
-        refuse_converted(model)
+        refusals.refuse_settings({**counts, "effect_step": effect_step}, effect_samples, base_rate, logits, resume)
+        refusals.refuse_converted(model)
         require_initialized(model)
         self._model = model
         self._full_covariance, self._rank = full_covariance, rank
         self._save_to = Path(save_to) if save_to is not None else None
-        self._save_every = save_every
-        self._seed, self._rows, self._depth_rows = seed, rows, depth_rows
+        self._seed, self._rows, self._depth_rows, self._save_every = seed, rows, depth_rows, save_every
         self._generator, self._depth_generator = torch.Generator(), torch.Generator()
         self._linears, self._skipped = find_linears(model, filter=filter)
         self._signature = signature(model)
@@ -143,7 +142,7 @@ class Probe:
             learnt=lambda path: learnt_so_far(self._layers[path]),
         )  # fmt: skip
         self._returned: Any = None  # by the model inside a wrapper, which may change the graph behind it
-        refuse_without_sites(model, self._linears, self._skipped)
+        refusals.refuse_without_sites(model, self._linears, self._skipped)
         if resume is not None:
             self._restore(resume)
         self._sampling = sampling_of(every, overhead=overhead, start=self._steps)
@@ -154,7 +153,7 @@ class Probe:
     def __enter__(self) -> Probe:
         if self._root_hooks:  # those would stay on the model, and count each step twice
             raise LokaError("this Probe is open already", way_out="enter it once")
-        refuse_converted(self._model)
+        refusals.refuse_converted(self._model)
         if unwrap(self._model)._compiled_call_impl is not None:
             raise LokaError(
                 "model.compile() compiled this module in place, so single steps cannot be watched",
@@ -250,8 +249,9 @@ class Probe:
         return sampled
 
     def _begin(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        refuse_call(elsewhere := self._elsewhere())
-        if elsewhere:
+        refusals.refuse_compiling()
+        if self._elsewhere():
+            refusals.refuse_second_step()
             return
         self._detach()
         if capturing():
@@ -265,7 +265,7 @@ class Probe:
             sampled, self._announced = self._announced, False
         if not sampled:
             return
-        refuse_sampling(self._model)
+        refusals.refuse_sampling(self._model)
         self._sampled += 1
         eager.acquire()
         self._eager = True

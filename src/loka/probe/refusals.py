@@ -62,16 +62,20 @@ def refuse_without_sites(model: nn.Module, linears: Mapping[str, nn.Linear], ski
     )
 
 
-def refuse_call(elsewhere: bool) -> None:
-    """Of a call of the probed module that no Probe can count. `elsewhere`: another thread's forward pass is watched as
-    it begins; without gradients it is no step, and passes by unwatched.
+def refuse_compiling() -> None:
+    """Of a hook that is traced, as the probed module is called by compiled code: no single step is seen there. Dynamo
+    of torch 2.11 cannot raise from a function that does more.
     """
-    if traced_here():  # by compiled code, inside of which no single step is seen
+    if traced_here():
         raise LokaError(
             "this Probe watches a module inside of what torch.compile compiles, whose steps it cannot watch",
             way_out="probe what you call: compiled = torch.compile(model), and Probe(compiled)",
         )
-    if elsewhere and torch.is_grad_enabled():
+
+
+def refuse_second_step() -> None:
+    """Of a call in another thread than that whose forward pass is watched. Without gradients it is no step."""
+    if torch.is_grad_enabled():
         raise LokaError(
             "two threads call the probed model at once, with gradients enabled",
             why=["a sampled step ends where the next one begins, so steps have to come one after another"],
