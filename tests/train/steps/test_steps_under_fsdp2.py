@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 import loka
 from loka.data import SyntheticClicks
 from loka.distributed import fp8_all_gather, shard_dense
+from loka.nn.fsdp_units import _groups
 from loka.train import TrainConfig
 from loka.train.optim import build_optimizers
 from loka.train.steps import extent
@@ -56,8 +57,7 @@ class Sharded(Fake):
         super().replay()
 
     def check(self):
-        groups = [group for unit in units(self.model) for group in unit._get_fsdp_state()._fsdp_param_groups]
-        assert not any(group.is_unsharded for group in groups)
+        assert not any(group.is_unsharded for unit in units(self.model) for group in _groups(unit))
 
 
 @dataclass(frozen=True)
