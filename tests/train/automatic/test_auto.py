@@ -77,7 +77,7 @@ def test_a_folder_that_takes_no_file_is_told_before_the_first_step(tmp_path):
     """`--checkpoints` elsewhere, it was told when the probe had learnt, and ended the run."""
     (tmp_path / "notes.txt").write_text("")
     steps = []
-    with pytest.raises(NotWritten, match="notes.txt"):
+    with pytest.raises(NotWritten, match=r"notes\.txt"):
         train(tower(), ROWS, config=CONFIG, callback=Auto(AUTO, folder=tmp_path / "notes.txt"), on_step=steps.append)
     assert not steps
 
