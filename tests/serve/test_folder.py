@@ -244,6 +244,14 @@ def test_a_save_that_fails_leaves_the_folder_as_it_was(at, tmp_path, monkeypatch
     assert torch.equal(load(tmp_path, tower())(rows(50)).output, server(rows(50)).output)
 
 
+def test_a_folder_in_the_place_of_a_file_is_told_while_the_card_is_there(tmp_path):
+    server = saved(tmp_path)
+    (tmp_path / "precise.safetensors").mkdir()
+    with pytest.raises(NotWritten, match=r"(?s)Is a directory.*is as it was before"):
+        server.save(tmp_path)
+    assert torch.equal(load(tmp_path, tower())(rows(50)).output, server(rows(50)).output)
+
+
 def test_the_card_holds_what_it_says(tmp_path):
     saved(tmp_path, name="clicks of Monday")
     content = json.loads((tmp_path / "card.json").read_text())["content"]["card"]

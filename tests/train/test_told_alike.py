@@ -1,10 +1,12 @@
 """What two ranks under FSDP2 are told, and what is looked at between their steps."""
 
 from dataclasses import replace
+from pathlib import Path
 from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from ranks import on_ranks
 from small_run import RandomRows
 from torch import nn
@@ -15,6 +17,7 @@ from loka.distributed import shard_dense
 from loka.train import TrainConfig, evaluate, newest_step, train
 from loka.train.automatic.auto import Auto
 from loka.train.automatic.config import AutoConfig
+from loka.train.checkpointing import sharded
 from loka.zoo import build
 
 ROWS, HELD = 256, SyntheticClicks(rows=64, first_row=256, seed=0)
@@ -68,7 +71,8 @@ def job(rank, folder):
         train(model(), rows, config=replace(CONFIG, **other))
     train(model(), rows, config=replace(CONFIG, seed=rank))
     own = folder / f"of rank {rank}"
-    with pytest.raises(CheckpointRefused, match="is not one folder on all ranks") as apart:
+    shown = mock.patch.object(sharded, "_SHOWN", 0.2)
+    with shown, pytest.raises(CheckpointRefused, match="is not one folder on all ranks") as apart:
         train(model(), rows, config=CONFIG, checkpoints=own)
     return {
         "moved": float(abs(seen[0] - seen[-1]).max()),
@@ -78,6 +82,27 @@ def job(rank, folder):
         "differing": differing(rank),
         "apart": (apart.value.why, [*own.glob("*")]),
     }
+
+
+def late(rank, folder):
+    """The folder that rank 0 makes, seen by rank 1 at its third look, as over NFS."""
+    looks, is_dir = [], Path.is_dir
+
+    def seen(path, **how):
+        if path.parent != folder:
+            return is_dir(path, **how)
+        looks.append(path.name)
+        return is_dir(path, **how) and (rank == 0 or len(looks) > 2)
+
+    with mock.patch.object(Path, "is_dir", seen):
+        folder.mkdir(exist_ok=True)
+        sharded.require_one_folder(folder)
+    dist.barrier()  # rank 0 has removed what it made
+    return {"looks": len(looks), "left": [path.name for path in folder.iterdir()]}
+
+
+def test_a_folder_that_another_machine_sees_later_is_one(tmp_path):
+    assert on_ranks(late, 2, tmp_path / "shared") == [{"looks": 1, "left": []}, {"looks": 3, "left": []}]
 
 
 def test_evaluations_between_steps_and_other_configurations(tmp_path):

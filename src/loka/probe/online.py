@@ -284,6 +284,7 @@ class Probe:
             observe=self._observe,
             account=self._coverage is None,
             hooks=self._sensitivity.hooks,
+            begun=inner is self._model,
         )
         self._trace.start()
 
@@ -320,9 +321,8 @@ class Probe:
             self._eager = False
 
     def _observe(self, site: SiteCall, output: torch.Tensor) -> None:
-        path, given, weight = site.path, site.x, site.weight
-        if given.is_nested:
-            given = torch.cat(given.unbind())
+        path, weight = site.path, site.weight
+        given = torch.cat(site.x.unbind()) if site.x.is_nested else site.x
         with unseen(), torch.no_grad(), torch.autocast(output.device.type, enabled=False):
             layer = self._layers.setdefault(path, RunningLayerStats(order=len(self._layers)))
             rows = given.reshape(-1, weight.shape[1])

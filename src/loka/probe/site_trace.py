@@ -92,6 +92,7 @@ class SiteTrace(ParameterMode):
         observe: is given each site's call and what the call returned.
         account: whether the FLOPs of this pass are counted.
         hooks: learns of hooks that the pass puts on tensors.
+        begun: False where a wrapper's forward has begun, and not yet the root's.
     """
 
     watches = True
@@ -106,6 +107,7 @@ class SiteTrace(ParameterMode):
         observe: Observer,
         account: bool,
         hooks: TensorHooks | None = None,
+        begun: bool = True,
     ) -> None:
         super().__init__([])
         self.again = watching
@@ -118,7 +120,7 @@ class SiteTrace(ParameterMode):
         self._handles: list[Any] = []
         self._inside = 0
         self._level = _transforms()
-        self._left = False  # the root's forward
+        self._outside = not begun  # of the root's forward
         self._thread = 0
         self.site_flops: dict[str, dict[str, float]] = {}
         self.skipped: dict[str, str] = {}
@@ -236,7 +238,7 @@ class SiteTrace(ParameterMode):
                 "called inside of a transform that the model applies (torch.func, vmap, forward-mode AD), where no "
                 "site runs in FP8"
             )
-        if self._left:
+        if self._outside:
             return "called by a hook of the whole model, outside of every forward in which a site could run"
         if x.layout not in LAYOUTS:
             return f"its input is sparse ({x.layout}), and kernels read rows of numbers"
@@ -281,7 +283,10 @@ class SiteTrace(ParameterMode):
     def _enter(self, module: nn.Module, args: tuple[Any, ...]) -> None:
         if self.is_elsewhere():
             return
-        self._stack.append(module)
+        if module is self._root and self._outside:
+            self._outside = False
+        else:
+            self._stack.append(module)
         # FSDP has put gathered parameters in by now, into lists and layers that are never called too.
         for holder in (module, *map(unwrap, module.children())):
             for name, parameter in holder._parameters.items():
@@ -301,7 +306,7 @@ class SiteTrace(ParameterMode):
         if len(self._stack) > 1:
             self._stack.pop()
         else:
-            self._left = True
+            self._outside = True
 
 
 def _transforms() -> int:

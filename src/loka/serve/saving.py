@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from loka.core.records.plan import Plan
-from loka.core.storage.files import sha256_of_file, sync_folder, write_tensors, writing
+from loka.core.storage.files import file_behind, sha256_of_file, sync_folder, write_tensors, writing
 from loka.serve.card import Card, Folder
 from loka.serve.rows import leaves
 from loka.serve.run import Runner
@@ -48,6 +48,8 @@ def save_version(folder: Path, card: Card, plan: Plan, version: Version, device:
         files = {name: sha256_of_file(staged / name) for name in written}
         Folder(card=card, files=files).save(staged / CARD)
         with writing(folder):
+            for name in (*written, PRECISE, CARD):
+                file_behind(folder / name)  # raises for a folder, which stops a rename only once the card is gone
             for name in (CARD, PRECISE):  # without a card a mixture is no server
                 (folder / name).unlink(missing_ok=True)
             for name in (*written, CARD):

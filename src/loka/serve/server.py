@@ -126,7 +126,7 @@ class Server:
     def save(self, folder: Path | str) -> None:
         """Writes the version that answers now into a folder, which `loka.serve.load` reads.
 
-        Raises NotWritten where the disk refuses; the folder then has no card, and is no server's, or is as it was.
+        Raises NotWritten where the disk refuses; the folder is then as it was.
         """
         with self._saving:  # two into one folder would take each other's files for their own
             save_version(Path(folder), self.card, self.plan, self._apart_from_requests(), self.device)

@@ -36,6 +36,7 @@ from loka.distributed.gradient_gate import STEPS
 from loka.distributed.tables.sharded_tables import sharded_modules
 from loka.nn.fp8_state_dict import carry_over, fp8_state_dict
 from loka.nn.fsdp_units import reshard
+from loka.nn.site import site_forwards
 from loka.planner import convert, revert
 from loka.train.ahead import Ahead
 from loka.train.average import Weights, averaged_weights, due
@@ -239,18 +240,25 @@ class Run:
                 refusals.append(error)
             return "".join(map(str, refusals))
 
-        _, told = together(work)
-        if not any(told):
-            return
-        if not refusals:
-            revert(self.model)
-        elif len(set(told)) == 1:
+        try:
+            _, told = together(work)
+            if not any(told):
+                return
+        except BaseException:
+            self._revert()  # another rank raised what is no refusal
+            raise
+        if refusals and len(set(told)) == 1:
             raise refusals[0]
+        self._revert()
         raise PlanMismatch(
             "some ranks cannot run the plan",
             why=[f"rank {rank}: {why}" for rank, why in enumerate(told) if why],
             way_out="give all ranks the same model, libraries and kind of GPU",
         )
+
+    def _revert(self) -> None:
+        if site_forwards(self.model):  # a plan may have none in FP8
+            revert(self.model)
 
     def save(self, folder: Path, *, beside: Mapping[str, Any], identity: Mapping[str, Any]) -> None:
         """Saves all that a run needs to go on from here, and `beside`. With several ranks, or tables of TorchRec, it

@@ -5,6 +5,7 @@ import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -28,9 +29,11 @@ from served import (
 from torch import nn
 
 from loka.core.exceptions import MissingLibrary, NotWritten, ServeRefused, WrongResults
-from loka.core.storage.files import tensors_from_bytes, tensors_to_bytes
+from loka.core.storage.files import sha256_of_file, tensors_from_bytes, tensors_to_bytes
 from loka.serve import Server, freeze
+from loka.serve.packaging import aot
 from loka.serve.packaging.aot import PackagedSite, _most_apart, _typical, tried, unpackaged
+from loka.serve.packaging.checksum import checksum_of, write_checksum
 from loka.serve.rows import leaves
 from loka.serve.sites import frozen_sites
 from loka.serve.watch.agreement import AnswerError
@@ -54,6 +57,28 @@ def test_a_packaged_site_computes_what_a_frozen_one_does(candidate, autocast):
         x = torch.randn(5, 3, site.weight.sides[1])
         with torch.no_grad(), torch.autocast("cpu", dtype=autocast, enabled=autocast is not None):
             assert torch.equal(PackagedSite(site)(x), site(x)), name
+
+
+def test_the_checksum_of_a_package_lies_beside_its_link_too(tmp_path, monkeypatch):
+    """Beside the link that of the package before stayed, which the new one does not have."""
+
+    def compiled(folder, *_):
+        made = folder / "model.pt2"
+        made.write_bytes(b"today's")
+        return made
+
+    monkeypatch.setattr(aot, "_compiled", compiled)
+    monkeypatch.setattr(aot, "_checked", lambda made, *_: SimpleNamespace(sha256=sha256_of_file(made)))
+    link, real = tmp_path / "ranker.pt2", tmp_path / "stored" / "0001.pt2"
+    real.parent.mkdir()
+    real.write_bytes(b"yesterday's")
+    link.symlink_to(real)
+    write_checksum(link, sha256_of_file(link))
+    found = served().package(link, batch=(1, 300))
+    assert link.is_symlink()
+    assert real.read_bytes() == b"today's"
+    for package in (link, real):
+        assert checksum_of(package).read_text() == f"{found.sha256}  {package.name}\n"
 
 
 @pytest.mark.slow

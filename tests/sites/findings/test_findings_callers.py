@@ -117,3 +117,19 @@ def test_what_a_hook_multiplies_runs_in_its_callers_forward(compiled):
     loka.convert(model, force(stats))
     (torch.compile(model, backend="aot_eager") if compiled else model)(x).square().mean().backward()
     assert set(runs(model).values()) == {1}
+
+
+def test_what_a_hook_of_the_whole_model_multiplies_is_skipped_inside_of_a_wrapper_too():
+    """It was a site of the model, planned in FP8, and never run. So was what a hook multiplies ahead of the forward."""
+    torch.manual_seed(0)
+    model, x = ByHooks(), torch.randn(32, 64)
+    model.first = nn.Parameter(torch.randn(64, 64) / 8)
+    model.register_forward_pre_hook(lambda module, args: (args[0] @ model.first,))
+    wrapped = torch.compile(model, backend="eager")
+    stats = probe(wrapped, lambda: wrapped(x).square().mean().backward())
+    assert set(stats.layers) == {"lin", "down", "up"}
+    for name in ("first", "last"):
+        assert "a hook of the whole model" in stats.skipped[name]
+    loka.convert(model, force(stats))
+    wrapped(x).square().mean().backward()
+    assert set(runs(model).values()) == {1}

@@ -9,7 +9,7 @@ from small_run import RandomRows, stop_at
 
 import loka
 from loka.core.budget import Budget
-from loka.core.exceptions import CheckpointRefused, UnknownName, WrongResults
+from loka.core.exceptions import CheckpointRefused, NotWritten, UnknownName, WrongResults
 from loka.core.numerics.effect import Effect
 from loka.core.records.parts import Part
 from loka.core.records.plan import Plan
@@ -73,6 +73,15 @@ def test_from_a_cold_start_to_fp8(tmp_path):
 
 
 @pytest.mark.usefixtures("without_fresh_rows")
+def test_a_folder_that_takes_no_file_is_told_before_the_first_step(tmp_path):
+    """`--checkpoints` elsewhere, it was told when the probe had learnt, and ended the run."""
+    (tmp_path / "notes.txt").write_text("")
+    steps = []
+    with pytest.raises(NotWritten, match=r"notes\.txt"):
+        train(tower(), ROWS, config=CONFIG, callback=Auto(AUTO, folder=tmp_path / "notes.txt"), on_step=steps.append)
+    assert not steps
+
+
 def test_until_it_converts_it_is_the_bf16_run(tmp_path):
     stop = stop_at(PROBED)
     plain = tower()

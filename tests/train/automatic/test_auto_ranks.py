@@ -92,18 +92,20 @@ def failures(rank, folder):
         "length": refusal(rank, folder / "1", config=replace(CONFIG, max_rows=16 * (4 + rank))),
         "parts": refusal(rank, folder / "1", config=replace(CONFIG, max_rows=58 - 4 * rank, accumulate=4)),
     }
-    real = runs.convert
+    real, converted = runs.convert, []
 
     def unable(error):
         def convert(model, plan):
             if rank == 1:
                 raise error
             real(model, plan)
+            converted.append(model)
 
         return convert
 
     runs.convert = unable(RuntimeError("out of luck"))
     found["converting"] = refusal(rank, folder / "2", **brief)
+    found["left"] = [list(sites_of(model)) for model in converted]
     runs.convert = unable(WrongResults("a kernel is wrong here"))
     model, auto, result = run(rank, folder / "3", **brief)
     runs.convert = real
@@ -156,6 +158,7 @@ def test_a_rank_that_fails_stops_the_other(failing):
     assert second["measuring"].startswith("RankFailed: ")
     assert "rank 0: Killed: the disk of rank 0 is full" in second["measuring"]
     assert second["converting"] == "RuntimeError: out of luck"
+    assert (first["left"], second["left"]) == ([[]], [])  # what rank 0 had converted
     assert "rank 1: RuntimeError: out of luck" in first["converting"]
 
 

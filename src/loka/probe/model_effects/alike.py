@@ -18,8 +18,7 @@ from loka.statistics.effect_casts import CASTS
 LEAST = 0.1
 """The least correlation that is kept; and four standard errors of one."""
 PAIRS = 20_000
-_OTHERS = 20  # times fewer of each other recipe
-_MIXED = 100  # times fewer of each two recipes
+_OTHERS = 20  # times fewer of each other recipe, and of each two: all of 32 layers that round one tensor
 
 Together = dict[str, dict[str, float]]
 
@@ -51,7 +50,7 @@ def alike(
         for both in combinations([REFERENCE, *others], 2):
             r, sizes = _correlations(of_close, both, weighing)
             r.fill_diagonal_(0)  # one layer runs one recipe
-            _add(found, close, both, r, sizes, torch.zeros_like(r), max(pairs // _MIXED, 1), least)
+            _add(found, close, both, r, sizes, torch.zeros_like(r), max(pairs // _OTHERS, 1), least)
     return found
 
 

@@ -19,7 +19,7 @@ from loka.probe.model_effects.promise import no_promise
 from loka.probe.model_effects.segment_rows import SegmentRows
 from loka.statistics.effect_casts import CASTS
 
-_OF_ALL_PARTS = 400_000  # pairs: a record holds two million values at most
+_OF_ALL_PARTS = 150_000  # pairs in one recipe; others have up to 2.7 times as many, and a record 64 MiB at most
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -162,17 +162,18 @@ def package_version(
 
     run = Runner(form=card.form, autocast=None if card.autocast is None else getattr(torch, card.autocast))
     with writing(path):  # before compiling, which takes minutes
-        path = file_behind(path)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        beside = tempfile.TemporaryDirectory(dir=path.parent)
+        real = file_behind(path)
+        real.parent.mkdir(parents=True, exist_ok=True)
+        beside = tempfile.TemporaryDirectory(dir=real.parent)
     with beside as folder:
         joined = sum(site.weight.joined is not None for site in frozen_sites(version.module).values())
         with compile_lock:  # export and compile patch torch as they run: two at once refuse each other's models
             made = _compiled(Path(folder), card, _exported(version.module, plan, run), joined, batch, device)
         found = _checked(made, path, card, version, run, batch, device, joined)
         with _KEEPING, writing(path):
-            os.replace(made, path)
-            write_checksum(path, found.sha256)
+            os.replace(made, real)
+            for name in dict.fromkeys((real, path)):  # a link's checksum is looked for beside the link
+                write_checksum(name, found.sha256)
     return found
 
 

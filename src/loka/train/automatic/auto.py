@@ -35,6 +35,7 @@ from loka.core.records.report import HP
 from loka.core.records.stats import Stats
 from loka.core.records.stats_bytes import from_bytes, to_bytes
 from loka.core.storage.codec import decode, encode
+from loka.core.storage.files import require_writable
 from loka.measurement import measure
 from loka.measurement.measure import timeable
 from loka.nn.fsdp_units import gathered_throughout
@@ -117,6 +118,10 @@ class Auto(Callback):
         }
 
     def start(self, run: Run) -> None:
+        """Raises NotWritten where `folder` takes no file: before the phases whose results it is to hold."""
+        folder = self._folder
+        if folder is not None and run.step < run.steps:
+            all_or_none(lambda: require_writable(folder) if first_rank() else None)
         if not self.timeline.events:
             self.timeline = Timeline(file=self._timeline_file(self._folder))
             self._begin("probe", run)

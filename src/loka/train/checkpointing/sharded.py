@@ -16,6 +16,7 @@ import json
 import pickle
 import secrets
 import shutil
+import time
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -47,6 +48,7 @@ from loka.train.checkpointing.step_folders import (
 from loka.train.ranks import RankFailed, all_or_none, first_rank, together
 
 _METADATA = ".metadata"
+_SHOWN, _PAUSE = 65.0, 0.1  # seconds; NFS keeps what it knows of a folder for up to 60, by default
 _SEEN_BY_ALL = "put it where all ranks see it: they save to and go on from one folder"
 
 
@@ -78,7 +80,9 @@ def require_one_folder(folder: Path) -> None:
     """Raises CheckpointRefused on all ranks where some see another `folder` than rank 0, whose lock it holds. A
     collective.
 
-    Rank 0 makes a folder in it that the others look for. Where it cannot, on a full disk say, nothing is told.
+    Rank 0 makes a folder in it that the others look for, for `_SHOWN` seconds: another machine that found no `folder`
+    before keeps that answer for a while, where a file system is shared over a network. Where rank 0 cannot make it, on
+    a full disk say, nothing is told.
     """
     _, names = together(lambda: f"{UNFINISHED}{secrets.token_hex(8)}")
     mark = folder / names[0]
@@ -93,13 +97,20 @@ def require_one_folder(folder: Path) -> None:
     _, can_be_made = together(made)
     if can_be_made[0] == str(False):
         return
-    _, seen = together(mark.is_dir)
+    _, seen = together(lambda: _seen_in_time(mark))
     if first_rank():
         shutil.rmtree(mark, ignore_errors=True)
     if blind := [
         f"rank {rank} does not see what rank 0 writes" for rank, found in enumerate(seen) if found != str(True)
     ]:
         raise CheckpointRefused(f"{folder} is not one folder on all ranks", why=blind, way_out=_SEEN_BY_ALL)
+
+
+def _seen_in_time(mark: Path) -> bool:
+    end = time.monotonic() + _SHOWN
+    while not (found := mark.is_dir()) and time.monotonic() < end:
+        time.sleep(_PAUSE)
+    return found
 
 
 def save_sharded(
