@@ -21,7 +21,7 @@ from loka.compiler.joint_sites import JointSite
 from loka.compiler.long_sums import kernel_in_region
 from loka.compiler.nodes import BACKWARD, value_of
 from loka.core.numerics.reference import Quantized
-from loka.core.problem import Problem, dtype_name, target_of
+from loka.core.problem import Problem, dtype_name, linear_problem, target_of
 from loka.core.recipe import Gemm
 from loka.kernels.custom_op import registered
 from loka.kernels.gemm.registry import candidate_named
@@ -130,9 +130,15 @@ class Gemms:
             m, n, dtype = site.outputs, site.inputs, site.weight_dtype
         kernel = kernel_of(site, gemm)
         if gemm is Gemm.GRAD_WEIGHT and isinstance(site.rows, int):
-            sides = {"m": site.outputs, "n": site.inputs, "k": site.rows}
-            target = target_of(value_of(site.x).device)
-            kernel = kernel_in_region(kernel, Problem(gemm=gemm, **sides, dtype=dtype_name(dtype), target=target))
+            problem = linear_problem(
+                gemm,
+                rows=site.rows,
+                in_features=site.inputs,
+                out_features=site.outputs,
+                dtype=dtype_name(dtype),
+                target=target_of(value_of(site.x).device),
+            )
+            kernel = kernel_in_region(kernel, problem)
         a_scale = emitter.constant(1.0, value_of(site.x).device) if a_scale is None else a_scale
         return emitter.call(region_gemm, a, a_scale, b, b_scale, None, site.name, gemm.value, kernel, m, n, dtype)
 

@@ -14,8 +14,9 @@ from loka.kernels.gemm.registry import candidate_named
 SPLIT = f"{LOKA_SPLIT.name}:tensorwise_e4m3"
 """Operands of `grad_weight` have one scale each in a region, whatever the plan's recipe (compiler/gemms.py)."""
 
-# On an H200 (docs/log.md, 2026-11-29) `loka_split` takes 0.67 to 0.92 of the time of `torch` from here on, and longer
-# with more tiles, of 128 x 128, or fewer. From 16,384 terms on it would gain up to 2 us, which its call costs the host.
+# On an H200 (docs/log.md, 2026-11-29) `loka_split` takes 0.54 to 0.92 of the time of `torch` from here on, and longer
+# with more tiles, of 128 x 128, or fewer. Four tiles were timed at 32,768 terms (1.03) and at 131,072 (0.84), not at
+# 65,536. From 16,384 terms on eight and more would gain up to 2 us, which the call costs the host.
 _TILE, _TILES = 128, range(4, 17)
 _TERMS, _UNITS = 32_768, 262_144  # of a tile, of all
 

@@ -32,7 +32,7 @@ _STAGED = ".saving"
 def save_version(folder: Path, card: Card, plan: Plan, version: Version, device: torch.device) -> None:
     """What the folder held is replaced once all that is new lies beside it, on the disk.
 
-    Raises NotWritten where the disk refuses; the folder is then as it was.
+    Raises NotWritten where the disk refuses; the folder is then as it was, or has no card where a rename failed.
     """
     staged = folder / _STAGED
     with writing(folder):

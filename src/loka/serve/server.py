@@ -126,7 +126,7 @@ class Server:
     def save(self, folder: Path | str) -> None:
         """Writes the version that answers now into a folder, which `loka.serve.load` reads.
 
-        Raises NotWritten where the disk refuses; the folder is then as it was.
+        Raises NotWritten where the disk refuses; the folder is then as it was, or is no server's where a rename failed.
         """
         with self._saving:  # two into one folder would take each other's files for their own
             save_version(Path(folder), self.card, self.plan, self._apart_from_requests(), self.device)

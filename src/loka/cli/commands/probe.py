@@ -111,8 +111,8 @@ def probe(
             stats = _of_checkpoint(built, found, opened, config, rate, segments)
         else:
             effects = effects_by(rate, opened.train, batch_size)
-            saving = Probe(built, every=cadence, save_to=out, logits=as_they_are, **effects)
-            with _saying_what_is_left(out), saving as probing:
+            made = Probe(built, every=cadence, save_to=out, logits=as_they_are, **effects)
+            with _saying_what_is_left(out), made as probing:
                 result = train_model(built, opened.train, config=config, track=ProgressBars("probe"), on_log=show_log)
             stats = probing.stats()
             say(f"{stats.sampled_steps} of {stats.steps} steps sampled, train NE {train_ne(result)}")
