@@ -1,6 +1,7 @@
 import contextlib
 import os
 import random
+import shutil
 import signal
 import threading
 import time
@@ -17,6 +18,7 @@ from torch import nn
 import loka
 from loka.core.exceptions import FileRefused, LokaError
 from loka.core.records.stats import Stats
+from loka.core.storage.alone import InUse
 from loka.probe import async_save as saving
 from loka.probe.async_save import Copied, Saver, own_folder, to_host
 
@@ -87,7 +89,7 @@ def test_a_copy_is_written_when_a_later_step_finds_it_there(saver, stats):
     event = Event()
     saver.offer(lambda: stats, Copied((event,)))
     saver.poll()
-    assert not saver.folder.exists()
+    assert not list(saver.folder.glob("[!.]*"))
     event.passed = True
     saver.poll()
     saver.flush()
@@ -122,13 +124,30 @@ def test_a_full_disk_is_told_at_the_next_step_and_once(saver, stats, monkeypatch
     saver.offer(lambda: at(stats, 10), Copied())  # and there is room again
     saver.flush()
     assert Stats.load(saver.folder).steps == 10
-    assert len(list(saver.folder.iterdir())) == 2
+    assert len(list(saver.folder.glob("[!.]*"))) == 2
+
+
+def test_one_probe_saves_in_a_folder_at_a_time(tmp_path):
+    """Two wrote one staged file, and what one of them had learnt was lost without a word."""
+    model, x = nn.Linear(5, 1), torch.randn(6, 5)
+    with loka.Probe(model, every=1, save_to=tmp_path) as probe:
+        other = loka.Probe(nn.Linear(5, 1), every=1, save_to=tmp_path)
+        with pytest.raises(InUse, match="saving statistics in"), other:
+            pass
+        assert not other._root_hooks
+        model(x).sum().backward()
+    assert Stats.load(tmp_path).digest() == probe.stats().digest()
+    with other:  # once it is free; what is there stays until a step was sampled
+        pass
+    assert Stats.load(tmp_path).steps == 1
+    assert not list(tmp_path.glob(".*"))
 
 
 def test_the_end_tells_of_a_failure_and_ends_the_thread(tmp_path, stats):
     blocked = tmp_path / "file"
-    blocked.write_text("not a folder")
     saver = Saver(blocked)
+    shutil.rmtree(blocked)
+    blocked.write_text("not a folder")
     saver.offer(lambda: stats, Copied())
     with pytest.raises(LokaError, match="were not saved to"):
         saver.close()
@@ -137,7 +156,6 @@ def test_the_end_tells_of_a_failure_and_ends_the_thread(tmp_path, stats):
 
 @pytest.mark.parametrize("aside", [True, False])
 def test_what_a_killed_process_left_is_removed(aside, saver, stats):
-    saver.folder.mkdir()
     for name in (
         ".stats.json.a1b2.unfinished",
         ".tensors.staged.safetensors.c3.unfinished",
@@ -150,6 +168,7 @@ def test_what_a_killed_process_left_is_removed(aside, saver, stats):
         saver.flush()
     else:
         stats.save(saver.folder)
+    saver.close()
     left = sorted(path.name for path in saver.folder.iterdir())
     assert left[0] == "notes.txt"
     assert left[1] == "stats.json"

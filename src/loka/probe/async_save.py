@@ -11,6 +11,7 @@ What the thread fails at is raised at the next step, or at the end.
 
 import threading
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -19,7 +20,8 @@ import torch
 
 from loka.core.exceptions import LokaError, NotWritten
 from loka.core.exchange import ranks_of
-from loka.core.records.stats import Stats
+from loka.core.records.stats import RECORD, Stats
+from loka.core.storage.alone import alone_with
 from loka.core.storage.files import require_writable
 
 T = TypeVar("T")
@@ -81,10 +83,15 @@ def own_folder(folder: Path) -> Path:
 
 
 class Saver:
-    """Writes to `folder`, from one thread that starts with the first record."""
+    """Writes to `folder`, from one thread that starts with the first record. Until it is closed no other Saver may.
+
+    Raises InUse where one does.
+    """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
+        self._held = ExitStack()
+        self._held.enter_context(alone_with(folder / RECORD, "saving statistics in"))
         self._copying: tuple[Make, Copied] | None = None
         self._changed = threading.Condition()  # guards what follows
         self._waiting: Make | None = None
@@ -115,8 +122,11 @@ class Saver:
             self._changed.wait_for(lambda: self._waiting is None and not self._writing)
         self._raise()
 
-    def close(self) -> None:
+    def close(self, last: tuple[Make, Copied] | None = None) -> None:
+        """Writes `last`, or what was offered last. Raises LokaError where a save failed."""
         try:
+            if last is not None:
+                self.offer(*last)
             self.flush()
         finally:
             with self._changed:
@@ -124,6 +134,7 @@ class Saver:
                 self._changed.notify_all()
             if self._thread is not None:
                 self._thread.join()
+            self._held.close()
 
     def _hand_over(self) -> None:
         assert self._copying is not None

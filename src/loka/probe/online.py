@@ -77,7 +77,8 @@ class Probe:
         filter: (module, site name) -> whether to probe a site; the module is the one that calls the GEMM, and
             all are by default.
         save_to: folder to save the statistics in, every `save_every` steps and at the end. A thread
-            writes while training goes on. Among several ranks each has its own folder inside, "rank-3".
+            writes while training goes on. Among several ranks each has its own folder inside, "rank-3". No other
+            Probe may save there meanwhile.
         resume: statistics to go on from, of the same model.
         seed: of the row samples.
         effect_samples: examples from which effects on KL/H are known, over sampled steps; earlier ones
@@ -95,6 +96,7 @@ class Probe:
         PlanMismatch: `resume` is of another model; the differences are listed.
         NotConverted: the model runs by a plan; revert it first. So too where it is converted while a Probe
             is open, from the next sampled step.
+        InUse: (on entering) another Probe saves to that folder.
     """
 
     def __init__(
@@ -178,9 +180,7 @@ class Probe:
             return
         saver, self._saver = self._saver, None
         try:
-            if self._sampled:
-                saver.offer(*self._copy())
-            saver.close()
+            saver.close(self._copy() if self._sampled else None)
         except LokaError as failed:
             if error is None:
                 raise

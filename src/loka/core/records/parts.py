@@ -21,6 +21,8 @@ WHOLE = ""
 """The name of the part that is everything: losses summed over tasks, on all rows."""
 REFERENCE = "rowwise_e4m3"
 """The recipe whose effects say how well a part is known."""
+ANY_LAYER = "*"
+"""In the place of a layer's path in `Part.alike`; no module has this path."""
 WIDTH = 2.0
 LEAST_ROWS = 128
 """Below it an interval holds less often than it says: few rows carry most of the sum."""
@@ -46,7 +48,8 @@ class Part:
     2 says that the upper end is twice the estimate; inf where nothing is known. At most `allowed` counts as
     known. `unknown` says why no KL/H can be stated at all, such as labels that are all alike; "" else.
     `alike`: correlations of the changes that two layers make to its logit, such as of those that round one tensor:
-    of the reference recipe by layers, and where another's differ, or in two recipes, by layers `in_recipe`.
+    of the reference recipe by layers, and where another's differ, or in two recipes, by layers `in_recipe`. Where
+    these were too many to keep, `ANY_LAYER` in two recipes has what others are of the reference's correlation.
     """
 
     task: str = ""
@@ -95,17 +98,24 @@ def beyond_sum(
     alike: Mapping[str, Mapping[str, float]], recipes: Mapping[str, str], effects: Mapping[str, float]
 ) -> float:
     """What layers lose together beyond the sum of their `effects`: 2 r sqrt(a b) of each two, which is exact to first
-    order. Below zero where changes cancel (`Part.alike`). In one recipe the reference's r counts where no other is
-    kept, in two recipes none does."""
+    order. Below zero where changes cancel (`Part.alike`). Where no r of two layers is kept in their recipes, the
+    reference's counts times the share of `ANY_LAYER`, which is 1 in one recipe and 0 in two unless it is kept too."""
     own = {in_recipe(path, recipes[path]): path for path in effects}
     found: dict[frozenset[str], float] = {}
     for one, others in alike.items():
         for other, r in others.items():
             if one in own and other in own:
                 found[frozenset((own[one], own[other]))] = r
-            elif one in effects and other in effects and recipes[one] == recipes[other]:
-                found.setdefault(frozenset((one, other)), r)
+            elif one in effects and other in effects:
+                found.setdefault(frozenset((one, other)), r * _share(alike, recipes[one], recipes[other]))
     return math.fsum(2 * r * math.sqrt(math.prod(effects[path] for path in pair)) for pair, r in found.items())
+
+
+def _share(alike: Mapping[str, Mapping[str, float]], recipe: str, other: str) -> float:
+    """What a correlation that is not kept in two recipes is of the reference's."""
+    one, two = in_recipe(ANY_LAYER, recipe), in_recipe(ANY_LAYER, other)
+    kept = alike.get(one, {}).get(two, alike.get(two, {}).get(one))
+    return float(recipe == other) if kept is None else kept
 
 
 def lost_together(
@@ -125,12 +135,11 @@ def joined_alike(
     A pair that one does not name keeps what the other says: of few rows a record leaves out what chance could make,
     which is not to say that it is none.
     """
-    of_a, of_b = ({frozenset((p, q)): r for p, near in known.items() for q, r in near.items()} for known in (a, b))
+    of_a, of_b = ({(min(p, q), max(p, q)): r for p, near in known.items() for q, r in near.items()} for known in (a, b))
     share = rows[0] / sum(rows) if sum(rows) else 0.5
     both = {pair: share * of_a[pair] + (1 - share) * of_b[pair] for pair in of_a.keys() & of_b.keys()}
     found: dict[str, dict[str, float]] = {}
-    for pair, r in {**of_a, **of_b, **both}.items():
-        one, other = sorted(pair)
+    for (one, other), r in {**of_a, **of_b, **both}.items():
         found.setdefault(one, {})[other] = r
     return found
 

@@ -35,7 +35,7 @@ from loka.core.storage.files import (
     write_tensors,
 )
 
-_KIND, _VERSION, _RECORD = "loka-stats", 1, "stats.json"
+_KIND, _VERSION, RECORD = "loka-stats", 1, "stats.json"
 _MOST_ROWS = 2**31 - 1  # of a GEMM: libraries count its sides in 32 bits
 _WAY_OUT = "probe again, or use a copy of the folder; a running probe rewrites it at its next save"
 
@@ -176,14 +176,14 @@ class Stats:
         # The name carries the content: a reader of the old stats.json still finds its file.
         folder.mkdir(parents=True, exist_ok=True)
         staged = folder / "tensors.staged.safetensors"
-        for name in (staged.name, _RECORD):
+        for name in (staged.name, RECORD):
             remove_unfinished(folder, name)
         write_tensors(staged, tensors)
         digest = sha256_of_file(staged)
         final = folder / f"tensors-{digest[:16]}.safetensors"
         staged.replace(final)
         content = {**content, "tensors": {"file": final.name, "sha256": digest}}
-        write_record(folder / _RECORD, kind=_KIND, version=_VERSION, content=content)
+        write_record(folder / RECORD, kind=_KIND, version=_VERSION, content=content)
         for old in folder.glob("tensors-*.safetensors"):
             if old != final:
                 old.unlink()
@@ -203,7 +203,7 @@ class Stats:
             tensors = read_tensors(folder / name, sha256=content["tensors"]["sha256"], way_out=_WAY_OUT)
             return unflatten(content, tensors)
 
-        record = folder / _RECORD
+        record = folder / RECORD
         return read_record(record, kind=_KIND, version=_VERSION, way_out=_WAY_OUT, parse=parse)
 
 

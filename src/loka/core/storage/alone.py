@@ -12,7 +12,7 @@ import os
 import socket
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from loka.core.exceptions import LokaError
@@ -66,7 +66,8 @@ def _alone(path: Path, doing: str, *, of: str | None) -> Iterator[None]:
     finally:
         if handle is not None:
             # Still held: whoever opened this file meanwhile sees below that the name is another file's.
-            path.unlink(missing_ok=True)
+            with suppress(OSError):  # the folder may be gone, or be a file now; what locks is the handle
+                path.unlink()
             os.close(handle)
 
 

@@ -12,7 +12,7 @@ from itertools import combinations
 import torch
 
 from loka.core.recipe import RECIPES
-from loka.core.records.parts import REFERENCE, in_recipe
+from loka.core.records.parts import ANY_LAYER, REFERENCE, in_recipe
 from loka.statistics.effect_casts import CASTS
 
 LEAST = 0.1
@@ -32,25 +32,27 @@ def alike(
     Those of two recipes are between layers that agree with another one in some recipe: steps by rows and by blocks
     agree where both have e4m3's fractions.
 
-    Of more than `pairs`, which 200 layers have, those that say most of the joint effect; in other recipes of fewer.
+    Of more than `pairs`, which 200 layers have, those that say most of the joint effect; in other recipes of fewer,
+    and there a line of `ANY_LAYER` says what share of the reference's correlations all others have.
     """
     found: Together = {}
     least = max(LEAST, 4 / len(changes[0]) ** 0.5)
     others = [name for name in CASTS if name in RECIPES and name != REFERENCE]
     r, sizes = _correlations(changes, (REFERENCE, REFERENCE), weighing)
     reference = _add(found, paths, (REFERENCE, REFERENCE), r.triu(1), sizes, torch.zeros_like(r), pairs, least)
-    near = reference != 0
+    near, fewer = reference != 0, max(pairs // _OTHERS, 1)
     for recipe in others:
         r, sizes = _correlations(changes, (recipe, recipe), weighing)
-        kept = _add(found, paths, (recipe, recipe), r.triu(1), sizes, reference, max(pairs // _OTHERS, 1), least)
+        kept = _add(found, paths, (recipe, recipe), r.triu(1), sizes, reference, fewer, least, reference)
         near |= kept != 0
     at = (near | near.t()).any(0).nonzero().flatten().tolist()
     if at:
         close, of_close = [paths[index] for index in at], [changes[index] for index in at]
+        of_reference = (reference + reference.t())[at][:, at]
         for both in combinations([REFERENCE, *others], 2):
             r, sizes = _correlations(of_close, both, weighing)
             r.fill_diagonal_(0)  # one layer runs one recipe
-            _add(found, close, both, r, sizes, torch.zeros_like(r), max(pairs // _OTHERS, 1), least)
+            _add(found, close, both, r, sizes, torch.zeros_like(r), fewer, least, of_reference)
     return found
 
 
@@ -81,13 +83,26 @@ def _add(
     known: torch.Tensor,
     pairs: int,
     least: float,
+    reference: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Adds to `found` those `pairs` at most whose `r` is not `known`; what is known then [layers, layers]."""
+    """Adds to `found` those `pairs` at most whose `r` is not `known`; what is known then [layers, layers].
+
+    Where there are more, the others count by their share of `reference`, the correlations of the reference recipe:
+    sum |s_i| |s_j| r_ij(p, q) / sum |s_i| |s_j| r_ij, so that all of them together lose what they do.
+    """
     off = (r - known).abs()
     at = (off > least).nonzero()
-    if len(at) > pairs:
+    more = len(at) > pairs
+    if more:
         at = at[(off * sizes)[at[:, 0], at[:, 1]].topk(pairs).indices.sort().values]
     first, second = at[:, 0], at[:, 1]
+    if more and reference is not None:
+        rest = sizes.masked_fill(reference == 0, 0)
+        rest[first, second] = 0
+        of_all = float((rest * reference).sum())
+        share = float((rest * r).sum()) / of_all if of_all > 0 else 0.0
+        one, other = (in_recipe(ANY_LAYER, recipe) for recipe in recipes)
+        found.setdefault(one, {})[other] = round(min(max(share, -1.0), 1.0), 3)
     for a, b, one in zip(first.tolist(), second.tolist(), r[first, second].tolist(), strict=True):
         found.setdefault(in_recipe(paths[a], recipes[0]), {})[in_recipe(paths[b], recipes[1])] = round(one, 3)
     known = known.clone()
