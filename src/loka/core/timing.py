@@ -215,7 +215,7 @@ def timing_of(baseline: Sequence[float], times: Sequence[float]) -> Timing:
     microseconds = median_interval(times)
     return Timing(
         microseconds=replace(microseconds, low=max(microseconds.low, 0.0)),
-        speedup=Estimate(math.exp(ratio.value), math.exp(ratio.low), math.exp(ratio.high)),
+        speedup=ratio.mapped(math.exp),
         rounds=len(times),
     )
 

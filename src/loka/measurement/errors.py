@@ -157,7 +157,7 @@ def _with_tails(sqnr_db: Estimate, layer: LinearStats, recipe: Recipe, drawn: Op
     less = decibels(*(sum(error.relative for error in errors) for errors in (gaussian, learnt.values())))
     if not math.isfinite(less):
         return sqnr_db
-    return Estimate(sqnr_db.value - less, sqnr_db.low - less, sqnr_db.high - less)
+    return sqnr_db.mapped(lambda level: level - less)
 
 
 def _truth(gemm: Gemm, product: torch.Tensor, folds: dict[Gemm, Fold]) -> Truth:

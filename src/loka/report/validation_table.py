@@ -2,7 +2,7 @@
 
 import math
 
-from loka.core.error import Estimate
+from loka.core.error import Z95, Estimate
 from loka.core.table import format_table
 from loka.validation.power import contributions, deviation_by_rows
 from loka.validation.record import ArmVerdict, Validation
@@ -53,10 +53,8 @@ def _calibrations(validation: Validation) -> list[str]:
         if not found:
             continue
         rate, rows = found[0].base_rate, found[0].rows  # alike: all are judged on the same rows
-        off, half = (
-            math.fsum(q.calibration - 1 for q in found) / len(found),
-            1.96 * math.sqrt((1 - rate) / (rate * rows)),
-        )
+        off = math.fsum(q.calibration - 1 for q in found) / len(found)
+        half = Z95 * math.sqrt((1 - rate) / (rate * rows))
         more = Estimate(100 * off, 100 * (off - half), 100 * (off + half))
         price = _SHIFT * rate / (math.fsum(q.logloss for q in found) / len(found))
         moved = Estimate(price * more.value, price * more.low, price * more.high)

@@ -10,14 +10,13 @@ from collections.abc import Sequence
 
 import torch
 
-from loka.core.problem import round_up
 from loka.core.recipe import Cast, Format, Granularity
 from loka.kernels.custom_op import registered
 from loka.kernels.launches import note_launch
 from loka.kernels.quantize.fp8_weights import groups_of
 from loka.kernels.quantize.quantizer import quantize_pair
 from loka.kernels.quantize.side import Side
-from loka.kernels.quantize.weight_copies import SIDE
+from loka.kernels.quantize.weight_copies import padded_sides
 
 CAST = Cast(Format.INT8, Granularity.ROW)
 
@@ -39,19 +38,15 @@ def _int8_weights(weights: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     for place, weight in enumerate(weights):
         if place not in made:
             note_launch("weights")
-            side = Side(cast=CAST, padded=_sides(weight))
+            side = Side(cast=CAST, padded=padded_sides(weight))
             copy, _ = quantize_pair(weight.detach(), row=side, column=None)
             assert copy is not None
             made[place] = [copy.data, copy.scale.view(-1)]
     return [tensor for place in range(len(weights)) for tensor in made[place]]
 
 
-def _sides(weight: torch.Tensor) -> tuple[int, int]:
-    return round_up(weight.shape[0], SIDE), round_up(weight.shape[1], SIDE)
-
-
 def _unwritten(weight: torch.Tensor) -> list[torch.Tensor]:
-    rows, columns = _sides(weight)
+    rows, columns = padded_sides(weight)
     return [
         torch.empty(rows, columns, dtype=torch.int8, device=weight.device),
         torch.empty(rows, dtype=torch.float32, device=weight.device),

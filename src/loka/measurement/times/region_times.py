@@ -29,7 +29,6 @@ from loka.compiler import install
 from loka.compiler.joint_sites import ARMS, misfit
 from loka.compiler.listing import regions
 from loka.core.compiling import compile_in_place
-from loka.core.error import Estimate
 from loka.core.problem import DTYPES, linear_problem, target_of
 from loka.core.recipe import Gemm
 from loka.core.records.report import CHAINED, HP, REGION, REGION_INT8, Measurement
@@ -216,9 +215,10 @@ def _race(
         raise torch.OutOfMemoryError("a step did not fit while it was captured")
     if times.ended == "deadline":
         return None
+    layers = len(cells[HP].layers)  # a cell takes so many times what a layer of it takes
     for name, timing in times.timings.items():
         found[name] = Measurement(
-            microseconds=_of_one(timing.microseconds, len(cells[HP].layers)),
+            microseconds=timing.microseconds.mapped(lambda cell: cell / layers),
             speedup=timing.speedup,
             rounds=timing.rounds,
         )
@@ -245,11 +245,6 @@ def _compiled_steps(
         except Exception as error:  # a compiler raises what it likes
             failures[name] = _failure(error, device)
     return steps, failures
-
-
-def _of_one(time: Estimate, layers: int) -> Estimate:
-    """A layer's part of the time of a cell of so many."""
-    return Estimate(time.value / layers, time.low / layers, time.high / layers)
 
 
 def _failure(error: Exception, device: torch.device) -> Measurement:
