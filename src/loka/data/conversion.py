@@ -18,7 +18,7 @@ from loka.core.exceptions import DataRefused, FileRefused, LokaError, NotWritten
 from loka.core.progress import Track, untracked
 from loka.core.storage.alone import alone_in
 from loka.core.storage.files import canonical
-from loka.data.block import MOST_IDS
+from loka.data.block import MOST_IDS, training_rows
 from loka.data.categories.encoding import ENCODING, REASONS, encoded_of, history_in
 from loka.data.categories.vocabulary import (
     HashedVocabulary,
@@ -247,7 +247,7 @@ def _vocabulary(
             pieces = [p for file in files for p in pieces_of(file, schema, target=_shard_bytes(files))]
             counted = in_order(lambda p: count_piece(p, schema), pieces, workers=workers, ahead=workers)
             total = sum(track(counted, "count rows", len(pieces)))
-            rows = total - round(total * wanted.holdout)
+            rows = training_rows(total, holdout=wanted.holdout)
         wanted = build_vocabulary(
             [file.path for file in files],
             schema=schema,

@@ -4,6 +4,7 @@ import math
 
 from loka.core.error import Z95, Estimate
 from loka.core.table import format_table
+from loka.report.quality import HEADER, quality_cells
 from loka.validation.power import contributions, deviation_by_rows
 from loka.validation.record import ArmVerdict, Validation
 from loka.validation.runs import Run
@@ -38,10 +39,9 @@ def _runs(validation: Validation) -> str:
         if q is None:
             rows.append((run.seed, _title(run), "ended in NaN", "-", "-", "-", "-", "-"))
             continue
-        numbers = (f"{q.ne:.5f}", f"{q.logloss:.5f}", f"{q.auc:.5f}", f"{q.calibration:.4f}")
         speed = f"{run.rows_per_second:.0f}" if run.rows_per_second else "-"
-        rows.append((run.seed, _title(run), *numbers, f"{run.train_ne:.5f}", speed))
-    return format_table(("seed", "arm", "ne", "logloss", "auc", "calibration", "train ne", "rows/s"), rows)
+        rows.append((run.seed, _title(run), *quality_cells(q), f"{run.train_ne:.5f}", speed))
+    return format_table(HEADER, rows)
 
 
 def _calibrations(validation: Validation) -> list[str]:

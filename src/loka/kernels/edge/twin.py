@@ -20,7 +20,7 @@ from loka.core.recipe import Cast, Format, Granularity
 from loka.kernels.edge.program import GROUP, Kind, Program, Step
 
 _INT8 = Cast(Format.INT8, Granularity.ROW)
-E4M3_MAX = 448.0
+E4M3_MAX = Format.E4M3.max
 SCALE_CARRY = 0x1FFFFF  # carries mantissas above 1.75, which is that of 448, into the exponent
 SCALE_EXPONENT = 8 << 23  # 448 = 1.75 * 2^8
 SCALE_LEAST = 67 << 23  # 2^-60: products of two scales and their reciprocals stay normal numbers
