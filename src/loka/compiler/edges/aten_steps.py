@@ -41,7 +41,7 @@ _POWERS = {-1.0: "reciprocal", 0.5: "sqrt", -0.5: "rsqrt", 1.0: "copy", 2.0: "sq
 SUMS = (aten.sum.dim_IntList, aten.mean.dim)
 
 Value = int | float
-"""A place in a program, or a constant."""
+"""An index into the values of a program, or a constant."""
 
 
 def passes_on(node: Node) -> bool:

@@ -94,14 +94,14 @@ def _load(source, row, column, rows, columns, BLOCK_R: tl.constexpr, BLOCK_C: tl
 
 
 @triton.jit
-def _store(place, tile, row, column, rows, columns, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr, TMA: tl.constexpr):
+def _store(index, tile, row, column, rows, columns, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr, TMA: tl.constexpr):
     if TMA:
-        place.store([row, column], tile)
+        index.store([row, column], tile)
     else:
         r = row + tl.arange(0, BLOCK_R)
         c = column + tl.arange(0, BLOCK_C)
         offsets = r.to(tl.int64)[:, None] * columns + c[None, :]
-        tl.store(place + offsets, tile, mask=(r < rows)[:, None] & (c < columns)[None, :])
+        tl.store(index + offsets, tile, mask=(r < rows)[:, None] & (c < columns)[None, :])
 
 
 @triton.jit
@@ -132,15 +132,15 @@ def _normalize(
     r = row + tl.arange(0, BLOCK_M)
     b = column // BLOCK + tl.arange(0, WIDTH // BLOCK)
     count = columns // BLOCK
-    places = r.to(tl.int64)[:, None] * count + b[None, :]
+    indices = r.to(tl.int64)[:, None] * count + b[None, :]
     there = (r < rows)[:, None] & (b < count)[None, :]
-    tl.store(inverse_ptr + places, inverse, mask=there)
+    tl.store(inverse_ptr + indices, inverse, mask=there)
     factor = _widened(inverse * scale, BLOCK_M, WIDTH, BLOCK)
     parts = factor
     if KEEP:
         largest = _largest_of_blocks(tl.abs(acc), BLOCK_M, WIDTH, BLOCK)
         step = step_of(tl.where(inverse > 0.0, largest, float("nan")))
-        tl.store(steps_ptr + places, step * scale, mask=there)
+        tl.store(steps_ptr + indices, step * scale, mask=there)
         parts = _widened(inverse_of_power(step), BLOCK_M, WIDTH, BLOCK)
     return factor, parts
 
