@@ -104,6 +104,11 @@ def _driver_version() -> str:
     return result.stdout.strip() or "unknown"
 
 
+def default_device() -> str:
+    """ "cuda" where torch sees a GPU, else "cpu"."""
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
 def require_device(device: torch.device, named: str) -> None:
     """Raises LokaError for a GPU where torch sees none; `named` is how the user asked for it."""
     if device.type == "cuda" and not torch.cuda.is_available():

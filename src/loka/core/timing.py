@@ -390,6 +390,11 @@ def still_usable() -> bool:
     return True
 
 
+def is_broken(device: torch.device) -> bool:
+    """Whether `device` is a GPU that nothing can be computed on any more in this process."""
+    return device.type == "cuda" and not still_usable()
+
+
 def first_line(error: BaseException) -> str:
     text = str(error).strip()
     return f"{type(error).__name__}: {text.splitlines()[0]}" if text else type(error).__name__

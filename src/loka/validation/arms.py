@@ -5,7 +5,6 @@ a plan is compared with. On a GPU each GEMM runs the first exact kernel that sup
 emulated one, so that the precision is what the name says.
 """
 
-import hashlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +17,7 @@ from loka.core.exceptions import LokaError, NoKernelFits
 from loka.core.problem import dtype_name, linear_problem, target_of
 from loka.core.recipe import RECIPES, Gemm
 from loka.core.records.plan import Plan
-from loka.core.storage.files import canonical
+from loka.core.storage.files import digest_of
 from loka.graph.attach import attach
 from loka.kernels.gemm.registry import all_candidates
 from loka.nn.linears import find_linears, signature
@@ -51,7 +50,7 @@ class ArmSpec:
 
 def by_plan(plan: Plan, *, name: str = "plan") -> ArmSpec:
     """The model as `loka.convert(model, plan)` makes it."""
-    digest = hashlib.sha256(canonical(plan.to_json())).hexdigest()
+    digest = digest_of(plan.to_json())
     limited = tuple(plan.budget.segments)
     return ArmSpec(
         name=name,

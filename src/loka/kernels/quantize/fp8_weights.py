@@ -9,12 +9,11 @@ from collections.abc import Sequence
 
 import torch
 
-from loka.core.problem import round_up
+from loka.core.problem import FLOATS, round_up
 from loka.kernels.custom_op import registered
 from loka.kernels.launches import note_launch
 from loka.kernels.quantize.weight_copies import FP8, NAN_BYTE, SIDE, Copies, bits_of_scale, quantize_weight, unwritten
 
-DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 GROUP = 16  # weights that a launch serves: more would only lengthen its list of arguments
 
 
@@ -33,8 +32,8 @@ def _check(weights: Sequence[torch.Tensor], transposed: Sequence[bool]) -> None:
     for index, weight in enumerate(weights):
         if weight.dim() != 2:
             raise ValueError(f"weight {index} has shape {tuple(weight.shape)}: give matrices [N, K]")
-        if weight.dtype not in DTYPES:
-            raise ValueError(f"weight {index} is {weight.dtype}: give one of {', '.join(map(str, DTYPES))}")
+        if weight.dtype not in FLOATS:
+            raise ValueError(f"weight {index} is {weight.dtype}: give one of {', '.join(map(str, FLOATS))}")
         if weight.device != weights[0].device:
             raise ValueError(f"weight {index} is on {weight.device}, weight 0 on {weights[0].device}")
 
@@ -91,7 +90,7 @@ def cast_rows(
         largest: float32, the maximum of each at its index in `indices`; infinity, for what is not finite, makes all
             of its bytes NaN.
     """
-    on_gpu = [w.is_cuda and w.shape[1] % SIDE == 0 and w.dtype in DTYPES for w in weights]
+    on_gpu = [w.is_cuda and w.shape[1] % SIDE == 0 and w.dtype in FLOATS for w in weights]
     for index, weight in enumerate(weights):
         if not on_gpu[index]:
             scale = bits_of_scale(largest[indices[index]]).view(torch.float32)

@@ -34,7 +34,7 @@ from loka.core.recipe import Gemm
 from loka.core.records.report import CHAINED, HP, REGION, REGION_INT8, Measurement
 from loka.core.records.stats import LinearStats
 from loka.core.signature import LinearShape
-from loka.core.timing import first_line, still_usable, time_interleaved
+from loka.core.timing import first_line, is_broken, time_interleaved
 from loka.graph.attach import attach
 from loka.kernels.gemm.registry import candidate_named
 from loka.kernels.quantize.fp8_weights import fp8_weights
@@ -249,7 +249,7 @@ def _compiled_steps(
 
 def _failure(error: Exception, device: torch.device) -> Measurement:
     """What to say of an arm that raised. Raises `error` again where CUDA is unusable after it."""
-    if device.type == "cuda" and not still_usable():
+    if is_broken(device):
         raise error
     return Measurement(unsupported=f"cannot be timed: {first_line(error)}")
 

@@ -26,7 +26,7 @@ import torch
 from loka.core.budget import Budget
 from loka.core.error import Estimate
 from loka.core.exceptions import CheckpointRefused, EffectUnknown, NoKernelFits, PlanMismatch, WrongResults
-from loka.core.exchange import ranks_of
+from loka.core.exchange import rank_of, ranks_of
 from loka.core.numerics.effect import NO_PROMISE
 from loka.core.progress import Track
 from loka.core.records.drift import effects_of
@@ -138,7 +138,7 @@ class Auto(Callback):
             overhead=self.config.overhead,
             base_rate=self.config.base_rate,
             logits=as_they_are,
-            seed=torch.distributed.get_rank() if ranks_of() > 1 else 0,
+            seed=rank_of(),
             resume=stats,
         ).__enter__()
 

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from loka.core.problem import round_up
+from loka.core.problem import dtype_name, round_up
 from loka.kernels.edge.outputs import unwritten
 from loka.kernels.edge.program import GROUP, Kind, Program
 from loka.kernels.edge.triton.device import NAMES
@@ -198,7 +198,7 @@ def _run(
     tops: torch.Tensor | None,
 ) -> list[torch.Tensor]:
     scales = 0 if input_scale is None else 1 if input_scale.numel() == 1 else 2
-    dtypes = tuple(str(leaf.dtype).removeprefix("torch.") for leaf in leaves)
+    dtypes = tuple(dtype_name(leaf.dtype) for leaf in leaves)
     given: dict[str, Any] = {"input_scale_ptr": input_scale, "gradient_scale_ptr": gradient_scale, "given_ptr": tops}
     given["count"] = 0 if tops is None else tops.numel()
     plan, device = plan_of(program, dtypes, rows if isinstance(rows, int) else _ANY, scales), leaves[0].device
@@ -358,11 +358,7 @@ def _is_staged(code: Code, tile: Tile) -> bool:
     return bool(row_indices(code, staged=False)) and sum(_SIZES[code.dtypes[p]] for p in read) > tile.direct
 
 
-_SIZES = {
-    str(dtype).removeprefix("torch."): dtype.itemsize
-    for dtype in vars(torch).values()
-    if isinstance(dtype, torch.dtype)
-}
+_SIZES = {dtype_name(dtype): dtype.itemsize for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}
 
 
 @functools.lru_cache(maxsize=4096)
