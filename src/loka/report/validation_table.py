@@ -7,7 +7,6 @@ from loka.core.table import format_table
 from loka.report.quality import HEADER, quality_cells
 from loka.validation.power import contributions, deviation_by_rows
 from loka.validation.record import ArmVerdict, Validation
-from loka.validation.runs import Run
 from loka.validation.variance import PairVariance
 from loka.validation.verdicts import ERROR, RowsVerdict
 
@@ -37,10 +36,10 @@ def _runs(validation: Validation) -> str:
     for run in validation.runs:
         q = run.quality
         if q is None:
-            rows.append((run.seed, _title(run), "ended in NaN", "-", "-", "-", "-", "-"))
+            rows.append((run.seed, run.title, "ended in NaN", "-", "-", "-", "-", "-"))
             continue
         speed = f"{run.rows_per_second:.0f}" if run.rows_per_second else "-"
-        rows.append((run.seed, _title(run), *quality_cells(q), f"{run.train_ne:.5f}", speed))
+        rows.append((run.seed, run.title, *quality_cells(q), f"{run.train_ne:.5f}", speed))
     return format_table(HEADER, rows)
 
 
@@ -59,14 +58,10 @@ def _calibrations(validation: Validation) -> list[str]:
         price = _SHIFT * rate / (math.fsum(q.logloss for q in found) / len(found))
         moved = Estimate(price * more.value, price * more.low, price * more.high)
         lines.append(
-            f"{_title(runs[0])} predicts {percent(more)} more than the labels' rate: what shifts all logits by "
+            f"{runs[0].title} predicts {percent(more)} more than the labels' rate: what shifts all logits by "
             f"{_SHIFT:g} changes NE by {percent(moved)} of first order, which KL/H does not tell"
         )
     return lines
-
-
-def _title(run: Run) -> str:
-    return f"{run.arm}, {run.task}" if run.task else run.arm
 
 
 def _arm(arm: ArmVerdict, validation: Validation) -> str:

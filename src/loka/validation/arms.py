@@ -48,6 +48,16 @@ class ArmSpec:
     check: Callable[[nn.Module], object] | None = None
 
 
+def title_of(arm: str, task: str) -> str:
+    """The name of an arm, with the task where there are several."""
+    return f"{arm}, {task}" if task else arm
+
+
+def key_of(arm: ArmSpec, task: str) -> str:
+    """A digest of what the arm does, as `ArmVerdict.key` has it."""
+    return digest_of({**arm.identity, "task": task} if task else dict(arm.identity))[:16]
+
+
 def by_plan(plan: Plan, *, name: str = "plan") -> ArmSpec:
     """The model as `loka.convert(model, plan)` makes it."""
     digest = digest_of(plan.to_json())
