@@ -26,11 +26,11 @@ from loka.report.pages.sites import best_of
 from loka.report.pages.svg import Scale, fit
 from loka.train.automatic.timeline import Event
 from loka.validation.annealed import Annealed
-from loka.validation.arms import by_plan
+from loka.validation.arms import by_plan, key_of
 from loka.validation.compare import Comparison
 from loka.validation.paired import PairedDifference
 from loka.validation.record import ArmVerdict, SeedPair, Validation
-from loka.validation.runs import CurvePoint, Run, key_of
+from loka.validation.runs import CurvePoint, Run
 from loka.validation.validate import BY_MEAN
 from loka.validation.variance import PairVariance
 from loka.validation.verdicts import RowsVerdict

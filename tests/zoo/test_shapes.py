@@ -66,6 +66,15 @@ def test_rows_that_are_no_gemm_are_named(tmp_path, row, told):
     assert f"line 3: {told}" in str(error.value)
 
 
+def test_rows_beyond_those_that_are_named_are_counted(tmp_path):
+    path = tmp_path / "shapes.csv"
+    path.write_text("model,site,kind,M,K,N\n" + "m,a,linear,1,0,3\n" * 12)
+    with pytest.raises(DataRefused) as refused:
+        read_shapes(path)
+    assert len(refused.value.why) == 11
+    assert refused.value.why[-1] == "and 2 more"
+
+
 @pytest.mark.parametrize("text", ["", "model,site\n", "model,site,kind,M,K,N\n"])
 def test_files_without_shapes_are_refused(tmp_path, text):
     file = tmp_path / "mine.csv"

@@ -22,7 +22,18 @@ from loka.cli.commands.serve import serve_app
 from loka.cli.commands.train import train
 from loka.cli.commands.validate import validate
 from loka.cli.inputs import choose_device
-from loka.cli.options import CacheFolder, DataFile, Device, NoCache, ScheduleName, SchemaFile, Seed, TestData, TimeLimit
+from loka.cli.options import (
+    CacheFolder,
+    DataFile,
+    Device,
+    NoCache,
+    ScheduleName,
+    SchemaFile,
+    Seed,
+    TestData,
+    TimeLimit,
+    cache_folder,
+)
 from loka.cli.terminal import say
 from loka.cli.torchrun import require_alone, under_torchrun
 from loka.core.exceptions import LokaError
@@ -30,7 +41,6 @@ from loka.core.records.plan import Plan
 from loka.core.records.report import Report
 from loka.core.records.stats import Stats
 from loka.measurement import measure as measure_stats
-from loka.measurement.cache import default_folder
 from loka.planner import diff as diff_plans
 from loka.planner import plan as plan_report
 from loka.probe import merge_stats
@@ -143,9 +153,8 @@ def merge(
     merged = merge_stats([Stats.load(folder) for folder in stats])
     merged.save(out)
     say(f"{merged.sampled_steps} of {merged.steps} steps sampled in {len(stats)} folders; written: {out}")
-    for reason in dict.fromkeys(layer.no_effect for layer in merged.layers.values() if layer.no_effect):
-        paths = [path for path, layer in merged.layers.items() if layer.no_effect == reason]
-        say(f"effect on KL/H of {'every site' if len(paths) == len(merged.layers) else ', '.join(paths)}: {reason}")
+    for reason, which in merged.without_effect().items():
+        say(f"effect on KL/H of {which}: {reason}")
 
 
 @app.command()
@@ -176,7 +185,7 @@ def measure(
         candidates=candidate,
         errors_only=errors_only,
         out=out,
-        cache=None if no_cache else cache or default_folder(),
+        cache=cache_folder(cache, no_cache=no_cache),
         time_limit=time_limit,
         track=ProgressBars("measure"),
     )

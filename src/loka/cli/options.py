@@ -6,6 +6,7 @@ from typing import Annotated
 import typer
 
 from loka.core.exceptions import LokaError
+from loka.measurement.cache import default_folder
 from loka.train.config import TrainConfig
 
 ModelName = Annotated[
@@ -79,6 +80,11 @@ WithMods = Annotated[
 ]
 Floor = Annotated[float | None, typer.Option(help="Floor on every site's error, in dB.")]
 LeastSpeedup = Annotated[float, typer.Option(min=0, help="Least speed-up over bf16 worth having.")]
+
+
+def cache_folder(cache: Path | None, *, no_cache: bool) -> Path | None:
+    """Where times are kept for the next measurement; None where everything is timed anew."""
+    return None if no_cache else cache or default_folder()
 
 
 def refuse_idle(context: typer.Context, where: str, *names: str) -> None:

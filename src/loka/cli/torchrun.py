@@ -17,7 +17,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from loka.core.exceptions import LokaError, UnknownName
-from loka.core.exchange import ranks_of
+from loka.core.exchange import rank_of, ranks_of
 from loka.core.recording import capture_stream, synced
 from loka.distributed import shard_dense
 from loka.distributed.tables.lookups import TABLES
@@ -86,7 +86,7 @@ def require_same_options(context: typer.Context) -> None:
 
 
 def rank_and_ranks() -> tuple[int, int]:
-    return (dist.get_rank(), ranks_of()) if ranks_of() > 1 else (0, 1)
+    return rank_of(), ranks_of()
 
 
 def check_engine(engine: str, dense: str, exchange: str, config: TrainConfig, *, planned: bool) -> None:

@@ -169,16 +169,16 @@ def _write(mine: Edge, low: dict[Node, Low]) -> tuple[Writer, Program]:
     """Writes the program of an edge. Its nodes must still be as they were when its cone was found."""
     site, transposes = mine.site, mine.transposes
     writer = Writer(mine.cone, {} if transposes is None or mine.recomputed else _kinds(low[transposes.node]))
-    gradient = writer.place(mine.root)
+    gradient = writer.index_of(mine.root)
     transposed = None
     if transposes is not None:
-        transposed = writer.place(transposes.x) if mine.recomputed else _scaled(writer, low[transposes.node])
+        transposed = writer.index_of(transposes.x) if mine.recomputed else _scaled(writer, low[transposes.node])
     return writer, writer.program(
         gradient=gradient,
         row=site.wants_input,
         column=site.wants_weight,
         transposed=transposed,
-        sums=tuple(writer.place(inner) for inner in mine.sums.values()),
+        sums=tuple(writer.index_of(inner) for inner in mine.sums.values()),
     )
 
 
@@ -189,9 +189,9 @@ def _emit_edge(
     theirs = edges[transposes.node].outputs if transposes is not None else {}
     scale = low[site.node].scale
     mine.outputs = writer.run(emitter, program, site.rows, scale, theirs.get("r"), theirs.get("tops"))
-    for place, total in enumerate(mine.sums):
+    for index, total in enumerate(mine.sums):
         val = total.meta["val"]
-        value = emitter.call(aten.view.default, mine.outputs[f"sum{place}"], list(val.shape))
+        value = emitter.call(aten.view.default, mine.outputs[f"sum{index}"], list(val.shape))
         value = emitter.call(prims.convert_element_type.default, value, val.dtype)
         emitter.replace(total, value)
 
@@ -210,4 +210,4 @@ def _kinds(low: Low) -> dict[Node, Kind]:
 
 def _scaled(writer: Writer, low: Low) -> int:
     assert low.data is not None
-    return writer.push(Step("mul", (writer.place(low.data), writer.place(low.scale))))
+    return writer.push(Step("mul", (writer.index_of(low.data), writer.index_of(low.scale))))

@@ -110,14 +110,14 @@ class Emitter:
             if isinstance(val, torch.SymInt) and val.node.expr == size:
                 return node
             if isinstance(val, torch.Tensor) and node.target is not operator.getitem:
-                for place, other in enumerate(val.shape):
+                for index, other in enumerate(val.shape):
                     if isinstance(other, torch.SymInt) and other.node.expr == size:
                         with self.graph.inserting_after(node):
-                            return self.call(SIZE, node, place)
+                            return self.call(SIZE, node, index)
         return None
 
-    def item(self, node: Node, place: int) -> Node:
-        return self.call(operator.getitem, node, place)
+    def item(self, node: Node, index: int) -> Node:
+        return self.call(operator.getitem, node, index)
 
     def in_rows(self, node: Node, features: int) -> Node:
         """`node` with its memory in rows of the given length: itself, or one copy that all readers share.
@@ -174,8 +174,8 @@ def _tensors(values: Any) -> list[torch.Tensor]:
 def ordered(graph: Graph) -> None:
     """Moves every node behind the nodes that it reads, and changes the order no further."""
     waiting = {node: len(node.all_input_nodes) for node in graph.nodes}
-    place = {node: number for number, node in enumerate(graph.nodes)}
-    ready = [(place[node], node) for node, count in waiting.items() if not count]
+    position = {node: number for number, node in enumerate(graph.nodes)}
+    ready = [(position[node], node) for node, count in waiting.items() if not count]
     heapq.heapify(ready)
     order: list[Node] = []
     while ready:
@@ -184,8 +184,8 @@ def ordered(graph: Graph) -> None:
         for user in node.users:
             waiting[user] -= 1
             if not waiting[user]:
-                heapq.heappush(ready, (place[user], user))
-    assert len(order) == len(place), "a joined graph has a circle"
+                heapq.heappush(ready, (position[user], user))
+    assert len(order) == len(position), "a joined graph has a circle"
     last = order[0]
     for node in order[1:]:
         last.append(node)

@@ -103,7 +103,7 @@ def _quantize_input(
         return _cast(emitter, site.x)
     writer = Writer(cone, {})
     row = any(not each.integers or each.wants_weight for each in readers)
-    program = writer.program(gradient=writer.place(site.x), row=row, integers=integers)
+    program = writer.program(gradient=writer.index_of(site.x), row=row, integers=integers)
     normed = normed_input(emitter, site, joined, writer, program, products.values())
     if normed is not None:
         own, product = normed
@@ -147,7 +147,7 @@ def _quantize_weights(emitter: Emitter, sites: list[JointSite]) -> dict[Node, We
     """The quantized weights, by the node of a site. One op quantizes all weights that exist before the first site, and
     a second one those in INT8. A weight that comes in FP8 is taken as it is.
     """
-    position = {node: place for place, node in enumerate(emitter.graph.nodes)}
+    position = {node: index for index, node in enumerate(emitter.graph.nodes)}
     given = {s.node: _given(s.weight) for s in sites if s.weight.target is dequantized}
     sites = [s for s in sites if s.node not in given]
     if not sites:
@@ -175,9 +175,9 @@ def _in_fp8(emitter: Emitter, sites: list[JointSite]) -> dict[Node, Weight]:
         return {}
     op = emitter.call(fp8_weights, list(transposed), list(transposed.values()))
     found = {}
-    for place, (weight, both) in enumerate(transposed.items()):
-        row, scale = emitter.item(op, 3 * place), emitter.item(op, 3 * place + 2)
-        column = emitter.item(op, 3 * place + 1) if both else None
+    for index, (weight, both) in enumerate(transposed.items()):
+        row, scale = emitter.item(op, 3 * index), emitter.item(op, 3 * index + 2)
+        column = emitter.item(op, 3 * index + 1) if both else None
         found[weight] = Weight(row=row, row_scale=scale, column=column, column_scale=scale)
     return found
 
@@ -188,8 +188,8 @@ def _in_int8(emitter: Emitter, sites: list[JointSite]) -> dict[Node, Weight]:
         return {}
     op = emitter.call(int8_weights, weights)
     found = {}
-    for place, weight in enumerate(weights):
-        row, scale = emitter.item(op, 2 * place), emitter.item(op, 2 * place + 1)
+    for index, weight in enumerate(weights):
+        row, scale = emitter.item(op, 2 * index), emitter.item(op, 2 * index + 1)
         found[weight] = Weight(row=row, row_scale=scale, column=None, column_scale=scale)
     return found
 

@@ -155,7 +155,7 @@ def _emitted(
             normed_gemm, given.data, given.scale, weight.row, weight.row_scale, site.name,
             kernel_of(site, Gemm.OUTPUT), epilogue.block, epilogue.eps, epilogue.activation.value, keep,
         )  # fmt: skip
-        data, inverse, values, steps = (emitter.item(op, place) for place in range(4))
+        data, inverse, values, steps = (emitter.item(op, index) for index in range(4))
         scale = emitter.constant(epilogue.scale, value_of(data).device)
         for statistic in writer.cone.given:
             emitter.replace(statistic, _like(emitter, inverse, statistic))

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, TypeGuard
 
-from loka.core.error import Estimate
+from loka.core.error import Z95, Estimate
 from loka.core.storage.codec import record, sparse
 
 # What an earlier version allowed of layers that run together is passed over: a plan that has such layers is
@@ -106,14 +106,14 @@ def _finite(value: object) -> TypeGuard[float]:
     return abs(value) <= sys.float_info.max  # of an int with 400 digits math.isfinite raises
 
 
-_ONE_SIDED, _TWO_SIDED = 1.644854, 1.959964  # standard errors that 95 % lie below, or between
+_ONE_SIDED = 1.644854  # standard errors above the value that the truth exceeds once in twenty
 
 
 def upper_bound(effect: Estimate) -> float:
     """What a budget is charged for an effect: the value and 1.64 standard errors, which the truth exceeds once in
     twenty. The upper half of the 95 % interval is 1.96 standard errors. inf for an effect that is not known at all.
     """
-    upper = effect.value + (effect.high - effect.value) * _ONE_SIDED / _TWO_SIDED
+    upper = effect.value + (effect.high - effect.value) * _ONE_SIDED / Z95
     return max(upper, 0.0) if math.isfinite(upper) else math.inf
 
 

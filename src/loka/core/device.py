@@ -36,6 +36,11 @@ class Fingerprint:
     torch: str
     libraries: Mapping[str, str] = field(default_factory=dict)
 
+    @property
+    def versions(self) -> str:
+        """torch and the libraries, each with its version, as text."""
+        return ", ".join(f"{name} {version}" for name, version in {"torch": self.torch, **self.libraries}.items())
+
     def differences(
         self, other: Fingerprint, *, driver: bool = True, libraries: Collection[str] | None = None
     ) -> list[str]:
@@ -102,6 +107,16 @@ def _driver_version() -> str:
     except (OSError, subprocess.SubprocessError):
         return "unknown"
     return result.stdout.strip() or "unknown"
+
+
+def default_device() -> str:
+    """ "cuda" where torch sees a GPU, else "cpu"."""
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def index_of(device: torch.device) -> int:
+    """The number of a CUDA device; that of the current one where it has none."""
+    return torch.cuda.current_device() if device.index is None else device.index
 
 
 def require_device(device: torch.device, named: str) -> None:

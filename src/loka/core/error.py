@@ -8,8 +8,10 @@ number of outputs when they are centred on zero, so nothing gates on it by defau
 and the direction of gradients are in core/numerics/gemm_error.py and core/numerics/direction.py.
 """
 
+from __future__ import annotations
+
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -24,7 +26,8 @@ _T95 = (
     2.2010, 2.1788, 2.1604, 2.1448, 2.1314, 2.1199, 2.1098, 2.1009, 2.0930, 2.0860,
     2.0796, 2.0739, 2.0687, 2.0639, 2.0595, 2.0555, 2.0518, 2.0484, 2.0452, 2.0423,
 )  # fmt: skip
-_Z95 = 1.959964
+Z95 = 1.959964
+"""Standard errors on either side of a normal estimate that its 95 % interval spans."""
 
 
 @record(row=True)
@@ -39,6 +42,10 @@ class Estimate:
     def __str__(self) -> str:
         return self.shown(".4g")
 
+    def mapped(self, function: Callable[[float], float]) -> Estimate:
+        """The estimate of `function` of the value. `function` never falls."""
+        return Estimate(function(self.value), function(self.low), function(self.high))
+
     def shown(self, form: str, unit: str = "") -> str:
         return f"{self.value:{form}}{unit} [{self.low:{form}}, {self.high:{form}}]"
 
@@ -49,7 +56,7 @@ def student_t_95(freedom: int) -> float:
         return math.inf
     if freedom <= len(_T95):
         return _T95[freedom - 1]
-    return expanded_t(_Z95, freedom)
+    return expanded_t(Z95, freedom)
 
 
 def expanded_t(z: float, freedom: int) -> float:

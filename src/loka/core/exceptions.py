@@ -3,7 +3,7 @@
 User mistakes are `LokaError`s; an `assert` only guards our own invariants.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from types import UnionType
 
 
@@ -33,6 +33,11 @@ def require_kind(given: object, kind: type | UnionType, what: str, *, way_out: s
         return
     shown = repr(given) if isinstance(given, str | int | float | None) else f"of type {type(given).__name__}"
     raise LokaError(f"{what} is {shown[:80]}; it must be a {getattr(kind, '__name__', kind)}", way_out=way_out)
+
+
+def first_lines(lines: Sequence[str], most: int) -> list[str]:
+    """The first `most` of `lines`, and one that counts those behind them: what an error tells of many causes."""
+    return [*lines[:most], *([f"and {len(lines) - most} more"] if len(lines) > most else [])]
 
 
 def _rebuild(cls: type[LokaError], what: str, why: tuple[str, ...], way_out: str) -> LokaError:

@@ -4,7 +4,9 @@ All functions are collectives or pairs: the ranks that they name call them toget
 `follow`, which goes through the store that the ranks met at, so that the first rank never waits.
 """
 
+import json
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -24,6 +26,11 @@ def ranks_of(group: dist.ProcessGroup | None = None) -> int:
     return dist.get_world_size(group)
 
 
+def rank_of(group: dist.ProcessGroup | None = None) -> int:
+    """This process's rank in `group` (the default one); 0 without an initialised process group."""
+    return dist.get_rank(group) if ranks_of(group) > 1 else 0
+
+
 def global_rank(group: dist.ProcessGroup | None, rank: int) -> int:
     """The rank in the world of `rank` in `group`."""
     return rank if group is None else dist.get_global_rank(group, rank)
@@ -39,6 +46,11 @@ def gather(data: bytes, group: dist.ProcessGroup | None) -> list[bytes]:
     parts = [torch.empty_like(mine) for _ in range(world)]
     dist.all_gather(parts, mine, group=group)
     return [part.cpu().numpy().tobytes()[:size] for part, size in zip(parts, sizes, strict=True)]
+
+
+def gather_json(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
+    """Every rank's JSON value, on every rank."""
+    return [json.loads(text) for text in gather(json.dumps(value).encode(), group)]
 
 
 def same_on_all(mine: str | LokaError, group: dist.ProcessGroup | None, *, what: str, way_out: str) -> None:
@@ -64,6 +76,11 @@ def broadcast(data: bytes, group: dist.ProcessGroup | None) -> bytes:
     sent = _bytes(data, device) if mine else torch.empty(int(length), dtype=torch.uint8, device=device)
     dist.broadcast(sent, src=first, group=group)
     return sent.cpu().numpy().tobytes()
+
+
+def broadcast_json(value: Any, group: dist.ProcessGroup | None = None) -> Any:
+    """The first rank's JSON value, on every rank."""
+    return json.loads(broadcast(json.dumps(value).encode(), group))
 
 
 def follow(key: str, decide: Callable[[], str]) -> str:

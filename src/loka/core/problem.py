@@ -10,6 +10,9 @@ from loka.core.exceptions import UnknownName
 from loka.core.recipe import Gemm
 from loka.core.storage.codec import record
 
+FLOATS = (torch.bfloat16, torch.float16, torch.float32)
+"""What sites, their weights and the code between them compute in."""
+
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32, "float64": torch.float64}
 
 

@@ -11,6 +11,8 @@ from typing import Any, Protocol, TypeVar
 
 import torch
 
+from loka.core.device import index_of
+
 T = TypeVar("T")
 
 
@@ -26,7 +28,7 @@ def capture_stream(device: torch.device) -> torch.cuda.Stream:
     Autograd accumulates a gradient on the stream on which it first saw the parameter, and a capture may not wait for
     another stream. DistributedDataParallel sees the parameters when it is built, so build it on this stream.
     """
-    return _stream(torch.cuda.current_device() if device.index is None else device.index)
+    return _stream(index_of(device))
 
 
 @functools.cache

@@ -56,6 +56,11 @@ class ModelSignature:
     name: str
     layers: Mapping[str, LinearShape]
 
+    @property
+    def traced(self) -> dict[str, LinearShape]:
+        """The sites that are no linear layer's own call, which a trace of the model alone finds."""
+        return {path: shape for path, shape in self.layers.items() if shape.use is not None}
+
     def differences(self, other: ModelSignature) -> list[str]:
         """One line for each layer that `other` lacks, adds, or has in another shape."""
         lines = []

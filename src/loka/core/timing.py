@@ -215,7 +215,7 @@ def timing_of(baseline: Sequence[float], times: Sequence[float]) -> Timing:
     microseconds = median_interval(times)
     return Timing(
         microseconds=replace(microseconds, low=max(microseconds.low, 0.0)),
-        speedup=Estimate(math.exp(ratio.value), math.exp(ratio.low), math.exp(ratio.high)),
+        speedup=ratio.mapped(math.exp),
         rounds=len(times),
     )
 
@@ -388,6 +388,11 @@ def still_usable() -> bool:
     except RuntimeError:
         return False
     return True
+
+
+def is_broken(device: torch.device) -> bool:
+    """Whether `device` is a GPU that nothing can be computed on any more in this process."""
+    return device.type == "cuda" and not still_usable()
 
 
 def first_line(error: BaseException) -> str:

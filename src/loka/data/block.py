@@ -84,6 +84,17 @@ def shard_range(rows: int, *, shard: int, shards: int) -> tuple[int, int]:
     return rows * shard // shards, rows * (shard + 1) // shards
 
 
+def training_rows(rows: int, *, holdout: float) -> int:
+    """How many of `rows` rows come before the last share `holdout` of them, which is held out."""
+    check_holdout(holdout)
+    return rows - round(rows * holdout)
+
+
+def check_holdout(holdout: float) -> None:
+    if not 0.0 < holdout < 1.0:
+        raise ValueError(f"holdout={holdout}: the held-out share lies strictly between 0 and 1")
+
+
 def check_batching(batch_size: int, start: int) -> None:
     """Refuse a batch size below one and a negative start."""
     if batch_size < 1 or start < 0:

@@ -8,7 +8,6 @@ few tens of MB.
 
 from __future__ import annotations
 
-import hashlib
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from threading import Event
@@ -17,8 +16,8 @@ from typing import Any
 from loka.core.exceptions import DataRefused, FileRefused, LokaError, NotWritten
 from loka.core.progress import Track, untracked
 from loka.core.storage.alone import alone_in
-from loka.core.storage.files import canonical
-from loka.data.block import MOST_IDS
+from loka.core.storage.files import digest_of
+from loka.data.block import MOST_IDS, training_rows
 from loka.data.categories.encoding import ENCODING, REASONS, encoded_of, history_in
 from loka.data.categories.vocabulary import (
     HashedVocabulary,
@@ -88,7 +87,7 @@ def convert(
         raise DataRefused(f"{folder} is a file, and shards go to a folder", way_out="name another one (--out)")
     workers = workers or processors()
     settings = _settings(opened, schema, vocabulary)
-    digest = hashlib.sha256(canonical(settings)).hexdigest()
+    digest = digest_of(settings)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with alone_in(folder, "converting"):
@@ -247,7 +246,7 @@ def _vocabulary(
             pieces = [p for file in files for p in pieces_of(file, schema, target=_shard_bytes(files))]
             counted = in_order(lambda p: count_piece(p, schema), pieces, workers=workers, ahead=workers)
             total = sum(track(counted, "count rows", len(pieces)))
-            rows = total - round(total * wanted.holdout)
+            rows = training_rows(total, holdout=wanted.holdout)
         wanted = build_vocabulary(
             [file.path for file in files],
             schema=schema,

@@ -18,7 +18,7 @@ import torch
 
 from loka.core.exceptions import DataRefused
 from loka.data.batch import Batch, History, tasks_of
-from loka.data.block import Block, check_batching, merged
+from loka.data.block import Block, check_batching, merged, training_rows
 from loka.data.content import identity_of
 from loka.data.order import Order, Shuffle, order_of
 from loka.data.workers import in_order, processors
@@ -205,11 +205,8 @@ def split(
     store: Store, *, holdout: float, shuffle: Shuffle | None = None, workers: int | None = None, pin: bool = False
 ) -> tuple[Reader, Reader]:
     """A training source, and one of the last `holdout` share of the rows in their stored order."""
-    if not 0.0 < holdout < 1.0:
-        raise ValueError(f"holdout={holdout}: the held-out share lies strictly between 0 and 1")
+    train = training_rows(int(store.group_rows.sum()), holdout=holdout)
     shuffle = shuffle or Shuffle()
-    rows = int(store.group_rows.sum())
-    train = rows - round(rows * holdout)
     kept = replace(shuffle, seed=None, epoch=0)
     return (
         Reader(store, shuffle=shuffle, rows=train, workers=workers, pin=pin),

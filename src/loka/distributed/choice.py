@@ -7,7 +7,6 @@ steps of training.
 
 from __future__ import annotations
 
-import json
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -16,7 +15,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from loka.core.exchange import broadcast, gather
+from loka.core.exchange import broadcast_json, gather_json
 from loka.core.storage.codec import decode, encode
 from loka.core.timing import TIE, Timing, timing_of
 
@@ -43,13 +42,13 @@ class Choice:
 
     def of_the_first(self) -> Choice:
         """The choice of rank 0, on every rank. A collective."""
-        return decode(Choice, json.loads(broadcast(json.dumps(encode(self)).encode(), None)))
+        return decode(Choice, broadcast_json(encode(self)))
 
 
 def compared(ways: Ways, device: torch.device, timer: Timer, *, baseline: str = HP) -> dict[str, Timing]:
     """The timing of each way, by the slowest rank of each round; `Timing.speedup` is over `baseline`. A collective."""
     mine = {name: list(times) for name, times in timer(ways, device).items()}
-    ranks = [json.loads(text) for text in gather(json.dumps(mine).encode(), None)]
+    ranks = gather_json(mine)
     slowest = {name: [max(times) for times in zip(*(one[name] for one in ranks), strict=True)] for name in mine}
     return {name: timing_of(slowest[baseline], times) for name, times in slowest.items()}
 

@@ -103,7 +103,7 @@ def replicated_tables(model: nn.Module) -> list[nn.Parameter]:
 
 def is_sharded(model: nn.Module) -> bool:
     """Whether the model contains a unit of FSDP2."""
-    return dist.is_available() and dist.is_initialized() and bool(units_of(model))
+    return bool(units_of(model))
 
 
 def average_gradients(tables: list[nn.Parameter]) -> None:

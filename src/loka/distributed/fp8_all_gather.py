@@ -18,7 +18,6 @@ front of the first gather. Of bf16 gathers it saves half the bytes.
 
 from __future__ import annotations
 
-import json
 import weakref
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
@@ -31,7 +30,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from loka.core.exceptions import LokaError, NotConverted, PlanMismatch
-from loka.core.exchange import gather, global_rank, same_on_all
+from loka.core.exchange import gather_json, global_rank, same_on_all
 from loka.core.problem import dtype_name
 from loka.core.recipe import Gemm
 from loka.core.records.plan import Plan
@@ -202,8 +201,7 @@ def _unplanned(one: Sharded, forwards: dict[int, SiteForward], plan: Plan) -> st
 
 def _check_alike(parameters: list[Gathered]) -> None:
     """Raises PlanMismatch where ranks would gather different things: they would wait for each other forever."""
-    mine = json.dumps([[one.name, one.numel, one.why] for one in parameters]).encode()
-    lists = [json.loads(text) for text in gather(mine, None)]
+    lists = gather_json([[one.name, one.numel, one.why] for one in parameters])
     differences = [
         f"rank {rank}: {name}: {_told(why)}, and {_told(first_why)} on rank {global_rank(None, 0)}"
         for rank, theirs in enumerate(lists)

@@ -27,6 +27,7 @@ import torch
 import torch.distributed as dist
 
 from loka.core.exceptions import UnknownName
+from loka.core.recipe import Format
 
 BLOCK = 128
 all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  # its name from torch 2.13 on
@@ -58,7 +59,7 @@ def _plain(name: str, dtype: torch.dtype, block: int) -> Codec:
 
 
 def _blockwise(name: str, dtype: torch.dtype, block: int) -> Codec:
-    largest = 127.0 if dtype is torch.int8 else torch.finfo(dtype).max
+    largest = Format.INT8.max if dtype is torch.int8 else torch.finfo(dtype).max
 
     def encode(x: torch.Tensor) -> torch.Tensor:
         blocks = x.reshape(x.shape[0], x.shape[1] // block, block)

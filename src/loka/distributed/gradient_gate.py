@@ -18,7 +18,6 @@ engine hides behind other work is hidden here too.
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -28,7 +27,7 @@ import torch.distributed as dist
 from torch import nn
 
 from loka.core.exceptions import LokaError
-from loka.core.exchange import gather, ranks_of
+from loka.core.exchange import gather_json, ranks_of
 from loka.core.table import format_table
 from loka.core.timing import Timing
 from loka.distributed.choice import HP, Choice, Timer, compared, is_faster, time_in_turns
@@ -128,7 +127,7 @@ def _shares(
             part = found[:, begin:end]
             shares = part / (part + part[0]).clamp_min(torch.finfo(part.dtype).tiny)
             mine.append((name, [*part.sum(1).tolist(), *shares.sum(1).tolist()]))
-    every = [one for text in gather(json.dumps(mine).encode(), None) for one in json.loads(text)]
+    every = [one for theirs in gather_json(mine) for one in theirs]
     totals: dict[str, list[float]] = {}
     for name, numbers in every:
         before = totals.get(name, [0.0] * len(numbers))

@@ -1,12 +1,10 @@
 """Whether all ranks hold the same weights and buffers, bit for bit."""
 
-import json
-
 import torch
 from torch import nn
 
-from loka.core.exceptions import LokaError
-from loka.core.exchange import gather
+from loka.core.exceptions import LokaError, first_lines
+from loka.core.exchange import gather_json
 from loka.nn.unwrap import named_parameters
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -16,7 +14,7 @@ def require_alike(model: nn.Module) -> None:
     """Shards of different models would be put together to one that nobody built. No engine shards buffers, and
     FSDP2 leaves each rank its own."""
     mine = {name: _told(held) for name, held in (*named_parameters(model), *model.named_buffers())}
-    every = [json.loads(text) for text in gather(json.dumps(mine).encode(), None)]
+    every = gather_json(mine)
     differences = [
         f"rank {rank}: {name}"
         for rank, theirs in enumerate(every)
@@ -26,7 +24,7 @@ def require_alike(model: nn.Module) -> None:
     if differences:
         raise LokaError(
             "the ranks hold other weights or buffers than rank 0, and each would shard its own",
-            why=[*differences[:8], *(["..."] if len(differences) > 8 else [])],
+            why=first_lines(differences, 8),
             way_out="seed alike before building the model, or load one checkpoint on all ranks",
         )
 

@@ -9,8 +9,8 @@ from collections import Counter
 _LAUNCHES: Counter[str] = Counter()
 
 
-def note_launch(name: str, launches: int = 1) -> None:
-    _LAUNCHES[name] += launches
+def note_launch(name: str) -> None:
+    _LAUNCHES[name] += 1
 
 
 def launches() -> dict[str, int]:

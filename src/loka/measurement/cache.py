@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 import loka.kernels
 from loka.core.exceptions import FileRefused
 from loka.core.storage.codec import decode, encode
-from loka.core.storage.files import canonical, read_record, write_record
+from loka.core.storage.files import canonical, digest_of, read_record, write_record
 
 T = TypeVar("T")
 
@@ -63,7 +63,7 @@ class TimesCache:
         self._known: dict[str, Any] = {}
 
     def get(self, key: Mapping[str, Any], kind: Any) -> Any:
-        digest = hashlib.sha256(canonical(key)).hexdigest()
+        digest = digest_of(key)
         if digest in self._known:
             return self._known[digest]
         if self._folder is None or not os.path.exists(self._file(self._folder, digest)):
@@ -84,7 +84,7 @@ class TimesCache:
         return found
 
     def put(self, key: Mapping[str, Any], times: Any) -> None:
-        digest = hashlib.sha256(canonical(key)).hexdigest()
+        digest = digest_of(key)
         self._known[digest] = times
         if self._folder is None:
             return

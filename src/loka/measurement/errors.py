@@ -23,7 +23,7 @@ from loka.core.problem import DTYPES, Problem
 from loka.core.recipe import Gemm, Recipe
 from loka.core.records.report import HP
 from loka.core.records.stats import LinearStats
-from loka.core.timing import first_line, still_usable
+from loka.core.timing import first_line, is_broken
 from loka.kernels.gemm.registry import candidate_named
 from loka.kernels.gemm.run import run_gemm
 from loka.measurement.operands import Operands, draw_operands, hot_of_input, layer_samplers, sides
@@ -127,7 +127,7 @@ def _compare(operands: Operands, draws: _Draws, device: torch.device) -> None:
                 found, turn = errors_of(out, truth)
             except Exception as error:  # libraries raise what they like
                 error.add_note(f"while the error of {name} was drawn for {draws.problems[gemm]}")
-                if name == HP or (device.type == "cuda" and not still_usable()):
+                if name == HP or is_broken(device):
                     raise
                 draws.failures[gemm][name] = first_line(error)
                 draws.drawn.pop((gemm, name), None)
@@ -157,7 +157,7 @@ def _with_tails(sqnr_db: Estimate, layer: LinearStats, recipe: Recipe, drawn: Op
     less = decibels(*(sum(error.relative for error in errors) for errors in (gaussian, learnt.values())))
     if not math.isfinite(less):
         return sqnr_db
-    return Estimate(sqnr_db.value - less, sqnr_db.low - less, sqnr_db.high - less)
+    return sqnr_db.mapped(lambda level: level - less)
 
 
 def _truth(gemm: Gemm, product: torch.Tensor, folds: dict[Gemm, Fold]) -> Truth:

@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 
 from loka.compiler.joint_sites import ARMS
-from loka.core.device import fingerprint, require_device
+from loka.core.device import default_device, fingerprint, require_device
 from loka.core.error import Estimate
 from loka.core.exceptions import LokaError, require_kind
 from loka.core.problem import Problem
@@ -28,7 +28,7 @@ from loka.core.records.stats import LinearStats, Stats
 from loka.core.storage.alone import alone_with
 from loka.core.storage.codec import encode
 from loka.core.storage.files import canonical
-from loka.core.timing import first_line, still_usable
+from loka.core.timing import first_line, is_broken
 from loka.kernels.gemm.registry import all_candidates, candidate_named
 from loka.measurement.cache import TimesCache, sources_digest
 from loka.measurement.errors import draw_errors
@@ -94,7 +94,7 @@ def measure(
     if time_limit is not None and not time_limit >= 0:
         raise LokaError(f"time_limit is {time_limit}; seconds, 0 or more", way_out="leave it out for no limit")
     deadline = None if time_limit is None else time.monotonic() + time_limit
-    device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    device = torch.device(device or default_device())
     require_device(device, f"device={device}")
     settings = settings or Settings()
     names = _candidates(candidates, device)
@@ -332,7 +332,7 @@ def _self_check(name: str, gemm: Gemm, device: torch.device) -> str | None:
         evidence = self_check(name, gemm=gemm, device=device)
     except AssertionError as error:  # it knows no problem of this candidate, which must not pass unchecked
         return first_line(error)
-    if evidence and device.type == "cuda" and not still_usable():
+    if evidence and is_broken(device):
         raise RuntimeError(f"CUDA is unusable after the self-check of {name} for {gemm}: {evidence}")
     return evidence
 

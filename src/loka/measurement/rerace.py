@@ -162,5 +162,4 @@ def _ratio(found: Race, name: str, arms: Mapping[str, str]) -> Estimate | None:
     if name not in found.samples or choice not in found.samples:
         return None
     paired = zip(found.samples[name], found.samples[choice], strict=True)
-    ratio = median_interval([math.log(theirs / ours) for theirs, ours in paired])
-    return Estimate(math.exp(ratio.value), math.exp(ratio.low), math.exp(ratio.high))
+    return median_interval([math.log(theirs / ours) for theirs, ours in paired]).mapped(math.exp)

@@ -105,7 +105,9 @@ class Sharded:
 
 def units_of(model: nn.Module) -> dict[str, nn.Module]:
     """The modules that `fully_shard` was called for, by path; of a list of modules, each. A wrapper around the
-    model, such as what torch.compile returns, may be the root's."""
+    model, such as what torch.compile returns, may be the root's. None without an initialised process group."""
+    if not (dist.is_available() and dist.is_initialized()):
+        return {}
     from torch.distributed.fsdp import FSDPModule
 
     found: dict[str, nn.Module] = {path: m for path, m in named_modules(model) if isinstance(m, FSDPModule)}
@@ -131,9 +133,8 @@ def reshard(model: nn.Module) -> None:
     """Frees what units gathered and kept, such as the root after a forward without backward. Parameters are those of
     the optimizer again, and the next forward gathers them as they are then.
     """
-    if dist.is_available() and dist.is_initialized():
-        for unit in units_of(model).values():
-            unit.reshard()  # type: ignore[operator]
+    for unit in units_of(model).values():
+        unit.reshard()  # type: ignore[operator]
 
 
 def cut_by_others(model: nn.Module) -> list[str]:
@@ -191,7 +192,7 @@ def gathered_throughout(model: nn.Module) -> Iterator[None]:
 
     Gradients are reduced as ever. It takes the memory of all units at once, in the dtype that they gather in.
     """
-    units = list(units_of(model).values()) if dist.is_available() and dist.is_initialized() else []
+    units = list(units_of(model).values())
     groups = [group for unit in units for group in _groups(unit)]
     before = [(group.post_forward_mesh_info, group.reshard_after_backward) for group in groups]
     for group in groups:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 
+import torch
 from torch import nn
 
 from loka.core.signature import LinearShape, ModelSignature
@@ -29,13 +30,19 @@ def find_linears(model: nn.Module, *, filter: Filter | None = None) -> tuple[dic
             skipped[path] = f"{type(module).__name__} is a subclass of nn.Linear and computes otherwise"
         elif filter is not None and not filter(module, path):
             skipped[path] = "left out by the filter"
-        elif (dtype := weight_of(module).dtype) not in DTYPES:
-            skipped[path] = f"{dtype} weights; LoKA knows bfloat16, float16 and float32"
-        elif 0 in (module.out_features, module.in_features):  # a shard of its weight may be empty (FSDP)
-            skipped[path] = f"an empty weight {(module.out_features, module.in_features)}"
+        # By its features: a shard of its weight may be empty (FSDP).
+        elif why := unsupported_weight(weight_of(module).dtype, (module.out_features, module.in_features)):
+            skipped[path] = why
         else:
             found[path] = module
     return found, skipped
+
+
+def unsupported_weight(dtype: torch.dtype, shape: tuple[int, ...]) -> str:
+    """Why no site multiplies by a weight of `dtype` and `shape`; "" where one does."""
+    if dtype not in DTYPES:
+        return f"{dtype} weights; LoKA knows bfloat16, float16 and float32"
+    return f"an empty weight {shape}" if 0 in shape else ""
 
 
 # Its forward is inherited and never called: nn.MultiheadAttention multiplies by its weight itself.
@@ -53,7 +60,7 @@ def signature(model: nn.Module, *, like: ModelSignature | None = None) -> ModelS
         )
         for path, linear in linears.items()
     }
-    traced = {} if like is None else {path: s for path, s in like.layers.items() if s.use is not None}
+    traced = {} if like is None else like.traced
     if traced:
         callers = {path for path, _ in named_modules(model)}
         parameters = dict(named_parameters(model))

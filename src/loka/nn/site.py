@@ -19,6 +19,7 @@ from torch import nn
 
 from loka.core.exceptions import NotConverted
 from loka.core.numerics.centring import restore, subtract
+from loka.core.problem import FLOATS
 from loka.core.recipe import Gemm
 from loka.core.records.report import HP, site_name
 from loka.kernels.quantize.side import BAD_A, BAD_B, RUNS
@@ -27,7 +28,7 @@ from loka.nn.site_ops import GEMMS, Candidates
 from loka.nn.unwrap import named_modules
 
 # What a site computes in. Autocast recasts these too, and leaves every other dtype alone.
-DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+DTYPES = FLOATS
 
 # Of an input; nested tensors are of either.
 LAYOUTS = (torch.strided, torch.jagged)

@@ -16,7 +16,6 @@ Parts that overlap are counted twice: do not merge a record with one that was re
 record twice is refused.
 """
 
-import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import reduce
@@ -74,7 +73,7 @@ def gather_stats(stats: Stats, *, group: dist.ProcessGroup | None = None) -> Sta
     world = exchange.ranks_of(group)
     if world == 1:
         return stats
-    claims = [json.loads(text) for text in exchange.gather(json.dumps(_claim(stats)).encode(), group)]
+    claims = exchange.gather_json(_claim(stats), group)
     names = [f"rank {exchange.global_rank(group, at)}" for at in range(world)]
     _refuse(_all_differences(claims, names))
     me, apart = dist.get_rank(group), 1

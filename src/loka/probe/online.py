@@ -389,12 +389,11 @@ class Probe:
     def _restore(self, stats: Stats) -> None:
         like = signature(self._model, like=stats.model)
         refuse(stats, like, full_covariance=self._full_covariance)
-        traced = {path: shape for path, shape in like.layers.items() if shape.use is not None}
-        self._names = SiteNames(self._linears, traced)
+        self._names = SiteNames(self._linears, like.traced)
         self._coverage = stats.coverage
         self._sensitivity.loss.restore(stats.not_clicks)
         self._steps, self._sampled = stats.steps, stats.sampled_steps
         for path, layer in stats.layers.items():
-            if path in self._linears or path in traced:
+            if path in self._linears or path in like.traced:
                 self._layers[path] = from_record(layer, device_of(unwrap(self._model)))
                 self._sensitivity.restore(path, layer)

@@ -25,8 +25,8 @@ from loka.graph.flops import FlopAccount, site_flops
 from loka.graph.gemm_calls import GemmCall
 from loka.graph.parameters import ParameterMode
 from loka.graph.views import name_of
-from loka.nn.linears import Filter
-from loka.nn.site import DTYPES, LAYOUTS
+from loka.nn.linears import Filter, unsupported_weight
+from loka.nn.site import LAYOUTS
 from loka.nn.unwrap import named_modules, named_parameters, unwrap
 from loka.probe.tensor_hooks import TensorHooks
 from loka.probe.trace import unseen
@@ -247,11 +247,7 @@ class SiteTrace(ParameterMode):
     def _refused(self, name: str, caller: nn.Module, call: GemmCall) -> str:
         if self._filter is not None and not self._filter(caller, name):
             return "left out by the filter"
-        if call.source.dtype not in DTYPES:
-            return f"{call.source.dtype} weights; LoKA knows bfloat16, float16 and float32"
-        if 0 in call.weight.shape:
-            return f"an empty weight {tuple(call.weight.shape)}"
-        return ""
+        return unsupported_weight(call.source.dtype, tuple(call.weight.shape))
 
     def _count(self, site: SiteCall, out: torch.Tensor) -> None:
         n, k = site.weight.shape

@@ -95,8 +95,7 @@ def _coverage(bench: GemmBench) -> str:
         lines.append(f"Skipped for memory: {len(bench.too_large)} rows:")
         lines += [f"  {name} ({why})" for name, why in bench.too_large.items()]
     lines.append("Libraries: " + "; ".join(_library(name, why) for name, why in bench.libraries.items()))
-    versions = {"torch": bench.machine.torch, **bench.machine.libraries}
-    lines.append("Versions: " + ", ".join(f"{name} {version}" for name, version in versions.items()))
+    lines.append(f"Versions: {bench.machine.versions}")
     return "\n".join(lines)
 
 

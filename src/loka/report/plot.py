@@ -183,9 +183,7 @@ def _ticks(axis: Any, bench: GemmBench, arms: set[str | None]) -> None:
 
 
 def _title(bench: GemmBench) -> str:
-    versions = {"torch": bench.machine.torch, **bench.machine.libraries}
-    libraries = ", ".join(f"{name} {version}" for name, version in versions.items())
     return (
         f"{bench.machine.device}: what LoKA chose at each shape, against bf16 in the same rounds "
-        f"(quantization included)\n{libraries}"
+        f"(quantization included)\n{bench.machine.versions}"
     )

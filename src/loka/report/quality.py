@@ -1,8 +1,12 @@
 """The paired quality table: bf16 against a plan, on the same rows."""
 
 from loka.core.table import format_table
+from loka.train.metrics import Quality
 from loka.validation.compare import Comparison
 from loka.validation.paired import AcrossPairs, PairedDifference
+
+HEADER = ("seed", "arm", "ne", "logloss", "auc", "calibration", "train ne", "rows/s")
+"""Of a table with a row for each run, in text and on pages."""
 
 
 def quality_table(comparison: Comparison) -> str:
@@ -11,11 +15,8 @@ def quality_table(comparison: Comparison) -> str:
         arms.insert(1, (comparison.pairs[0].seed, comparison.control))
     rows = []
     for seed, arm in arms:
-        q = arm.quality
-        numbers = (f"{q.ne:.5f}", f"{q.logloss:.5f}", f"{q.auc:.5f}", f"{q.calibration:.4f}")
-        rows.append((seed, arm.name, *numbers, f"{arm.train_ne:.5f}", f"{arm.rows_per_second:.0f}"))
-    header = ("seed", "arm", "ne", "logloss", "auc", "calibration", "train ne", "rows/s")
-    lines = [format_table(header, rows), "", "paired difference, plan minus bf16, with 95 % interval:"]
+        rows.append((seed, arm.name, *quality_cells(arm.quality), f"{arm.train_ne:.5f}", f"{arm.rows_per_second:.0f}"))
+    lines = [format_table(HEADER, rows), "", "paired difference, plan minus bf16, with 95 % interval:"]
     differences = [(f"seed {pair.seed}", *_columns(pair.difference), "") for pair in comparison.pairs]
     if comparison.noise is not None:
         differences.append(("noise: bf16, weights nudged by 1e-4", *_columns(comparison.noise), ""))
@@ -30,6 +31,11 @@ def quality_table(comparison: Comparison) -> str:
     if across is None:
         lines.append("One pair cannot say whether NE is within 0.02 %: --pairs 4 or more can.")
     return "\n".join(lines)
+
+
+def quality_cells(q: Quality) -> tuple[str, str, str, str]:
+    """Those of `HEADER` from "ne" to "calibration"."""
+    return f"{q.ne:.5f}", f"{q.logloss:.5f}", f"{q.auc:.5f}", f"{q.calibration:.4f}"
 
 
 def _columns(difference: PairedDifference | AcrossPairs) -> tuple[str, str, str]:

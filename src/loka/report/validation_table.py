@@ -2,11 +2,11 @@
 
 import math
 
-from loka.core.error import Estimate
+from loka.core.error import Z95, Estimate
 from loka.core.table import format_table
+from loka.report.quality import HEADER, quality_cells
 from loka.validation.power import contributions, deviation_by_rows
 from loka.validation.record import ArmVerdict, Validation
-from loka.validation.runs import Run
 from loka.validation.variance import PairVariance
 from loka.validation.verdicts import ERROR, RowsVerdict
 
@@ -36,12 +36,11 @@ def _runs(validation: Validation) -> str:
     for run in validation.runs:
         q = run.quality
         if q is None:
-            rows.append((run.seed, _title(run), "ended in NaN", "-", "-", "-", "-", "-"))
+            rows.append((run.seed, run.title, "ended in NaN", "-", "-", "-", "-", "-"))
             continue
-        numbers = (f"{q.ne:.5f}", f"{q.logloss:.5f}", f"{q.auc:.5f}", f"{q.calibration:.4f}")
         speed = f"{run.rows_per_second:.0f}" if run.rows_per_second else "-"
-        rows.append((run.seed, _title(run), *numbers, f"{run.train_ne:.5f}", speed))
-    return format_table(("seed", "arm", "ne", "logloss", "auc", "calibration", "train ne", "rows/s"), rows)
+        rows.append((run.seed, run.title, *quality_cells(q), f"{run.train_ne:.5f}", speed))
+    return format_table(HEADER, rows)
 
 
 def _calibrations(validation: Validation) -> list[str]:
@@ -53,22 +52,16 @@ def _calibrations(validation: Validation) -> list[str]:
         if not found:
             continue
         rate, rows = found[0].base_rate, found[0].rows  # alike: all are judged on the same rows
-        off, half = (
-            math.fsum(q.calibration - 1 for q in found) / len(found),
-            1.96 * math.sqrt((1 - rate) / (rate * rows)),
-        )
+        off = math.fsum(q.calibration - 1 for q in found) / len(found)
+        half = Z95 * math.sqrt((1 - rate) / (rate * rows))
         more = Estimate(100 * off, 100 * (off - half), 100 * (off + half))
         price = _SHIFT * rate / (math.fsum(q.logloss for q in found) / len(found))
         moved = Estimate(price * more.value, price * more.low, price * more.high)
         lines.append(
-            f"{_title(runs[0])} predicts {percent(more)} more than the labels' rate: what shifts all logits by "
+            f"{runs[0].title} predicts {percent(more)} more than the labels' rate: what shifts all logits by "
             f"{_SHIFT:g} changes NE by {percent(moved)} of first order, which KL/H does not tell"
         )
     return lines
-
-
-def _title(run: Run) -> str:
-    return f"{run.arm}, {run.task}" if run.task else run.arm
 
 
 def _arm(arm: ArmVerdict, validation: Validation) -> str:

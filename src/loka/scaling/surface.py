@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 import torch
 
+from loka.core.error import Z95
 from loka.core.problem import linear_problem, round_up
 from loka.core.recipe import Gemm
 
@@ -25,7 +26,6 @@ KINDS = (*(gemm.value for gemm in Gemm), TOGETHER)
 
 _OCTAVES = 3  # the first features are log2 of m, n and k
 _APART = 0.25  # variance of what all shapes of a kind have in common, in log t
-_Z95 = 1.959964
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -191,7 +191,7 @@ def predict(base: Known, shapes: Sequence[Shape]) -> list[tuple[float, float]]:
     prior = expected(shapes, torch.tensor(surface.roofline, dtype=torch.float64)).log()
     mean = prior + between @ base.weights
     variance = surface.spread**2 + _APART - ((between @ base.inverse) * between).sum(1) + surface.noise**2
-    half = _Z95 * surface.widen * variance.clamp_min(surface.noise**2).sqrt()
+    half = Z95 * surface.widen * variance.clamp_min(surface.noise**2).sqrt()
     return list(zip(mean.tolist(), half.tolist(), strict=True))
 
 
@@ -205,7 +205,7 @@ def left_out(base: Known, groups: Sequence[Hashable]) -> list[tuple[float, float
     for places in members.values():
         errors, variances = without(base.residual, base.inverse, places)
         for place, error, variance in zip(places, errors.tolist(), variances.tolist(), strict=True):
-            half = _Z95 * base.surface.widen * math.sqrt(variance)
+            half = Z95 * base.surface.widen * math.sqrt(variance)
             found[place] = (float(prior[place] + base.residual[place]) - error, half)
     return found
 

@@ -57,7 +57,7 @@ def by_sample(samples: Samples, x: Gaussian, g: Gaussian, cross: Cross) -> BySam
     x_covariance, g_covariance = (v.double() / max(n - 1, 1) for v, n in ((x.scatter, x.count), (g.scatter, g.count)))
     x_mean, g_mean = x.mean.double(), g.mean.double()
     d, d_g = x_covariance + torch.outer(x_mean, x_mean), g_covariance + torch.outer(g_mean, g_mean)
-    mean = cross.sum.double() / max(cross.count.item(), 1.0)
+    mean = cross.mean
     share_x = _share(s, "x", x_mean, x_covariance)
     share_g = _share(s, "g", g_mean, g_covariance)
     # What two rows of a sample give to E <g_t x_t^T, g_u x_u^T>: all, and what being alike explains.

@@ -51,6 +51,11 @@ class Cross:
     count: torch.Tensor
     sum: torch.Tensor
 
+    @property
+    def mean(self) -> torch.Tensor:
+        """float64 [N, K]; zeros of no rows."""
+        return self.sum.double() / max(self.count.item(), 1.0)
+
 
 def tails_of(hp: torch.Tensor) -> Tails:
     """Sketches of the rows `hp` [m, K]; rows with NaN or infinity are left out. Nothing waits."""
@@ -182,8 +187,7 @@ def _invert(counts: torch.Tensor, place: torch.Tensor) -> tuple[torch.Tensor, to
 
 def coupling(cross: Cross, means: tuple[torch.Tensor, torch.Tensor], covariance: torch.Tensor) -> torch.Tensor:
     """M [N, K] with E[g | x] = mean_g + M (x - mean_x), for `means` of x and g and x's covariance [K, K]."""
-    between = cross.sum.double() / max(cross.count.item(), 1.0)
-    between -= torch.outer(means[1].double(), means[0].double())
+    between = cross.mean - torch.outer(means[1].double(), means[0].double())
     ridge = 1e-3 * covariance.double().diagonal().mean().clamp_min(1e-300)
     eye = torch.eye(covariance.shape[0], dtype=torch.float64, device=covariance.device)
     return torch.linalg.solve(covariance.double() + ridge * eye, between.t()).t()

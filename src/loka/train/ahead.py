@@ -13,6 +13,7 @@ from threading import Lock
 
 import torch
 
+from loka.core.device import index_of
 from loka.data.batch import Batch
 from loka.data.workers import in_order
 
@@ -75,7 +76,7 @@ def ahead_of(batches: Iterator[Batch], device: torch.device) -> Ahead:
     """The batches for steps on `device`, read as the text of this module says. The caller closes it."""
     if device.type != "cuda":
         return Ahead(batches)
-    index = torch.cuda.current_device() if device.index is None else device.index
+    index = index_of(device)
 
     def on_device() -> Iterator[Batch]:
         torch.cuda.set_device(index)  # which is current is each thread's own

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
+from loka.core.error import Z95
 from loka.core.exceptions import DataRefused
 from loka.data.batch import Source, tasks_of
 
@@ -35,7 +36,7 @@ class Labels:
         if self.rate is None:
             return f"all {self.rows} labels read are {int(self.positive > 0)}"
         error = math.sqrt(self.rate * (1 - self.rate) / self.rows)
-        return f"{self.positive} of {self.rows} labels are positive: a share of {self.rate:.3g} +- {1.96 * error:.1g}"
+        return f"{self.positive} of {self.rows} labels are positive: a share of {self.rate:.3g} +- {Z95 * error:.1g}"
 
 
 def count_labels(source: Source, *, batch_size: int, most: int = MOST_ROWS) -> dict[str, Labels]:

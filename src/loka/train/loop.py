@@ -42,7 +42,6 @@ from loka.train.metrics import Quality, normalized_entropy, only
 from loka.train.ranks import alone_together, require_alike_told, require_as_one, require_same_steps, together
 from loka.train.run import Callback, Run
 from loka.train.running import Reading
-from loka.train.schedule import rate_factor
 from loka.train.segments import Segments
 from loka.train.steps.forward import arguments, matrix_precision, predict, repeatable, tasks_in
 
@@ -292,7 +291,7 @@ def train(
         step_reason=reason or "; ".join(others) or None,
         unsaved=tuple(unsaved),
         average=run.average,
-        final_rate=rate_factor(length.steps - 1, length.steps, config),
+        final_rate=run.rate_factor,
         gathering=run.gathering,
         exchange=exchange,
     )

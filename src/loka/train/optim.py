@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from loka.core.exceptions import LokaError
+from loka.distributed.dense_sharding import sparse_tables
 from loka.distributed.tables.sharded_tables import FusedTables, sharded_modules
 from loka.train.config import TrainConfig
 
@@ -108,10 +109,7 @@ def build_optimizers(model: nn.Module, config: TrainConfig) -> dict[str, torch.o
     if sharded:
         _require_fused(config)
     fused = {weight for module in sharded.values() for weight in module.parameters()}
-    tables: dict[torch.Tensor, None] = {}  # a dict keeps the order, a set would not
-    for module in model.modules():
-        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
-            tables[module.weight] = None
+    tables = set(sparse_tables(model))
     trained = [weight for weight in model.parameters() if weight.requires_grad and weight not in fused]
     dense = [weight for weight in trained if weight not in tables]
     sparse = [weight for weight in trained if weight in tables]

@@ -18,8 +18,8 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from loka.core.exceptions import DataRefused, LokaError
-from loka.core.exchange import gather, ranks_of
+from loka.core.exceptions import DataRefused, LokaError, first_lines
+from loka.core.exchange import gather_json, rank_of, ranks_of
 from loka.core.storage.alone import alone_in
 from loka.core.storage.files import require_writable
 from loka.core.timing import first_line
@@ -36,7 +36,7 @@ class RankFailed(LokaError):
 
 
 def first_rank() -> bool:
-    return ranks_of() == 1 or dist.get_rank() == 0
+    return rank_of() == 0
 
 
 def together(work: Callable[[], T], say: Callable[[T], str] = str) -> tuple[T, list[str]]:
@@ -53,9 +53,9 @@ def together(work: Callable[[], T], say: Callable[[T], str] = str) -> tuple[T, l
         result = work()
         answer = {"said": say(result)}
     except BaseException as error:
-        gather(json.dumps({"failed": first_line(error)}).encode(), None)
+        gather_json({"failed": first_line(error)})
         raise
-    answers = [json.loads(text) for text in gather(json.dumps(answer).encode(), None)]
+    answers = gather_json(answer)
     failed = [f"rank {rank}: {a['failed']}" for rank, a in enumerate(answers) if "failed" in a]
     if failed:
         raise _left_alone(failed)
@@ -134,7 +134,7 @@ def require_alike_told(fields: Mapping[str, Any], *, way_out: str) -> None:
     if differences:
         raise LokaError(
             "the ranks train by different configurations, so they would not train one model, or wait for each other",
-            why=[*differences[:_MOST_TOLD], *(["..."] if len(differences) > _MOST_TOLD else [])],
+            why=first_lines(differences, _MOST_TOLD),
             way_out=way_out,
         )
 

@@ -197,8 +197,12 @@ class Run:
     @property
     def rate(self) -> float:
         """The dense learning rate of the last step, or that of the tables where nothing else is trained."""
-        scheduler = next(iter(self._schedulers.values()))
-        return float(scheduler.base_lrs[0]) * rate_factor(max(self.step - 1, 0), self.steps, self.config)
+        return float(next(iter(self._schedulers.values())).base_lrs[0]) * self.rate_factor
+
+    @property
+    def rate_factor(self) -> float:
+        """The learning rate of the last step, as a share of the peak."""
+        return rate_factor(max(self.step - 1, 0), self.steps, self.config)
 
     def adopt(self, plan: Plan | None) -> None:
         """From the next step on the model runs by `plan`, or in high precision where it is None.

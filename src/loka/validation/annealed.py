@@ -23,7 +23,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from loka.core.annealing import ANNEALED_RATE
-from loka.core.error import Estimate
+from loka.core.error import Z95, Estimate
 from loka.core.storage.codec import record
 from loka.train.metrics import checked, log_losses, probabilities
 from loka.validation.runs import HeldOut
@@ -88,7 +88,7 @@ def annealed(final_rate: float, held_out: Sequence[HeldOut] = ()) -> Annealed:
         residual = residual + (mean_loss - loss - gain * loss) / loss.mean()
     count, rows = len(both), len(both[0][0].labels)
     # Over rows: whether these very weights rest is asked, not whether those of other seeds would.
-    half = 1.96 * 100 * float(np.std(residual / count, ddof=1)) / rows**0.5
+    half = Z95 * 100 * float(np.std(residual / count, ddof=1)) / rows**0.5
     mean = float(np.mean(gains))
     return Annealed(
         final_rate=final_rate,

@@ -5,7 +5,6 @@ a plan is compared with. On a GPU each GEMM runs the first exact kernel that sup
 emulated one, so that the precision is what the name says.
 """
 
-import hashlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +17,7 @@ from loka.core.exceptions import LokaError, NoKernelFits
 from loka.core.problem import dtype_name, linear_problem, target_of
 from loka.core.recipe import RECIPES, Gemm
 from loka.core.records.plan import Plan
-from loka.core.storage.files import canonical
+from loka.core.storage.files import digest_of
 from loka.graph.attach import attach
 from loka.kernels.gemm.registry import all_candidates
 from loka.nn.linears import find_linears, signature
@@ -49,9 +48,19 @@ class ArmSpec:
     check: Callable[[nn.Module], object] | None = None
 
 
+def title_of(arm: str, task: str) -> str:
+    """The name of an arm, with the task where there are several."""
+    return f"{arm}, {task}" if task else arm
+
+
+def key_of(arm: ArmSpec, task: str) -> str:
+    """A digest of what the arm does, as `ArmVerdict.key` has it."""
+    return digest_of({**arm.identity, "task": task} if task else dict(arm.identity))[:16]
+
+
 def by_plan(plan: Plan, *, name: str = "plan") -> ArmSpec:
     """The model as `loka.convert(model, plan)` makes it."""
-    digest = hashlib.sha256(canonical(plan.to_json())).hexdigest()
+    digest = digest_of(plan.to_json())
     limited = tuple(plan.budget.segments)
     return ArmSpec(
         name=name,

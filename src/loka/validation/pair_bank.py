@@ -23,9 +23,9 @@ import numpy as np
 
 from loka.core.storage.codec import record, sparse
 from loka.core.storage.record_file import RecordFile
-from loka.validation.arms import NUDGED
+from loka.validation.arms import NUDGED, title_of
 from loka.validation.power import Rates, deviation_by_rows, rates
-from loka.validation.record import Validation, title_of
+from loka.validation.record import Validation
 from loka.validation.variance import MIN_PAIRS, Expected, PairVariance
 from loka.validation.verdicts import ERROR
 

@@ -102,11 +102,11 @@ def paired_difference(logits_a: npt.ArrayLike, logits_b: npt.ArrayLike, labels: 
     ne = _ratio(loss_b - loss_a, loss_a)
     kl = _ratio(divergences(a, b), loss_a)
     return PairedDifference(
-        ne_percent=Estimate(100 * ne.value, 100 * ne.low, 100 * ne.high),
+        ne_percent=ne.mapped(_percent),
         auc=_auc(Placements.of(a, clicked), Placements.of(b, clicked)),
         calibration=_ratio(probabilities(b) - probabilities(a), clicked.astype(np.float64)),
         rows=len(a),
-        kl_percent=Estimate(100 * kl.value, 100 * kl.low, 100 * kl.high),
+        kl_percent=kl.mapped(_percent),
     )
 
 
@@ -120,6 +120,10 @@ def across_pairs(differences: Sequence[PairedDifference]) -> AcrossPairs:
         calibration=estimate_mean([pair.calibration.value for pair in differences]),
         pairs=len(differences),
     )
+
+
+def _percent(share: float) -> float:
+    return 100 * share
 
 
 def _ratio(difference: Floats, base: Floats) -> Estimate:

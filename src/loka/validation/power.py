@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from loka.core.error import Estimate
+from loka.core.error import Z95, Estimate
 from loka.train.metrics import Floats
 from loka.validation.quantile import student_t
 from loka.validation.record import ArmVerdict, SeedPair
@@ -130,7 +130,7 @@ def deviation_by_rows(arm: ArmVerdict) -> float:
     """
     if arm.average is None or not arm.pairs:
         return 0.0
-    squares = [((p.ne_percent.high - p.ne_percent.low) / 2 / 1.96) ** 2 for p in arm.differences.values()]
+    squares = [((p.ne_percent.high - p.ne_percent.low) / 2 / Z95) ** 2 for p in arm.differences.values()]
     return math.sqrt(max(float(np.mean(squares)) - arm.average.variance.rows_error**2, 0.0))
 
 

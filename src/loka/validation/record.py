@@ -10,15 +10,11 @@ from loka.core.error import Estimate, estimate_mean
 from loka.core.storage.codec import inline, record, sparse
 from loka.core.storage.record_file import RecordFile
 from loka.validation.annealed import Annealed
+from loka.validation.arms import title_of
 from loka.validation.paired import PairedDifference, Verdict
 from loka.validation.runs import Run
 from loka.validation.variance import Expected
 from loka.validation.verdicts import RowsVerdict, joined
-
-
-def title_of(arm: str, task: str) -> str:
-    """The name of an arm, with the task where there are several."""
-    return f"{arm}, {task}" if task else arm
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,7 +11,6 @@ means that the run is done again; a run of something else, or of a model that be
 
 from __future__ import annotations
 
-import hashlib
 import math
 import re
 import shutil
@@ -30,7 +29,7 @@ from torch import nn
 from loka.core.exceptions import FileRefused, LokaError, NonFinite
 from loka.core.progress import Track
 from loka.core.storage.codec import record, sparse
-from loka.core.storage.files import canonical, read_tensors, remove_unfinished, sha256_of_file, write_tensors
+from loka.core.storage.files import digest_of, read_tensors, remove_unfinished, sha256_of_file, write_tensors
 from loka.core.storage.record_file import RecordFile
 from loka.data.batch import Source, tasks_of
 from loka.nn import check_finite, fp8_runs
@@ -42,7 +41,7 @@ from loka.train.length import Length
 from loka.train.loop import TrainLog, TrainResult, evaluate, train
 from loka.train.metrics import Quality, columns, quality_by_task
 from loka.train.run import Callback
-from loka.validation.arms import ArmSpec
+from loka.validation.arms import ArmSpec, title_of
 from loka.validation.initial import differences, initial_state, settings_differing
 
 _WAY_OUT = "the run is done again"
@@ -84,6 +83,10 @@ class Run:
     final_rate: float = 1.0
     broke: str = ""
     task: str = sparse("")
+
+    @property
+    def title(self) -> str:
+        return title_of(self.arm, self.task)
 
 
 def _check(found: _Finished) -> None:
@@ -217,29 +220,20 @@ def _config(bench: Bench, seed: int) -> TrainConfig:
 
 def world_of(bench: Bench) -> str:
     """A digest of what pairs share: model, rows and configuration, without the seed."""
-    return digest_of(_shared(bench))
+    return digest_of(_shared(bench))[:16]
 
 
 def setting_of(bench: Bench) -> str:
     """The same of any model: rows and configuration."""
     shared = _shared(bench)
     del shared["model"]
-    return digest_of(shared)
+    return digest_of(shared)[:16]
 
 
 def _shared(bench: Bench) -> dict[str, Any]:
     shared = _identity(bench, None, bench.config)
     del shared["arm"], shared["config"]["seed"]
     return shared
-
-
-def digest_of(identity: Mapping[str, Any]) -> str:
-    return hashlib.sha256(canonical(dict(identity))).hexdigest()[:16]
-
-
-def key_of(arm: ArmSpec, task: str) -> str:
-    """A digest of what the arm does, as `ArmVerdict.key` has it."""
-    return digest_of({**arm.identity, "task": task} if task else arm.identity)
 
 
 def _identity(bench: Bench, arm: ArmSpec | None, config: TrainConfig) -> dict[str, Any]:

@@ -27,11 +27,11 @@ from loka.train.config import TrainConfig
 from loka.train.labels import require_both
 from loka.train.metrics import Floats, checked, log_losses
 from loka.validation.annealed import Annealed, annealed
-from loka.validation.arms import NUDGED, ArmSpec
+from loka.validation.arms import NUDGED, ArmSpec, key_of
 from loka.validation.pair_bank import Bank, expected_of
 from loka.validation.paired import NE_LIMIT_PERCENT, PairedDifference, paired_difference
 from loka.validation.record import ArmVerdict, SeedPair, Validation
-from loka.validation.runs import Bench, Progress, Run, has_run, held_out, key_of, run, setting_of, world_of
+from loka.validation.runs import Bench, Progress, Run, has_run, held_out, run, setting_of, world_of
 from loka.validation.segments import Division, Segmented, clusters_of, divide
 from loka.validation.sequential import look_tail
 from loka.validation.variance import MIN_PAIRS, Expected, by_kl, pair_variances

@@ -87,7 +87,7 @@ def test_constants_keep_their_bits_and_may_not_be_finite():
         ({"steps": (Step("neg", (True,)),)}, "what is no number"),
         ({"steps": (Step("add", (0,)),)}, "2 arguments"),
         ({"steps": (Step("row_max", (1.0,)),)}, "of a constant"),
-        ({"gradient": "0"}, "a place"),
+        ({"gradient": "0"}, "an index that is no integer"),
         ({"gradient": 0, "row": "yes"}, "booleans"),
         ({"values": (0,)}, "dtypes"),
         ({"values": (0,), "value_dtypes": ("float64",)}, "dtypes"),

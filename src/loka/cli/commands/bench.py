@@ -24,6 +24,7 @@ from loka.cli.options import (
     SchemaFile,
     Seed,
     TimeLimit,
+    cache_folder,
 )
 from loka.cli.terminal import say
 from loka.core.exceptions import MissingLibrary, UnknownName
@@ -84,7 +85,7 @@ def gemm(
         ),
         confirm_rounds=confirm_rounds,
         budget=named_budget("default", min_sqnr_db=min_sqnr_db, min_speedup=min_speedup),
-        cache=None if no_cache else cache or default_folder(),
+        cache=cache_folder(cache, no_cache=no_cache),
         time_limit=time_limit,
     )
     with alone_in(out, "benchmarking"):

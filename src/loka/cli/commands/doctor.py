@@ -8,7 +8,7 @@ from collections.abc import Iterable
 
 import torch
 
-from loka.core.device import LIBRARIES, fingerprint, library_versions
+from loka.core.device import LIBRARIES, default_device, fingerprint, library_versions
 from loka.core.problem import capability, linear_problem
 from loka.core.recipe import Gemm
 from loka.core.table import format_table
@@ -24,7 +24,7 @@ _NEEDED_BY = {
 
 
 def diagnose(target: str | None = None) -> str:
-    device = "cuda" if torch.cuda.is_available() else "cpu"
+    device = default_device()
     here = fingerprint(device)
     asked = target or here.target
     capability(asked)  # refuses a target that does not exist

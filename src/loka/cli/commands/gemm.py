@@ -1,6 +1,5 @@
 """`loka bench gemm`: suite -> measure -> plan -> confirm -> record; each stage as users run it."""
 
-import hashlib
 import time
 from collections import Counter
 from collections.abc import Mapping
@@ -11,13 +10,13 @@ import torch
 
 from loka.core.budget import Budget
 from loka.core.device import fingerprint
-from loka.core.exceptions import DataRefused
+from loka.core.exceptions import DataRefused, first_lines
 from loka.core.progress import Track
 from loka.core.records.gemm_bench import CHOICE, Contest, GemmBench, or_hp
 from loka.core.records.plan import Plan
 from loka.core.records.report import HP, Report
 from loka.core.storage.codec import encode
-from loka.core.storage.files import canonical
+from loka.core.storage.files import digest_of
 from loka.kernels.gemm.registry import KERNELS
 from loka.measurement import Settings, measure
 from loka.measurement.rerace import Arms, confirm
@@ -61,7 +60,7 @@ def run_gemm_bench(config: GemmConfig, *, track: Track | None = None) -> tuple[G
         others = {**suite.not_covered, **suite.too_large}
         raise DataRefused(
             "no row of the suite is a linear layer that can run here",
-            why=[f"{name}: {why}" for name, why in others.items()][:10],
+            why=first_lines([f"{name}: {why}" for name, why in others.items()], 10),
             way_out="other models with --model, or a GPU with more memory",
         )
     stats = suite_stats(suite, weight_dtype=config.weight_dtype)
@@ -96,7 +95,7 @@ def run_gemm_bench(config: GemmConfig, *, track: Track | None = None) -> tuple[G
         not_covered=suite.not_covered,
         too_large=suite.too_large,
         contests={},
-        plan_digest=hashlib.sha256(canonical([site_arms, layer_arms])).hexdigest(),
+        plan_digest=digest_of([site_arms, layer_arms]),
         complete=report.complete,
     )
     path = config.out / RESULTS

@@ -32,6 +32,7 @@ from loka.cli.options import (
     TestData,
     Warmup,
     WithMods,
+    cache_folder,
     refuse_idle,
     refuse_idle_rates,
 )
@@ -49,7 +50,6 @@ from loka.core.exceptions import LokaError
 from loka.core.numerics.label_rate import Shares
 from loka.core.records.plan import Plan
 from loka.data.batch import Source
-from loka.measurement.cache import default_folder
 from loka.nn import check_finite
 from loka.planner import agree
 from loka.report.progress import ProgressBars
@@ -241,7 +241,7 @@ def train(
                     budget=named_budget("default", **{"ne": NE_ALLOWED} | given) if given else None,
                     candidates=tuple(candidate) if candidate else None,
                     measure_seconds=measure_seconds,
-                    cache=None if no_cache else cache or default_folder(),
+                    cache=cache_folder(cache, no_cache=no_cache),
                 ),
                 folder=out,
                 track=bars,

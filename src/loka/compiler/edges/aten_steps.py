@@ -8,6 +8,7 @@ import torch
 from torch.fx import Node
 
 from loka.compiler.nodes import args_of, is_tensor, value_of
+from loka.core.problem import FLOATS
 from loka.kernels.edge.program import Step
 
 aten, prims = torch.ops.aten, torch.ops.prims
@@ -33,7 +34,6 @@ _SAME = {
     aten.eq.Scalar: "eq", aten.eq.Tensor: "eq", aten.ne.Scalar: "ne", aten.ne.Tensor: "ne",
     aten.logical_and.default: "and", aten.logical_or.default: "or", aten.logical_not.default: "not",
 }  # fmt: skip
-_FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 _EQUALITIES = (aten.eq.Tensor, aten.ne.Tensor)
 _ORDERINGS = (aten.le.Tensor, aten.lt.Tensor, aten.ge.Tensor, aten.gt.Tensor)
 EXTREMES = (aten.amax.default, aten.amin.default, aten.max.default, aten.min.default)
@@ -41,7 +41,7 @@ _POWERS = {-1.0: "reciprocal", 0.5: "sqrt", -0.5: "rsqrt", 1.0: "copy", 2.0: "sq
 SUMS = (aten.sum.dim_IntList, aten.mean.dim)
 
 Value = int | float
-"""A place in a program, or a constant."""
+"""An index into the values of a program, or a constant."""
 
 
 def passes_on(node: Node) -> bool:
@@ -54,7 +54,7 @@ def passes_on(node: Node) -> bool:
     if not is_tensor(node) or not is_tensor(args_of(node)[0]):
         return False
     read, made = value_of(args_of(node)[0]), value_of(node)
-    return read.device == made.device and made.dtype in (read.dtype, *_FLOATS) and not read.dtype.is_complex
+    return read.device == made.device and made.dtype in (read.dtype, *FLOATS) and not read.dtype.is_complex
 
 
 def exact(node: Node) -> bool:

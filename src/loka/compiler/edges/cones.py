@@ -124,7 +124,7 @@ def _along_features(read: Sequence[Any], made: Sequence[Any]) -> bool:
     """Whether broadcasting repeats a number a row or block along features alone. A number a block for all rows
     has the shape of a number a row, where there are as many rows as blocks."""
     wide = [1] * (len(made) - len(read)) + list(read)
-    kept = next((place for place in reversed(range(len(wide))) if not same(wide[place], 1)), -1) + 1
+    kept = next((index for index in reversed(range(len(wide))) if not same(wide[index], 1)), -1) + 1
     return all(map(same, wide[:kept], made))
 
 

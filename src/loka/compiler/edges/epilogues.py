@@ -40,16 +40,16 @@ def matched(program: Program) -> Matched | None:
     value = _formula(program, product)
     if row_scale is not None:
         value = _ordered("mul", [value, _formula(program, row_scale)])
-    for place, step in enumerate(program.steps, len(program.leaves)):
-        if step.op != "rsqrt" or any(given != place for given in program.values):
+    for index, step in enumerate(program.steps, len(program.leaves)):
+        if step.op != "rsqrt" or any(given != index for given in program.values):
             continue
-        inverse = _formula(program, place)
+        inverse = _formula(program, index)
         norm = _norm(program, inverse, value)
         normalized = _ordered("mul", [value, inverse])
         activation = _ACTIVATIONS.get(_replaced(_formula(program, program.gradient), normalized))
         if norm is not None and activation is not None:
             epilogue = Epilogue(block=norm[0], eps=norm[1], activation=activation)
-            return Matched(epilogue, product, row_scale, place)
+            return Matched(epilogue, product, row_scale, index)
     return None
 
 

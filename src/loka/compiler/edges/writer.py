@@ -24,7 +24,7 @@ class Writer:
         self.leaves = list(kinds)
         self._kinds = tuple(kinds.values())
         self._steps: list[Step] = []
-        self._values: dict[Node, Value] = {node: place for place, node in enumerate(self.leaves)}
+        self._values: dict[Node, Value] = {node: index for index, node in enumerate(self.leaves)}
         self._block = cone.matrix.features
 
     def push(self, step: Step) -> int:
@@ -33,7 +33,7 @@ class Writer:
         self._steps.append(step)
         return len(self.leaves) + len(self._steps) - 1
 
-    def place(self, node: Node) -> int:
+    def index_of(self, node: Node) -> int:
         """The index of a leaf, or of a node inside the cone."""
         value = self._value(node)
         return value if isinstance(value, int) else self.push(Step("copy", (value,)))
@@ -95,7 +95,7 @@ class Writer:
     ) -> Program:
         """The program of what has been written, with the values that the cone hands to other readers."""
         given = self.cone.given
-        values = tuple(map(self.place, given))
+        values = tuple(map(self.index_of, given))
         return Program(
             features=self.cone.matrix.features,
             block=self._blocks(),
@@ -126,9 +126,9 @@ class Writer:
         kinds = zip(leaves, self._kinds, strict=True)
         leaves = [emitter.in_rows(leaf, wide) if kind is Kind.FULL else leaf for leaf, kind in kinds]
         op = emitter.call(edge, leaves, side, input_scale, gradient_scale, tops, program.to_text())
-        outputs = {name: emitter.item(op, place) for place, name in enumerate(program.outputs)}
-        for place, node in enumerate(self.cone.given):
-            like, value = value_of(node), outputs[f"value{place}"]
+        outputs = {name: emitter.item(op, index) for index, name in enumerate(program.outputs)}
+        for index, node in enumerate(self.cone.given):
+            like, value = value_of(node), outputs[f"value{index}"]
             if value_of(value).shape != like.shape:
                 value = emitter.call(aten.view.default, value, [emitter.side(each) for each in like.shape])
             if value_of(value).dtype != like.dtype:

@@ -26,6 +26,7 @@ from loka.compiler.edges.matrix import same
 from loka.compiler.emit import Emitter
 from loka.compiler.layout.strides import is_looked_at
 from loka.compiler.nodes import args_of, in_backward, is_tensor, value_of
+from loka.core.problem import FLOATS
 from loka.graph.gemm_calls import lies_across
 
 aten, prims = torch.ops.aten, torch.ops.prims
@@ -33,7 +34,6 @@ aten, prims = torch.ops.aten, torch.ops.prims
 _GEMMS = (aten.mm.default, aten.addmm.default, aten.bmm.default)
 _VIEWS = (aten.view.default, aten._unsafe_view.default, aten.reshape.default)
 _CONVERT = prims.convert_element_type.default
-_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _COLUMNS = 32  # d, below which GEMMs of a row of the batch each leave most of their tiles empty
 _ALIGNED = 8  # elements: cuBLAS' fast kernels ask for rows of 16 bytes
 
@@ -55,7 +55,7 @@ class _Product:
 
 def keep_tokens(emitter: Emitter) -> None:
     """Rewrites the graph's GEMMs over tokens in place, but for those whose result is looked at as memory."""
-    found = [n for n in emitter.graph.nodes if n.target in _GEMMS and value_of(n).dtype in _DTYPES]
+    found = [n for n in emitter.graph.nodes if n.target in _GEMMS and value_of(n).dtype in FLOATS]
     as_they_lie: dict[tuple[Node, torch.dtype], Node] = {}
     products: list[_Product] = []
     for node in found:

@@ -27,6 +27,7 @@ TOP, ZEROS, NONFINITE = _REGULAR, _REGULAR + 1, _REGULAR + 2
 ROWS = _REGULAR + 3
 
 _TOP_V = 1.75 * 2.0**8
+_TOP_BIN = (8 - LOWEST) * BINS_PER_OCTAVE + 12  # the row of _TOP_V, from which TOP is told apart
 _SHIFT = 23 - 4  # bits of a mantissa that lie below a bin
 # What lies up to three float32 steps below an edge counts above it. So the amax, at FMAX but for the
 # rounding of its scale, opens a bin; for any other element a threshold between two numbers is as far
@@ -150,7 +151,7 @@ def _rows(v: torch.Tensor, *, beyond: bool) -> torch.Tensor:
     code = v.view(torch.int32).sub((1 << _SHIFT) - _STEPS).bitwise_right_shift_(_SHIFT)
     row = _row_of(v.device).index_select(0, code.bitwise_and_(_CODES - 1))
     if beyond:
-        row.masked_fill_((row == TOP) & (v > _TOP_V + _STEPS * 2.0**-15), _bin(_TOP_V))
+        row.masked_fill_((row == TOP) & (v > _TOP_V + _STEPS * 2.0**-15), _TOP_BIN)
     return row
 
 
@@ -203,12 +204,6 @@ def _frame(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     return pad(centres(device), padding), pad(units(device), padding)
 
 
-def _bin(v: float) -> int:
-    """The row of v > 0, TOP apart."""
-    bits = int(torch.tensor(v, dtype=torch.float32, device="cpu").view(torch.int32))
-    return min(max((bits >> _SHIFT) - (LOWEST + 127) * BINS_PER_OCTAVE, 0), _REGULAR - 1)
-
-
 @functools.lru_cache(maxsize=8)
 def _row_of(device: torch.device) -> torch.Tensor:
     """The row of each code, int64 [_CODES]: codes from _CODES / 2 up are those of negative floats."""
@@ -216,7 +211,7 @@ def _row_of(device: torch.device) -> torch.Tensor:
     above = torch.arange(half, device="cpu") + 1  # codes are counted from the edge above
     rows = above.sub((LOWEST + 127) * BINS_PER_OCTAVE).clamp_(0, _REGULAR - 1)
     rows[above > (255 << 4)] = NONFINITE  # an infinity is not: a scale from an earlier step can be tiny
-    rows[_bin(_TOP_V) + (LOWEST + 127) * BINS_PER_OCTAVE - 1] = TOP
+    rows[_TOP_BIN + (LOWEST + 127) * BINS_PER_OCTAVE - 1] = TOP
     negative = torch.full((half,), ZEROS, device="cpu")
     negative[-1] = 0  # of what is smaller than _SHIFT bits
     negative[-17:-1] = NONFINITE  # the sign of a NaN means nothing

@@ -157,7 +157,7 @@ class Effect:
         loss, entropy = self.loss(), self.entropy
         if not entropy > 0:
             return Estimate(math.nan, math.nan, math.nan)
-        return Estimate(loss.value / entropy, loss.low / entropy, loss.high / entropy)
+        return loss.mapped(lambda lost: lost / entropy)
 
     def common(self) -> tuple[float, ...]:
         """The shift of each task's logit that is common to all samples; empty where not known."""

@@ -161,7 +161,7 @@ def accumulation_bound(a: Quantized, b: Quantized, *, fast: bool, dtype: torch.d
     """
     if a.cast.format.uniform:
         exact = dequantize(a).double() @ dequantize(b).double().t()
-        return ((4 * 2.0**-24 + _half_step(dtype)) * exact.abs()).float()
+        return ((4 * 2.0**-24 + half_step(dtype)) * exact.abs()).float()
     full_a, full_b = dequantize(a), dequantize(b)
     sides = a.shape[0], b.shape[0]
     lost = full_a.new_zeros(sides)
@@ -174,9 +174,9 @@ def accumulation_bound(a: Quantized, b: Quantized, *, fast: bool, dtype: torch.d
         lost = lost + 33 * 2.0**-13 * torch.maximum(running.abs() + lost, products)
         added = part_a @ part_b.t()
         running, exact, absolute = running + added, exact + added, absolute + products
-    return lost + a.shape[1] * 2.0**-24 * absolute + _half_step(dtype) * (exact.abs() + lost)
+    return lost + a.shape[1] * 2.0**-24 * absolute + half_step(dtype) * (exact.abs() + lost)
 
 
-def _half_step(dtype: torch.dtype) -> float:
+def half_step(dtype: torch.dtype) -> float:
     """The relative error of one rounding to `dtype`, doubled in bf16 and float16 for ties far from even."""
     return 2.0**-8 if dtype == torch.bfloat16 else 2.0**-11 if dtype == torch.float16 else 2.0**-24

@@ -252,7 +252,7 @@ def _layer(
     off = off_centre(plan.centres.get(path, ()), recipe, given, weight)
     left = columns_left(plan.hot_columns.get(path, ()), recipe, given)
     if new is not None:
-        new = Estimate(*(left * (1 + off) * each if each else each for each in (new.value, new.low, new.high)))
+        new = new.mapped(lambda each: left * (1 + off) * each if each else each)
     unsafe = []
     low = _low_operands(path, plan)
     for operand in low:

@@ -134,6 +134,15 @@ class Stats:
             digest.update(tensors[name].detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
         return digest.hexdigest()
 
+    def without_effect(self) -> dict[str, str]:
+        """By reason, the sites that have no new effect on KL/H: their names, or "every site"."""
+        found: dict[str, list[str]] = {}
+        for path, layer in self.layers.items():
+            if layer.no_effect:
+                found.setdefault(layer.no_effect, []).append(path)
+        every = len(self.layers)
+        return {why: "every site" if len(paths) == every else ", ".join(paths) for why, paths in found.items()}
+
     def left_out(self) -> dict[str, str]:
         """By layer, of which rows there is no statistic."""
         return {path: rows for path, layer in self.layers.items() if (rows := layer.left_out())}

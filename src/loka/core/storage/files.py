@@ -158,9 +158,13 @@ def canonical(content: Any) -> bytes:
     return json.dumps(content, sort_keys=True, separators=(",", ":"), allow_nan=False).encode()
 
 
+def digest_of(content: Any) -> str:
+    """sha256 of JSON values, in any order of their names."""
+    return hashlib.sha256(canonical(content)).hexdigest()
+
+
 def write_record(path: Path, *, kind: str, version: int, content: Mapping[str, Any]) -> None:
-    digest = hashlib.sha256(canonical(content)).hexdigest()
-    record = {"kind": kind, "version": version, "sha256": digest, "content": content}
+    record = {"kind": kind, "version": version, "sha256": digest_of(content), "content": content}
     write_atomic(path, json.dumps(record, indent=1, allow_nan=False).encode() + b"\n")
 
 
@@ -207,7 +211,7 @@ def read_record(
             raise refuse(f"it is a {str(record['kind'])[:80]}")
         if type(found := record["version"]) is not int or found != version:  # true is 1 to Python
             raise refuse(f"it has format version {str(found)[:80]}, and this LoKA reads {version}")
-        if hashlib.sha256(canonical(record["content"])).hexdigest() != record["sha256"]:
+        if digest_of(record["content"]) != record["sha256"]:
             raise refuse("its checksum differs: it was edited or damaged after LoKA wrote it")
         if not whole:
             raise refuse("it lacks its last newline: it was truncated")

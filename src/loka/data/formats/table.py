@@ -6,7 +6,7 @@ import numpy as np
 
 from loka.core.exceptions import DataRefused
 from loka.data.batch import Batch, History
-from loka.data.block import check_batching, into_batches, shard_range
+from loka.data.block import check_batching, check_holdout, into_batches, shard_range, training_rows
 from loka.data.categories.encoding import ENCODING, REASONS, encoded_of, history_in
 from loka.data.categories.vocabulary import HashedVocabulary, Vocabulary, build_vocabulary
 from loka.data.content import content_of, identity_of
@@ -109,11 +109,10 @@ def open_table(
 
     The order of the rows is taken for the order in time. The vocabulary is built on the training rows only.
     """
-    if not 0.0 < holdout < 1.0:
-        raise ValueError(f"holdout={holdout}: the held-out share lies strictly between 0 and 1")
+    check_holdout(holdout)  # before the rows are counted
     files = open_files(path)
     rows = sum(count_rows(file, schema) for file in files)
-    train = rows - round(rows * holdout)
+    train = training_rows(rows, holdout=holdout)
     if not 0 < train < rows:
         raise DataRefused(
             f"{files[0].path}: {rows} rows cannot be split at holdout={holdout}",

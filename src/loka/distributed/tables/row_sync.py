@@ -27,11 +27,12 @@ from torch.utils.hooks import RemovableHandle
 
 from loka.core.exceptions import LokaError
 from loka.core.exchange import ranks_of, same_on_all
-from loka.distributed.gradient_codec import FP32, Codec, all_gather, codec_named
+from loka.distributed.gradient_codec import Codec, all_gather, codec_named
 from loka.distributed.tables.changed_rows import Rule, Sent, Table, agree_on_rows, mean_of_replicas
 from loka.distributed.tables.left_over import LeftOver
 from loka.distributed.tables.lookups import Lookup, differences, frozen_tables, lookups_of
 from loka.distributed.tables.one_group import AdaGrad, as_one_group
+from loka.distributed.tables.row_codes import byte_counts, codec_of, decode_rows, encode_rows
 
 
 @dataclass(kw_only=True)
@@ -154,26 +155,66 @@ class RowSync:
         self._hooks = []
 
     def _begin(self, *, exact: bool) -> None:
+        """Sends what this replica's rows changed by, and receives from the others: `_finish` waits for it."""
+        tables = [*self._tables.values()]
+        own: list[tuple[Sent, list[torch.Tensor]]] = []
+        adagrads: list[AdaGrad] = []
         failed: LokaError | None = None
-        tables, sent, parts = [*self._tables.values()], [], []
-        states, rows, adagrads = [0] * len(tables), [0] * len(tables), []
         try:
             adagrads = self._ready()
-            for index, table in enumerate(tables):
-                taken = table.take(table.left.ids if exact else table.left.ids[:0])
-                code = self._encoded(table, taken, exact=exact)
-                changed = [after - was for after, was in zip(taken.then[1:], taken.before[1:], strict=True)]
-                parts += [_bytes(taken.ids), _bytes(code), *(_bytes(state) for state in changed)]
-                sent.append(taken)
-                states[index], rows[index] = len(changed), len(taken.ids)
+            own = [self._taken(table, exact=exact) for table in tables]
         except LokaError as error:  # told to all, which would wait for this replica
             failed = error
-        device, ranks = tables[0].seen.device, ranks_of(self._group)
-        rates = zlib.crc32(repr(adagrads).encode())
-        counts = [int(failed is not None), self._steps, int(exact), rates, *states, *rows]
+        settings = [self._steps, int(exact), zlib.crc32(repr(adagrads).encode())]
+        states = [0] * len(tables) if failed else [len(parts) - 2 for _, parts in own]
+        rows = [0] * len(tables) if failed else [len(taken.ids) for taken, _ in own]
+        all_rows = self._agreed_rows([*settings, *states], rows, failed)
+        device, ranks = tables[0].seen.device, len(all_rows)
+        mine = torch.cat(
+            [*(part for _, parts in own for part in parts), torch.empty(0, dtype=torch.uint8, device=device)]
+        )
+        codecs = [self._codec(table, exact=exact) for table in tables]
+        longest = max(
+            sum(sum(byte_counts(*each)) for each in zip(tables, other, codecs, strict=True)) for other in all_rows
+        )
+        came = torch.zeros(ranks, longest, dtype=torch.uint8, device=device)
+        padded = torch.cat([mine, came[0, : longest - len(mine)]])
+        work = all_gather(came, padded[None], group=self._group, async_op=True) if longest else None
+        self._flight = _Flight(
+            sent=[taken for taken, _ in own],
+            rows=all_rows,
+            exact=exact,
+            bytes=came,
+            work=work,
+            begun=self._steps,
+            steps=max(self._steps - self._begun, 1),
+            adagrads=adagrads,
+        )
+        self._begun = self._steps
+        self.traffic.syncs += 1
+        self.traffic.rows += sum(rows)
+        counts = 8 * (1 + len(settings) + len(states) + len(rows))
+        self.traffic.received += (ranks - 1) * (longest + counts)
+        held = sum(tensor.nbytes for table in tables for tensor in table.lookup.tensors())
+        self.traffic.whole += 2 * (ranks - 1) * held // ranks
+
+    def _taken(self, table: Table, *, exact: bool) -> tuple[Sent, list[torch.Tensor]]:
+        """The rows of a table to send, and their bytes."""
+        taken = table.take(table.left.ids if exact else table.left.ids[:0])
+        return taken, encode_rows(table, taken, self._codec(table, exact=exact), exact=exact)
+
+    def _agreed_rows(self, alike: list[int], rows: list[int], failed: LokaError | None) -> list[list[int]]:
+        """For each replica how many rows of each table it sends. A collective.
+
+        `alike`: the step, whether it is exact, the rates, and each table's number of states, the same on all replicas.
+
+        Raises LokaError on all replicas where one has `failed`, or where they are not alike.
+        """
+        counts = [int(failed is not None), *alike, *rows]
+        device, ranks = next(iter(self._tables.values())).seen.device, ranks_of(self._group)
         told = torch.empty(ranks, len(counts), dtype=torch.int64, device=device)
         all_gather(told, torch.tensor([counts], device=device), group=self._group)
-        all_counts, head = told.tolist(), len(counts) - len(rows)
+        all_counts, head = told.tolist(), 1 + len(alike)
         if unable := [r for r, (unable, *_) in enumerate(all_counts) if unable]:
             raise failed or LokaError(
                 "a replica cannot synchronize its tables",
@@ -191,28 +232,7 @@ class RowSync:
                 way_out="call step() as often on every replica, with the same settings and rates, once the "
                 "optimizers of all have stepped; give a table its state everywhere before the first exchange",
             )
-        all_rows = [other[head:] for other in all_counts]
-        mine = torch.cat([*parts, torch.empty(0, dtype=torch.uint8, device=device)])
-        sizes = [sum(self._sizes(other, exact=exact)) for other in all_rows]
-        came = torch.zeros(ranks, max(sizes), dtype=torch.uint8, device=device)
-        padded = torch.cat([mine, came[0, : max(sizes) - len(mine)]])
-        work = all_gather(came, padded[None], group=self._group, async_op=True) if max(sizes) else None
-        self._flight = _Flight(
-            sent=sent,
-            rows=all_rows,
-            exact=exact,
-            bytes=came,
-            work=work,
-            begun=self._steps,
-            steps=max(self._steps - self._begun, 1),
-            adagrads=adagrads,
-        )
-        self._begun = self._steps
-        self.traffic.syncs += 1
-        self.traffic.rows += sum(rows)
-        self.traffic.received += (ranks - 1) * (max(sizes) + told[0].nbytes)  # padded, and the counts
-        held = sum(tensor.nbytes for table in tables for tensor in table.lookup.tensors())
-        self.traffic.whole += 2 * (ranks - 1) * held // ranks
+        return [other[head:] for other in all_counts]
 
     def _ready(self) -> list[AdaGrad]:
         """Of each table, where they become as one group's. Raises LokaError where an exchange would be wrong."""
@@ -235,50 +255,20 @@ class RowSync:
         at = [0] * ranks
         for index, (table, own) in enumerate(zip(self._tables.values(), flight.sent, strict=True)):
             counts = [rows[index] for rows in flight.rows]
+            codec = self._codec(table, exact=flight.exact)
             came: list[tuple[torch.Tensor, list[torch.Tensor]]] = []
             for r, count in enumerate(counts):
-                sizes = self._sizes_of(table, count, exact=flight.exact)
-                ids, *codes = flight.bytes[r, at[r] : at[r] + sum(sizes)].split(sizes)
+                sizes = byte_counts(table, count, codec)
+                sent = flight.bytes[r, at[r] : at[r] + sum(sizes)].split(sizes)
                 at[r] += sum(sizes)
-                came.append((_as(ids, torch.int64), self._decoded(table, codes, count, exact=flight.exact)))
+                came.append(decode_rows(table, sent, count, codec))
             rule: Rule = mean_of_replicas
             if flight.adagrads and len(table.lookup.tensors()) > 1:  # momentum: something has moved the table
                 rule = partial(as_one_group, adagrad=flight.adagrads[index], steps=flight.steps)
             agree_on_rows(table, own, came, rule)
 
-    def _encoded(self, table: Table, taken: Sent, *, exact: bool) -> torch.Tensor:
-        """Codes of what a weight's rows changed by, [rows, bytes]; what they leave is kept for the next."""
-        x = taken.then[0] - taken.before[0]
-        x += table.left.of(taken.ids)
-        codec = self._codec(table, exact=exact)
-        code = codec.encode(x)
-        if exact:
-            table.left.clear()
-        elif self._codec_name != "fp32":
-            table.left.keep(taken.ids, (x - codec.decode(code)).nan_to_num(0.0, 0.0, 0.0))
-        return code
-
-    def _decoded(self, table: Table, codes: list[torch.Tensor], rows: int, *, exact: bool) -> list[torch.Tensor]:
-        weight, *states = table.lookup.tensors()
-        codec = self._codec(table, exact=exact)
-        changed = codec.decode(codes[0].clone().view(rows, codec.width(weight.shape[1])))
-        return [
-            changed,
-            *(_as(c, torch.float32).view(rows, *s.shape[1:]) for c, s in zip(codes[1:], states, strict=True)),
-        ]
-
     def _codec(self, table: Table, *, exact: bool) -> Codec:
-        return FP32 if exact else codec_named(self._codec_name, block=table.lookup.tensors()[0].shape[1])
-
-    def _sizes(self, counts: Sequence[int], *, exact: bool) -> list[int]:
-        tables = self._tables.values()
-        return [sum(self._sizes_of(table, count, exact=exact)) for table, count in zip(tables, counts, strict=True)]
-
-    def _sizes_of(self, table: Table, rows: int, *, exact: bool) -> list[int]:
-        """Bytes of the ids, the weight's codes and each state of so many rows."""
-        weight, *states = table.lookup.tensors()
-        codec = self._codec(table, exact=exact)
-        return [8 * rows, rows * codec.width(weight.shape[1]), *(4 * rows * s[:1].numel() for s in states)]
+        return codec_of(table, self._codec_name, exact=exact)
 
 
 def row_sync(
@@ -384,11 +374,3 @@ def _before_forward(lookup: Lookup, table: Table) -> RemovableHandle:
                 table.note(lookup.ids((args, kwargs)))
 
     return lookup.module.register_forward_pre_hook(look, with_kwargs=True)
-
-
-def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.contiguous().view(-1).view(torch.uint8)
-
-
-def _as(code: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    return code.clone().view(dtype)

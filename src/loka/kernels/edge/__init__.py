@@ -1,0 +1,1 @@
+"""The code between sites as a program: its steps, its op, and its twin in plain PyTorch."""

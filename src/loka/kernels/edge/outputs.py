@@ -22,8 +22,8 @@ def unwritten(program: Program, rows: int, device: torch.device) -> list[torch.T
     }
     dtypes = dict.fromkeys(("row", "column", "transposed"), torch.float8_e4m3fn)
     dtypes["integer"] = torch.int8
-    for number, (place, dtype) in enumerate(zip(program.values, program.value_dtypes, strict=True)):
-        shapes[f"value{number}"] = value_shape(program, program.kinds[place], rows)
+    for number, (index, dtype) in enumerate(zip(program.values, program.value_dtypes, strict=True)):
+        shapes[f"value{number}"] = value_shape(program, program.kinds[index], rows)
         dtypes[f"value{number}"] = getattr(torch, dtype)
     return [
         torch.empty(*shapes.get(name, (program.features,)), dtype=dtypes.get(name, torch.float32), device=device)

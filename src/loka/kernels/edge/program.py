@@ -30,7 +30,7 @@ class Kind(StrEnum):
 
 
 Argument = int | float
-"""Of a step: an int is the place of a leaf or an earlier step, a float is a constant."""
+"""Of a step: an int is the index of a leaf or an earlier step, a float is a constant."""
 
 POINTWISE = (
     "add", "sub", "mul", "div", "neg", "abs", "exp", "log", "sqrt", "rsqrt", "reciprocal", "sigmoid", "tanh",
@@ -68,7 +68,7 @@ class Program:
     Attributes:
         leaves: the kind of every tensor read. float8 leaves count as their stored numbers: a program
             multiplies by their scales itself.
-        steps: in order; place p < len(leaves) is a leaf, then come the steps.
+        steps: in order; index p < len(leaves) is a leaf, then come the steps.
         block: features of one block, which divides `features`; `features` where no step asks for blocks.
         gradient: the value G to be quantized under a power-of-two scale r_i of each row, or None.
         row, column: whether G's copies are wanted as they lie, and transposed.
@@ -97,20 +97,20 @@ class Program:
         if self.features < 1 or self.block < 1 or self.features % self.block:
             raise ValueError(f"blocks of {self.block} do not divide {self.features} features")
         _check(all(isinstance(kind, Kind) for kind in self.leaves), "leaves of no kind")
-        for place, step in enumerate(self.steps, len(self.leaves)):
+        for index, step in enumerate(self.steps, len(self.leaves)):
             if step.op not in ARITY:
                 raise ValueError(f"a program has no step {step.op!r}; it has {POINTWISE + REDUCTIONS}")
             _check(len(step.args) == ARITY[step.op], f"{ARITY[step.op]} arguments are not those of {step}")
             _check(all(type(a) in (int, float) for a in step.args), f"{step} of what is no number")
-            if any(isinstance(a, int) and not 0 <= a < place for a in step.args):
-                raise ValueError(f"step {place} reads what comes after it: {step}")
+            if any(isinstance(a, int) and not 0 <= a < index for a in step.args):
+                raise ValueError(f"step {index} reads what comes after it: {step}")
             _check(step.op not in REDUCTIONS or type(step.args[0]) is int, f"{step} of a constant")
         self._check_results()
 
     def _check_results(self) -> None:
         count = len(self.leaves) + len(self.steps)
         for value in (self.gradient, self.transposed, *self.sums, *self.values):
-            _check(value is None or type(value) is int, f"a place {value!r}")
+            _check(value is None or type(value) is int, f"an index that is no integer, {value!r}")
             if value is not None and not 0 <= value < count:
                 raise ValueError(f"the program has no value {value}")
         told = (self.row, self.column, self.integers)
@@ -164,8 +164,8 @@ class Program:
             names += ["integer", "step"] * self.integers
         if self.transposed is not None:
             names += ["transposed", "top"]
-        names += (f"sum{place}" for place in range(len(self.sums)))
-        return (*names, *(f"value{place}" for place in range(len(self.values))))
+        names += (f"sum{index}" for index in range(len(self.sums)))
+        return (*names, *(f"value{index}" for index in range(len(self.values))))
 
     def to_text(self) -> str:
         content = {
@@ -184,7 +184,7 @@ GROUP = 32  # rows that one of the tops is of, and runs of a transposed copy tha
 
 def _check(condition: bool, what: str) -> None:
     if not condition:
-        raise ValueError(f"a program has no {what}")
+        raise ValueError(f"this is no program: {what}")
 
 
 @functools.lru_cache(maxsize=4096)

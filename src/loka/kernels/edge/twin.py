@@ -20,7 +20,7 @@ from loka.core.recipe import Cast, Format, Granularity
 from loka.kernels.edge.program import GROUP, Kind, Program, Step
 
 _INT8 = Cast(Format.INT8, Granularity.ROW)
-E4M3_MAX = 448.0
+E4M3_MAX = Format.E4M3.max
 SCALE_CARRY = 0x1FFFFF  # carries mantissas above 1.75, which is that of 448, into the exponent
 SCALE_EXPONENT = 8 << 23  # 448 = 1.75 * 2^8
 SCALE_LEAST = 67 << 23  # 2^-60: products of two scales and their reciprocals stay normal numbers
@@ -80,11 +80,11 @@ def run_program(
         value = _full(values[program.transposed], program, rows) * (gradient_scale.view(-1, 1) / top)
         low = value.clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn)
         found += [_padded(low.t(), columns, high), top]
-    found += [_full(values[place], program, rows).sum(dim=0) for place in program.sums]
-    for place, dtype in zip(program.values, program.value_dtypes, strict=True):
-        kind = program.kinds[place]
+    found += [_full(values[index], program, rows).sum(dim=0) for index in program.sums]
+    for index, dtype in zip(program.values, program.value_dtypes, strict=True):
+        kind = program.kinds[index]
         shape = value_shape(program, kind, rows)
-        value = _full(values[place], program, rows) if kind is Kind.FULL else values[place].float()
+        value = _full(values[index], program, rows) if kind is Kind.FULL else values[index].float()
         value = value.expand(rows, -1, -1) if value.dim() == 3 else value
         found.append(value.reshape(shape).to(getattr(torch, dtype)))
     return found

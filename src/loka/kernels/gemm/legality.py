@@ -65,6 +65,10 @@ def not_float64(problem: Problem) -> str | None:
     return "float64 results: FP8 GEMMs accumulate in float32" if problem.dtype == "float64" else None
 
 
+def integers_not_float64(problem: Problem) -> str | None:
+    return "float64 results: sums are scaled in float32" if problem.dtype == "float64" else None
+
+
 def not_bfloat16(problem: Problem) -> str | None:
     """For GEMMs that write bfloat16. A float32 weight gradient is a cast of it, as autocast does."""
     if problem.dtype == "bfloat16" or (problem.gemm is Gemm.GRAD_WEIGHT and problem.dtype == "float32"):
@@ -77,9 +81,10 @@ def bfloat16_on_the_way(problem: Problem, recipe: Recipe) -> float:
     return 0.0 if problem.dtype == "bfloat16" else 2.0**-8
 
 
-def older_cuda(major: int, minor: int) -> str | None:
-    """Whether this torch comes with a CUDA older than needed; a torch without CUDA says nothing."""
+def before_cuda_12_9() -> str | None:
+    """Whether this torch comes with a cuBLASLt that knows no scales of rows and blocks. A torch without CUDA says
+    nothing."""
     version = torch.version.cuda
-    if version and tuple(map(int, version.split(".")[:2])) < (major, minor):
-        return f"needs CUDA {major}.{minor}, this torch was built with {version}"
+    if version and tuple(map(int, version.split(".")[:2])) < (12, 9):
+        return f"needs CUDA 12.9, this torch was built with {version}"
     return None

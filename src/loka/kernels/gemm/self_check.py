@@ -41,7 +41,7 @@ import math
 import torch
 
 from loka.core.numerics.hot_columns import append
-from loka.core.numerics.reference import Quantized, accumulation_bound, dequantize, quantize, scaled_mm
+from loka.core.numerics.reference import Quantized, accumulation_bound, dequantize, half_step, quantize, scaled_mm
 from loka.core.problem import DTYPES, Problem, target_of
 from loka.core.recipe import Gemm
 from loka.core.timing import first_line
@@ -169,8 +169,7 @@ def _bound(a: Quantized, b: Quantized, candidate: Candidate, dtype: torch.dtype)
     if a.data.device.type != "cpu":
         return accumulation_bound(a, b, fast=candidate.kernel.fast, dtype=dtype)
     absolute = dequantize(a).abs() @ dequantize(b).abs().t()
-    rounding = 2.0**-8 if dtype == torch.bfloat16 else 2.0**-11 if dtype == torch.float16 else 2.0**-24
-    return a.shape[1] * 2.0**-23 * absolute + rounding * scaled_mm(a, b, dtype=torch.float32).abs()
+    return a.shape[1] * 2.0**-23 * absolute + half_step(dtype) * scaled_mm(a, b, dtype=torch.float32).abs()
 
 
 def _quantizer_evidence(operand: str, hp: torch.Tensor, low: Quantized) -> str | None:

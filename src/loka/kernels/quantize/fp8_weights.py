@@ -9,34 +9,33 @@ from collections.abc import Sequence
 
 import torch
 
-from loka.core.problem import round_up
+from loka.core.problem import FLOATS, round_up
 from loka.kernels.custom_op import registered
 from loka.kernels.launches import note_launch
 from loka.kernels.quantize.weight_copies import FP8, NAN_BYTE, SIDE, Copies, bits_of_scale, quantize_weight, unwritten
 
-DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 GROUP = 16  # weights that a launch serves: more would only lengthen its list of arguments
 
 
 def groups_of(weights: Sequence[torch.Tensor]) -> list[list[int]]:
     """Places of weights that launches serve together: of one dtype, up to `GROUP`, none without elements."""
     by_dtype: dict[torch.dtype, list[int]] = {}
-    for place, weight in enumerate(weights):
+    for index, weight in enumerate(weights):
         if weight.numel():
-            by_dtype.setdefault(weight.dtype, []).append(place)
-    return [places[begin : begin + GROUP] for places in by_dtype.values() for begin in range(0, len(places), GROUP)]
+            by_dtype.setdefault(weight.dtype, []).append(index)
+    return [indices[begin : begin + GROUP] for indices in by_dtype.values() for begin in range(0, len(indices), GROUP)]
 
 
 def _check(weights: Sequence[torch.Tensor], transposed: Sequence[bool]) -> None:
     if len(weights) != len(transposed):
         raise ValueError(f"{len(weights)} weights, but {len(transposed)} values of `transposed`: give as many")
-    for place, weight in enumerate(weights):
+    for index, weight in enumerate(weights):
         if weight.dim() != 2:
-            raise ValueError(f"weight {place} has shape {tuple(weight.shape)}: give matrices [N, K]")
-        if weight.dtype not in DTYPES:
-            raise ValueError(f"weight {place} is {weight.dtype}: give one of {', '.join(map(str, DTYPES))}")
+            raise ValueError(f"weight {index} has shape {tuple(weight.shape)}: give matrices [N, K]")
+        if weight.dtype not in FLOATS:
+            raise ValueError(f"weight {index} is {weight.dtype}: give one of {', '.join(map(str, FLOATS))}")
         if weight.device != weights[0].device:
-            raise ValueError(f"weight {place} is on {weight.device}, weight 0 on {weights[0].device}")
+            raise ValueError(f"weight {index} is on {weight.device}, weight 0 on {weights[0].device}")
 
 
 def _flat(copies: Sequence[Copies]) -> list[torch.Tensor]:
@@ -59,8 +58,8 @@ def _fp8_weights(weights: Sequence[torch.Tensor], transposed: Sequence[bool]) ->
     from loka.kernels.quantize.triton.fp8_weights import quantize_weights_fused
 
     copies = [(unwritten if weight.numel() else quantize_weight)(weight, transposed=turn) for weight, turn in pairs]
-    for places in groups:
-        quantize_weights_fused([weights[place] for place in places], [copies[place] for place in places])
+    for indices in groups:
+        quantize_weights_fused([weights[index] for index in indices], [copies[index] for index in indices])
     return _flat(copies)
 
 
@@ -80,7 +79,7 @@ def cast_rows(
     rows: Sequence[torch.Tensor],
     scales: Sequence[torch.Tensor],
     largest: torch.Tensor,
-    places: Sequence[int],
+    indices: Sequence[int],
 ) -> None:
     """FP8 bytes of matrices [N, K] whose largest magnitudes are known, as shards have those of whole weights.
 
@@ -88,27 +87,27 @@ def cast_rows(
         rows: `room_for_rows` of each.
         scales: float32, of at least as many elements as a side of the matrix, padded to 16; some are written over,
             by the scale of that maximum.
-        largest: float32, the maximum of each at its place in `places`; infinity, for what is not finite, makes all
+        largest: float32, the maximum of each at its index in `indices`; infinity, for what is not finite, makes all
             of its bytes NaN.
     """
-    on_gpu = [w.is_cuda and w.shape[1] % SIDE == 0 and w.dtype in DTYPES for w in weights]
-    for place, weight in enumerate(weights):
-        if not on_gpu[place]:
-            scale = bits_of_scale(largest[places[place]]).view(torch.float32)
+    on_gpu = [w.is_cuda and w.shape[1] % SIDE == 0 and w.dtype in FLOATS for w in weights]
+    for index, weight in enumerate(weights):
+        if not on_gpu[index]:
+            scale = bits_of_scale(largest[indices[index]]).view(torch.float32)
             low = (weight.float() / scale).to(FP8).view(torch.uint8)
-            rows[place].copy_(torch.where(scale.isnan(), NAN_BYTE, low))
-    fused = [place for place, fits in enumerate(on_gpu) if fits]
-    for group in groups_of([weights[place] for place in fused]):
+            rows[index].copy_(torch.where(scale.isnan(), NAN_BYTE, low))
+    fused = [index for index, fits in enumerate(on_gpu) if fits]
+    for group in groups_of([weights[index] for index in fused]):
         from loka.kernels.quantize.triton.fp8_weights import cast_rows_fused
 
-        own = [fused[place] for place in group]
+        own = [fused[index] for index in group]
         note_launch("weights")
         cast_rows_fused(
-            [weights[place] for place in own],
-            [rows[place] for place in own],
-            [scales[place] for place in own],
+            [weights[index] for index in own],
+            [rows[index] for index in own],
+            [scales[index] for index in own],
             largest,
-            [places[place] for place in own],
+            [indices[index] for index in own],
         )
 
 

@@ -10,14 +10,13 @@ from collections.abc import Sequence
 
 import torch
 
-from loka.core.problem import round_up
 from loka.core.recipe import Cast, Format, Granularity
 from loka.kernels.custom_op import registered
 from loka.kernels.launches import note_launch
 from loka.kernels.quantize.fp8_weights import groups_of
 from loka.kernels.quantize.quantizer import quantize_pair
 from loka.kernels.quantize.side import Side
-from loka.kernels.quantize.weight_copies import SIDE
+from loka.kernels.quantize.weight_copies import padded_sides
 
 CAST = Cast(Format.INT8, Granularity.ROW)
 
@@ -26,32 +25,28 @@ def _int8_weights(weights: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Of each weight [N, K] in turn row int8 [N16, K16], padded with zeros to multiples of 16, and scale
     float32 [N16]; that of a row which is not finite is not finite."""
     made: dict[int, list[torch.Tensor]] = {}
-    for places in groups_of(weights) if weights[0].is_cuda else ():
-        lying = [place for place in places if weights[place].stride(1) == 1]
+    for indices in groups_of(weights) if weights[0].is_cuda else ():
+        lying = [index for index in indices if weights[index].stride(1) == 1]
         if lying:
             from loka.kernels.quantize.triton.int8_weights import quantize_rows_fused
 
             note_launch("weights")
-            several = [weights[place].detach() for place in lying]
+            several = [weights[index].detach() for index in lying]
             copies = [_unwritten(weight) for weight in several]
             quantize_rows_fused(several, copies)
             made.update(zip(lying, copies, strict=True))
-    for place, weight in enumerate(weights):
-        if place not in made:
+    for index, weight in enumerate(weights):
+        if index not in made:
             note_launch("weights")
-            side = Side(cast=CAST, padded=_sides(weight))
+            side = Side(cast=CAST, padded=padded_sides(weight))
             copy, _ = quantize_pair(weight.detach(), row=side, column=None)
             assert copy is not None
-            made[place] = [copy.data, copy.scale.view(-1)]
-    return [tensor for place in range(len(weights)) for tensor in made[place]]
-
-
-def _sides(weight: torch.Tensor) -> tuple[int, int]:
-    return round_up(weight.shape[0], SIDE), round_up(weight.shape[1], SIDE)
+            made[index] = [copy.data, copy.scale.view(-1)]
+    return [tensor for index in range(len(weights)) for tensor in made[index]]
 
 
 def _unwritten(weight: torch.Tensor) -> list[torch.Tensor]:
-    rows, columns = _sides(weight)
+    rows, columns = padded_sides(weight)
     return [
         torch.empty(rows, columns, dtype=torch.int8, device=weight.device),
         torch.empty(rows, dtype=torch.float32, device=weight.device),

@@ -33,8 +33,13 @@ class Copies(NamedTuple):
     scale: torch.Tensor
 
 
+def padded_sides(weight: torch.Tensor) -> tuple[int, int]:
+    """N16 and K16 of a weight [N, K]."""
+    return round_up(weight.shape[0], SIDE), round_up(weight.shape[1], SIDE)
+
+
 def unwritten(weight: torch.Tensor, *, transposed: bool) -> Copies:
-    rows, columns = round_up(weight.shape[0], SIDE), round_up(weight.shape[1], SIDE)
+    rows, columns = padded_sides(weight)
     column = (columns, rows) if transposed else (0,)
     return Copies(
         torch.empty(rows, columns, dtype=FP8, device=weight.device),
@@ -62,7 +67,7 @@ def bits_of_scale(largest: torch.Tensor) -> torch.Tensor:
 def quantize_weight(weight: torch.Tensor, *, transposed: bool) -> Copies:
     """The twin of the kernels: copies of one weight [N, K] in plain PyTorch."""
     weight = weight.detach()
-    rows, columns = round_up(weight.shape[0], SIDE), round_up(weight.shape[1], SIDE)
+    rows, columns = padded_sides(weight)
     scale = scale_bits(weight).view(torch.float32)
     values = weight.float() / scale  # by a power of two: exact wherever FP8 can tell
     data = torch.zeros(rows, columns, dtype=torch.uint8, device=weight.device)

@@ -29,13 +29,12 @@ from loka.compiler import install
 from loka.compiler.joint_sites import ARMS, misfit
 from loka.compiler.listing import regions
 from loka.core.compiling import compile_in_place
-from loka.core.error import Estimate
 from loka.core.problem import DTYPES, linear_problem, target_of
 from loka.core.recipe import Gemm
 from loka.core.records.report import CHAINED, HP, REGION, REGION_INT8, Measurement
 from loka.core.records.stats import LinearStats
 from loka.core.signature import LinearShape
-from loka.core.timing import first_line, still_usable, time_interleaved
+from loka.core.timing import first_line, is_broken, time_interleaved
 from loka.graph.attach import attach
 from loka.kernels.gemm.registry import candidate_named
 from loka.kernels.quantize.fp8_weights import fp8_weights
@@ -216,9 +215,10 @@ def _race(
         raise torch.OutOfMemoryError("a step did not fit while it was captured")
     if times.ended == "deadline":
         return None
+    layers = len(cells[HP].layers)  # a cell takes so many times what a layer of it takes
     for name, timing in times.timings.items():
         found[name] = Measurement(
-            microseconds=_of_one(timing.microseconds, len(cells[HP].layers)),
+            microseconds=timing.microseconds.mapped(lambda cell: cell / layers),
             speedup=timing.speedup,
             rounds=timing.rounds,
         )
@@ -247,14 +247,9 @@ def _compiled_steps(
     return steps, failures
 
 
-def _of_one(time: Estimate, layers: int) -> Estimate:
-    """A layer's part of the time of a cell of so many."""
-    return Estimate(time.value / layers, time.low / layers, time.high / layers)
-
-
 def _failure(error: Exception, device: torch.device) -> Measurement:
     """What to say of an arm that raised. Raises `error` again where CUDA is unusable after it."""
-    if device.type == "cuda" and not still_usable():
+    if is_broken(device):
         raise error
     return Measurement(unsupported=f"cannot be timed: {first_line(error)}")
 

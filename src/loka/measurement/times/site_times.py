@@ -19,7 +19,7 @@ from loka.core.problem import DTYPES, Problem
 from loka.core.recipe import Gemm
 from loka.core.records.report import HP
 from loka.core.storage.codec import sparse
-from loka.core.timing import Timing, first_line, still_usable, time_interleaved
+from loka.core.timing import Timing, first_line, is_broken, time_interleaved
 from loka.kernels.gemm.registry import Candidate, candidate_named
 from loka.kernels.gemm.run import ScaledGemm, run_gemm, scaled_gemm
 from loka.kernels.quantize.quantizer import quantize_operand
@@ -103,7 +103,7 @@ def time_site(
             raise
         except Exception as error:  # libraries raise what they like
             error.add_note(f"while the algorithms of {name} were searched for {problem}")
-            if device.type == "cuda" and not still_usable():
+            if is_broken(device):
                 raise
             failures[name] = first_line(error)
     entered = {name: pinned.get(name, name) for name in names if name not in failures}
@@ -257,7 +257,7 @@ def _search(
         except torch.OutOfMemoryError:
             raise
         except Exception as error:  # the baseline of this race is one algorithm like another
-            if device.type == "cuda" and not still_usable():
+            if is_broken(device):
                 raise
             name = next(iter(right))
             failures[name] = first_line(error)
@@ -294,7 +294,7 @@ def _exactness(
             value = sqnr_db(run(*low)[::step], expected)
         except Exception as error:  # libraries raise what they like
             error.add_note(f"while {name} ran {run.problem}")
-            if device.type == "cuda" and not still_usable():
+            if is_broken(device):
                 raise
             failures[name] = first_line(error)
             continue

@@ -8,11 +8,11 @@ from loka.core.error import Estimate
 from loka.core.records.plan import Plan
 from loka.report.pages.html import Cell, Html, code, figure, join, number, paragraph, section, table, tag, tiles
 from loka.report.pages.svg import Frame, fit, signed
-from loka.validation.arms import by_plan
+from loka.report.quality import HEADER
+from loka.validation.arms import by_plan, key_of
 from loka.validation.compare import Comparison
 from loka.validation.paired import NE_LIMIT_PERCENT, Verdict
 from loka.validation.record import ArmVerdict, BandPoint, Validation
-from loka.validation.runs import key_of
 from loka.validation.verdicts import ERROR, RowsVerdict
 
 QUALITY, CURVES = "Quality: paired runs", "Training curves of the pairs"
@@ -169,10 +169,8 @@ def _runs(found: Validation) -> Html:
         more = ("logloss", "auc", "calibration")
         cells = [number(getattr(q, name) if q else None, "{:.5f}") for name in more]
         train_ne = number(run.train_ne if q else None, "{:.5f}")
-        name = f"{run.arm}, {run.task}" if run.task else run.arm
-        rows.append((number(run.seed, "{:d}"), name, ne, *cells, train_ne, speed))
-    header = ("seed", "arm", "ne", "logloss", "auc", "calibration", "train ne", "rows/s")
-    return table(header, rows, caption="Every run on the held-out rows", first=12)
+        rows.append((number(run.seed, "{:d}"), run.title, ne, *cells, train_ne, speed))
+    return table(HEADER, rows, caption="Every run on the held-out rows", first=12)
 
 
 def _compared(found: Comparison, plan: Plan | None) -> Html:

@@ -5,7 +5,7 @@ from itertools import pairwise
 
 from loka.report.pages.html import Cell, Html, figure, number, paragraph, section, table
 from loka.report.pages.svg import Frame
-from loka.train.automatic.timeline import Event
+from loka.train.automatic.timeline import Event, paces
 
 TITLE = "Time line of the run"
 _COLOURS = {"probe": "b", "fp8": "a"}  # others: the third colour
@@ -16,22 +16,19 @@ def timeline_section(events: Sequence[Event]) -> Html:
     total = events[-1].seconds
     summary = f"{total:.0f} s up to the last entry, {events[-1].rows:,} rows in {events[-1].step:,} steps."
     drawn = [figure(_phases(events), "What the run did, over its wall clock.")] if len(events) > 1 else []
-    rows = []
-    for event, after in zip(events, [*events[1:], None], strict=True):
-        lasted = after.seconds - event.seconds if after else None
-        trained = after.rows - event.rows if after else 0
-        # A note says what came of the phase before the one that it stands at.
-        note = after.note if after else ""
-        rows.append(
-            (
-                event.phase,
-                number(event.step, "{:d}"),
-                number(event.seconds),
-                number(lasted),
-                number(trained / lasted if trained and lasted else None, "{:.0f}"),
-                Cell(note, note, "wrap"),
-            )
+    # A note says what came of the phase before the one that it stands at.
+    notes = [*(event.note for event in events[1:]), ""]
+    rows = [
+        (
+            event.phase,
+            number(event.step, "{:d}"),
+            number(event.seconds),
+            number(lasted),
+            number(speed, "{:.0f}"),
+            Cell(note, note, "wrap"),
         )
+        for event, (lasted, speed), note in zip(events, paces(events), notes, strict=True)
+    ]
     header = ("phase", "from step", "at s", "lasted s", "rows/s", "what came of it")
     return section("timeline", TITLE, paragraph(summary), *drawn, table(header, rows, caption="Phases"))
 

@@ -4,7 +4,6 @@ Groups of 2, 4, ... ranks of the first node, all of it, then all nodes are timed
 fits rank 0's numbers (alpha_beta.py): all make one network, or none does.
 """
 
-import json
 import os
 import socket
 from collections.abc import Sequence
@@ -17,7 +16,7 @@ import torch.distributed as dist
 from loka.core.device import fingerprint
 from loka.core.error import Estimate
 from loka.core.exceptions import LokaError
-from loka.core.exchange import broadcast, gather, ranks_of
+from loka.core.exchange import broadcast_json, gather_json, ranks_of
 from loka.core.records.network import Calibration, Link, Network
 from loka.core.storage.codec import decode, encode
 from loka.scaling.cluster.alpha_beta import Sample, checked, fitted_network, quantity_of
@@ -57,7 +56,7 @@ def calibrate(
             f"up to {most} bytes there are {len(sizes)} sizes to measure, and it takes {_FEWEST}", way_out=way_out
         )
     buffers = Buffers(sizes[-1], device)
-    found = [decode(Estimate, one) for one in _every(encode(memory_gbps(buffers)))]
+    found = [decode(Estimate, one) for one in gather_json(encode(memory_gbps(buffers)))]
     memory = min(found, key=lambda one: one.value)  # of the slowest rank, for which the others wait
     samples, notes = _measured(buffers, sizes, inner=inner, ranks=ranks, seconds=seconds)
     fitted, held_out = (
@@ -76,10 +75,6 @@ def calibrate(
         notes=tuple(notes),
     )
     return replace(network, name=f"{machine.device}, {network.gpus_per_node} a node, measured", measured=how)
-
-
-def _every(value: Any) -> list[Any]:
-    return [json.loads(text) for text in gather(json.dumps(value).encode(), None)]
 
 
 def _backend() -> str:
@@ -102,7 +97,7 @@ def _agreed(device: torch.device, base: Network | None, most_bytes: int) -> tupl
     free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // max(local, 1)
     if device.type == "cuda":
         free = torch.cuda.mem_get_info(device)[0]
-    every = _every([said, free])
+    every = gather_json([said, free])
     first = every[0][0]
     lines = [
         f"rank {rank}: {key}: {there[key]}, and {first[key]} on rank 0"[:200]
@@ -144,14 +139,14 @@ def _measured(
             ]
             slow |= {rank: max(slow.get(rank, 1.0), ratio) for rank, ratio in enumerate(behind)}
             dist.destroy_process_group(group)
-        _every("")  # the others wait for those who measured
-    hosts = _every(socket.gethostname())
+        gather_json("")  # the others wait for those who measured
+    hosts = gather_json(socket.gethostname())
     notes = [
         f"rank {rank} on {hosts[rank]} took {ratio:.2f} times as long as the fastest rank"
         for rank, ratio in slow.items()
         if ratio > _APART
     ]
-    found, notes = json.loads(broadcast(json.dumps([encode(samples), notes]).encode(), None))
+    found, notes = broadcast_json([encode(samples), notes])
     return list(decode(tuple[Sample, ...], found)), notes
 
 

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from loka.core.error import Estimate
-from loka.core.exceptions import LokaError, PlanMismatch
+from loka.core.exceptions import LokaError, PlanMismatch, first_lines
 from loka.core.recipe import Gemm
 from loka.core.records.plan import Plan
 from loka.core.records.report import HP, site_name
@@ -26,6 +26,7 @@ OTHER_RATE = Estimate(1.0, 0.5, 3.0)
 BY_PLAN = Estimate(1.0, 0.7, 1.0)
 """Bytes between GEMMs by plan, over those in bf16: a guess. Once it was measured: 0.73, Wukong 2 GF (2026-11-24)."""
 
+_SHOWN = 8  # sites that an error names
 _Key = tuple[bool, int, int, int]
 
 
@@ -126,7 +127,7 @@ def planned_times(found: Scale, plan: Plan) -> tuple[GemmTime, ...]:
     if wrong:
         raise PlanMismatch(
             "the plan was not measured at what this step runs",
-            why=[*wrong[:8], *([f"and {len(wrong) - 8} more"] if len(wrong) > 8 else [])],
+            why=first_lines(wrong, _SHOWN),
             way_out="measure at this batch size (--batch-size of the plan's), or leave --plan out to be told "
             "interpolated times",
         )
@@ -149,7 +150,7 @@ def placed(step: EngineStep, times: Sequence[GemmTime]) -> Placed:
         lost = sorted({f"{t.path}/{t.gemm} {t.m}x{t.n}x{t.k}" for t in times if t.bf16 is None})
         raise LokaError(
             f"{100 * missing:.0f} % of the sites' FLOPs are at shapes that nobody measured near",
-            why=[*lost[:8], *([f"and {len(lost) - 8} more"] if len(lost) > 8 else [])],
+            why=first_lines(lost, _SHOWN),
             way_out="measure them: `loka probe`, `loka measure`, `loka plan`, then `loka scale --plan`",
         )
     waiting: dict[_Key, list[GemmTime]] = defaultdict(list)

@@ -6,7 +6,6 @@ behind a kernel that waits, so that events see the GPU and not Python; a timing 
 the host is dropped.
 """
 
-import json
 import math
 import random
 import statistics
@@ -19,7 +18,7 @@ import torch.distributed as dist
 
 from loka.core.error import Estimate
 from loka.core.exceptions import LokaError
-from loka.core.exchange import gather
+from loka.core.exchange import gather_json
 from loka.core.records.network import OPS, Op
 from loka.core.timing import elapsed, median_interval
 from loka.distributed.gradient_codec import all_gather
@@ -81,7 +80,7 @@ def timed(
     for _ in range(max(_LEAST, min(_MOST, int(seconds * 1e6 / each)))):
         for point in drawn.sample(points, len(points)):
             mine[point].append(clock.us(calls[point], counts[point]))
-    return over_ranks(points, [json.loads(one) for one in gather(json.dumps([*mine.values()]).encode(), group)])
+    return over_ranks(points, gather_json([*mine.values()], group))
 
 
 def over_ranks(

@@ -163,10 +163,6 @@ def learn(
 
 def effect_lines(stats: Stats, seconds: float) -> list[str]:
     """Lines for the user: from how many rows the effects come, and which effects are not known."""
-    reasons: dict[str, list[str]] = {}
-    for path, layer in stats.layers.items():
-        if layer.no_effect:
-            reasons.setdefault(layer.no_effect, []).append(path)
     renewed = [layer for layer in stats.layers.values() if layer.effects and not layer.no_effect]
     rows = max((effect.count for layer in renewed for effect in layer.effects.values()), default=0)
     lines = [
@@ -174,10 +170,7 @@ def effect_lines(stats: Stats, seconds: float) -> list[str]:
         f"has not used, on the model as it is; {seconds:.1f} s"
     ]
     lines += map(str, stats.parts.values())
-    for reason, paths in reasons.items():
-        which = "every site" if len(paths) == len(stats.layers) else ", ".join(paths)
-        lines.append(f"no new effect on KL/H of {which}: {reason}")
-    return lines
+    return lines + [f"no new effect on KL/H of {which}: {reason}" for reason, which in stats.without_effect().items()]
 
 
 def relative_width(stats: Stats) -> float | None:

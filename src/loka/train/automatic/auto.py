@@ -26,7 +26,7 @@ import torch
 from loka.core.budget import Budget
 from loka.core.error import Estimate
 from loka.core.exceptions import CheckpointRefused, EffectUnknown, NoKernelFits, PlanMismatch, WrongResults
-from loka.core.exchange import ranks_of
+from loka.core.exchange import rank_of, ranks_of
 from loka.core.numerics.effect import NO_PROMISE
 from loka.core.progress import Track
 from loka.core.records.drift import effects_of
@@ -51,7 +51,6 @@ from loka.train.automatic.pace import KEPT, SETTLED, Pace, gain, pace_on, worth_
 from loka.train.automatic.timeline import Event, Timeline
 from loka.train.ranks import all_or_none, by_the_first, first_rank, together
 from loka.train.run import Callback, Run
-from loka.train.schedule import rate_factor
 from loka.train.steps.blocks import left_as_written
 from loka.train.steps.step import Sight
 
@@ -139,7 +138,7 @@ class Auto(Callback):
             overhead=self.config.overhead,
             base_rate=self.config.base_rate,
             logits=as_they_are,
-            seed=torch.distributed.get_rank() if ranks_of() > 1 else 0,
+            seed=rank_of(),
             resume=stats,
         ).__enter__()
 
@@ -241,7 +240,7 @@ class Auto(Callback):
         # Beyond twice the steps so far nobody knows how a model moves.
         until = min(run.steps, 2 * run.step)
         merged = gather_renewed(stats, lambda own: self._renewed(run, own, until=until, say=self._tell))
-        merged = replace(merged, final_rate=rate_factor(max(run.step - 1, 0), run.steps, run.config))
+        merged = replace(merged, final_rate=run.rate_factor)
         vague = ", ".join(name for name, p in merged.parts.items() if not p.unknown and p.width > p.allowed)
         width = relative_width(merged)
         said = f"effects on KL/H known to a factor of {width:.2f}" if width else "no effect on KL/H known"

@@ -10,9 +10,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-import torch
-
-from loka.core.exchange import ranks_of
+from loka.core.exchange import rank_of
 from loka.core.numerics.effect import Effect
 from loka.core.numerics.label_rate import Shares
 from loka.core.records.stats import Stats
@@ -65,7 +63,7 @@ def renewed(
         base_rate=base_rate or label_rates(run.running.state_dict()),
         horizon=horizon,
         tasks=run.tasks,
-        seed=torch.distributed.get_rank() if ranks_of() > 1 else 0,
+        seed=rank_of(),
     )
     for line in effect_lines(found, time.perf_counter() - began):
         say(line)

@@ -4,6 +4,7 @@ import time
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 
 import torch
@@ -25,6 +26,15 @@ class Event:
     rows: int
     seconds: float
     note: str = ""
+
+
+def paces(events: Sequence[Event]) -> list[tuple[float | None, float | None]]:
+    """For each phase its seconds, None of the last one, and its rows a second, None where it trained none."""
+    found: list[tuple[float | None, float | None]] = []
+    for event, after in pairwise(events):
+        lasted, trained = after.seconds - event.seconds, after.rows - event.rows
+        found.append((lasted, trained / lasted if trained and lasted else None))
+    return [*found, (None, None)] if events else []
 
 
 class Timeline:
@@ -58,20 +68,17 @@ class Timeline:
 
     def __str__(self) -> str:
         """A line for each phase: when it began, how long it took, how fast it trained."""
-        rows = []
-        for event, after in zip(self.events, [*self.events[1:], None], strict=True):
-            lasted = after.seconds - event.seconds if after else None
-            trained = after.rows - event.rows if after else 0
-            rows.append(
-                (
-                    event.phase,
-                    str(event.step),
-                    f"{event.seconds:.1f}",
-                    f"{lasted:.1f}" if lasted is not None else "-",
-                    f"{trained / lasted:.0f}" if trained and lasted else "-",
-                    event.note,
-                )
+        rows = [
+            (
+                event.phase,
+                str(event.step),
+                f"{event.seconds:.1f}",
+                "-" if lasted is None else f"{lasted:.1f}",
+                "-" if speed is None else f"{speed:.0f}",
+                event.note,
             )
+            for event, (lasted, speed) in zip(self.events, paces(self.events), strict=True)
+        ]
         return format_table(("phase", "from step", "at s", "lasted s", "rows/s", "note"), rows)
 
 

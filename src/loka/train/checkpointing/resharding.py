@@ -13,12 +13,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.swa_utils import AveragedModel
 
-from loka.core.exchange import ranks_of
+from loka.core.exchange import rank_of, ranks_of
 from loka.core.records.plan import Plan
 from loka.distributed.tables.sharded_tables import sharded_states, sharded_weights
 from loka.nn.unwrap import unwrap
@@ -120,8 +119,7 @@ def _groups(there: Mapping[str, Any], optimizers: Mapping[str, Any]) -> Mapping[
 
 def taken_over(path: Path, manifest: Manifest) -> dict[str, Any]:
     """The own state of this rank, or that of the ranks it goes on for. Raises FileRefused."""
-    rank = dist.get_rank() if ranks_of() > 1 else 0
-    base = read_own(path, rank % manifest.ranks)
+    base = read_own(path, (rank := rank_of()) % manifest.ranks)
     if ranks_of() == manifest.ranks:
         return base
     others = [read_own(path, other)["running"] for other in range(rank, manifest.ranks, ranks_of())]

@@ -26,8 +26,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from loka.core.exceptions import CheckpointRefused, FileRefused
-from loka.core.exchange import ranks_of
+from loka.core.exceptions import CheckpointRefused, FileRefused, first_lines
+from loka.core.exchange import rank_of, ranks_of
 from loka.core.storage.codec import decode, encode
 from loka.core.storage.files import is_own_file, sha256_of_file
 from loka.core.storage.record_file import RecordFile
@@ -204,8 +204,7 @@ def damage(path: Path, manifest: Manifest) -> str:
     none.
     """
     files = sorted(manifest.files)
-    first = dist.get_rank() if ranks_of() > 1 else 0
-    for name in files[first :: ranks_of()]:
+    for name in files[rank_of() :: ranks_of()]:
         written = manifest.files[name]
         if not is_own_file(name):
             return f"its manifest names {name!r}, which is no file of the folder"
@@ -219,7 +218,7 @@ def require_same_run(path: Path, manifest: Manifest, identity: Mapping[str, Any]
     """Raises CheckpointRefused where the checkpoint is of another run, or so many ranks cannot go on with it."""
     ranks = ranks_of()
     if ranks == manifest.ranks:
-        saved = manifest.identities[dist.get_rank() if ranks > 1 else 0]
+        saved = manifest.identities[rank_of()]
         require_run(path, saved, identity)
         return
     if any(one != manifest.identities[0] for one in manifest.identities) or "rank" in identity["source"]:
@@ -279,7 +278,7 @@ def read_tensors(path: Path, wanted: Callable[[Mapping[str, Any]], Mapping[str, 
         if lines:
             raise CheckpointRefused(
                 f"the state in {path} does not fit this model",
-                why=lines[:20],
+                why=first_lines(lines, 20),
                 way_out="build and convert the model as the run did that wrote it",
             )
         return into

@@ -11,12 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
 from loka.core.exceptions import CheckpointRefused
-from loka.core.exchange import ranks_of
+from loka.core.exchange import rank_of, ranks_of
 from loka.core.records.plan import Plan
 from loka.core.signature import MODEL_OPTIONS
 from loka.data import Dealt
@@ -149,7 +148,7 @@ def rows_identity(source: Source) -> dict[str, Any]:
     if isinstance(source, Dealt):
         return {"identity": source.identity, "rows": source.all_rows, "parts": len(source.parts)}
     own = {"identity": source.identity, "rows": source.rows}
-    return own if ranks_of() == 1 else {**own, "rank": dist.get_rank()}
+    return own if ranks_of() == 1 else {**own, "rank": rank_of()}
 
 
 def shared_by_ranks(identity: Mapping[str, Any], source: Source) -> dict[str, Any]:

@@ -12,11 +12,11 @@ from typing import Any, NamedTuple
 
 import torch
 
-from loka.core.problem import round_up
+from loka.core.problem import dtype_name, round_up
 from loka.kernels.edge.outputs import unwritten
 from loka.kernels.edge.program import GROUP, Kind, Program
 from loka.kernels.edge.triton.device import NAMES
-from loka.kernels.edge.triton.rows import RowLaunch, Sides, row_parameters, row_places, row_source, sides_of
+from loka.kernels.edge.triton.rows import RowLaunch, Sides, row_indices, row_parameters, row_source, sides_of
 from loka.kernels.edge.triton.tall import TallLaunch, fits, summing, tall_parameters, tall_source
 from loka.kernels.edge.triton.values import Code, power_above, power_below
 from loka.kernels.edge.twin import run_program
@@ -66,9 +66,9 @@ def tile_of(code: Code) -> Tile:
     columns = round_up(program.features, 16)
     most = 32 if len(program.sums) < 2 else 24  # elements of a row in a thread
     warps = next((w for w in (4, 8) if -(-columns // (256 * w)) * 8 <= most), 16)
-    places = row_places(code, staged=program.transposed is not None)
-    deep = any(code.kinds[p] is Kind.BLOCK for p in places)
-    summed = any(code.is_row_sum(p) for p in places)
+    indices = row_indices(code, staged=program.transposed is not None)
+    deep = any(code.kinds[p] is Kind.BLOCK for p in indices)
+    summed = any(code.is_row_sum(p) for p in indices)
     if summed and program.sums:  # they want most registers, but sums over short rows wait for each other
         return Tile(warps=warps, held=32 if columns > 1024 and warps == 4 else 16)
     return Tile(warps=warps, held=8 if deep else 32 if columns <= 512 or (summed and warps == 4) else 16)
@@ -198,7 +198,7 @@ def _run(
     tops: torch.Tensor | None,
 ) -> list[torch.Tensor]:
     scales = 0 if input_scale is None else 1 if input_scale.numel() == 1 else 2
-    dtypes = tuple(str(leaf.dtype).removeprefix("torch.") for leaf in leaves)
+    dtypes = tuple(dtype_name(leaf.dtype) for leaf in leaves)
     given: dict[str, Any] = {"input_scale_ptr": input_scale, "gradient_scale_ptr": gradient_scale, "given_ptr": tops}
     given["count"] = 0 if tops is None else tops.numel()
     plan, device = plan_of(program, dtypes, rows if isinstance(rows, int) else _ANY, scales), leaves[0].device
@@ -259,7 +259,7 @@ def _plan(
     staged = _is_staged(code, tile)
     copied = program.row or program.column
     first, high = None, 0
-    if row_places(code, staged=staged):
+    if row_indices(code, staged=staged):
         sides = sides_of(code, 32 * tile.warps * tile.vector, staged=staged)
         warps = max(min(sides.width // (32 * tile.vector), tile.warps), 1)
         high = power_below(tile.held * 32 * warps // (sides.parts * sides.width))
@@ -326,9 +326,9 @@ _MOST_WARPS = 16  # with _MANY registers in a thread they are all that a multipr
 
 def _stages(code: Code, tile: Tile, sides: Sides, high: int, warps: int, *, staged: bool) -> int:
     """As many as lie in a multiprocessor's memory beside those of other programs."""
-    places, elements = row_places(code, staged=staged), sides.parts * sides.width * high
-    size = elements * sum(_SIZES[code.dtypes[p]] for p in code.leaves(places, Kind.FULL))
-    size += elements // sides.wide * sum(_SIZES[code.dtypes[p]] for p in code.leaves(places, Kind.BLOCK))
+    indices, elements = row_indices(code, staged=staged), sides.parts * sides.width * high
+    size = elements * sum(_SIZES[code.dtypes[p]] for p in code.leaves(indices, Kind.FULL))
+    size += elements // sides.wide * sum(_SIZES[code.dtypes[p]] for p in code.leaves(indices, Kind.BLOCK))
     return max(min(tile.stages, 1 + min(_AHEAD * warps, _MOST_AHEAD) // max(size, 1)), 1)
 
 
@@ -355,14 +355,10 @@ def _is_staged(code: Code, tile: Tile) -> bool:
     if not fits(code, min(tile.wide, 64)):
         return True
     read = code.leaves(code.reached([program.transposed]), Kind.FULL)
-    return bool(row_places(code, staged=False)) and sum(_SIZES[code.dtypes[p]] for p in read) > tile.direct
+    return bool(row_indices(code, staged=False)) and sum(_SIZES[code.dtypes[p]] for p in read) > tile.direct
 
 
-_SIZES = {
-    str(dtype).removeprefix("torch."): dtype.itemsize
-    for dtype in vars(torch).values()
-    if isinstance(dtype, torch.dtype)
-}
+_SIZES = {dtype_name(dtype): dtype.itemsize for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}
 
 
 @functools.lru_cache(maxsize=4096)

@@ -63,7 +63,7 @@ class RowLaunch:
     scales: int = 0
 
 
-def row_places(code: Code, *, staged: bool) -> list[int]:
+def row_indices(code: Code, *, staged: bool) -> list[int]:
     """The values that the kernel computes."""
     program = code.program
     transposed = program.transposed if staged else None
@@ -74,7 +74,7 @@ def sides_of(code: Code, width: int, *, staged: bool) -> Sides:
     """For parts of about that width, where a row is wider."""
     program = code.program
     columns = round_up(program.features, 16)
-    if Kind.BLOCK not in (code.kinds[p] for p in row_places(code, staged=staged)):
+    if Kind.BLOCK not in (code.kinds[p] for p in row_indices(code, staged=staged)):
         wide = min(power_above(columns), width)
         return Sides(-(-columns // wide), 0, wide)
     wide = power_above(program.block + columns - program.features)
@@ -106,7 +106,7 @@ class _Rows(Lines):
         shape = (*((sides.blocks,) if sides.blocks else ()), launch.rows, sides.wide)
         super().__init__(code, shape, shared=(Kind.COLUMN, Kind.SCALAR), rows_even=launch.even)
         self.launch, self.sides = launch, sides
-        self.places = row_places(code, staged=launch.staged)
+        self.indices = row_indices(code, staged=launch.staged)
         self.columns = round_up(code.program.features, 16)
         self.parts = [f"_{k}" for k in range(sides.parts)]
         reach = max(sides.blocks, 1) * (code.program.block if sides.blocks else sides.wide)
@@ -121,7 +121,7 @@ class _Rows(Lines):
 
     def text(self) -> str:
         launch, kinds = self.launch, self.code.kinds
-        before = [p for p in self.places if kinds[p] in (Kind.ROW, Kind.SCALAR)]
+        before = [p for p in self.indices if kinds[p] in (Kind.ROW, Kind.SCALAR)]
         self._open(before)
         if launch.turns:
             self._take_turns(before)
@@ -143,9 +143,9 @@ class _Rows(Lines):
         return self.define("edge_rows", row_parameters(self.code), '"rows", "span", "count"')
 
     def _compute(self, before: Sequence[int]) -> None:
-        for place in before:
-            self.known(place, "")
-        self.compute([p for p in self.places if p not in before], self.parts)
+        for index in before:
+            self.known(index, "")
+        self.compute([p for p in self.indices if p not in before], self.parts)
         self._scale()
 
     def _take_turns(self, before: Sequence[int]) -> None:
@@ -190,10 +190,10 @@ class _Rows(Lines):
             self.emit(f"start = tl.program_id(0).to(tl.int64) * {GROUP if launch.turns else launch.rows}")
         for number, k in enumerate(self.parts):
             self._columns(number, k)
-        for place in self.code.leaves(before, Kind.ROW):
+        for index in self.code.leaves(before, Kind.ROW):
             for k in self.parts:
-                at = f"leaf{place}_ptr + c{k}{self.columnwise}"
-                self.let(f"raw{place}{k}", f"tl.load({at}{mask_of(self.here('inside', k))})")
+                at = f"leaf{index}_ptr + c{k}{self.columnwise}"
+                self.let(f"raw{index}{k}", f"tl.load({at}{mask_of(self.here('inside', k))})")
         self.compute(before, self.parts, use=False)
         if launch.staged and not launch.turns:
             self._read_top()
@@ -230,18 +230,18 @@ class _Rows(Lines):
         start, live, q = "start", self.live(""), f"q{self.turn}"
         if live:
             self.emit(f"{live} = {q} < {end} - start")
-        for place in self.code.leaves(self.places, Kind.FULL, Kind.COLUMN, Kind.BLOCK):
-            kind = self.code.kinds[place]
+        for index in self.code.leaves(self.indices, Kind.FULL, Kind.COLUMN, Kind.BLOCK):
+            kind = self.code.kinds[index]
             if kind is Kind.COLUMN:
-                self.let(f"raw{place}{self.turn}", f"tl.load(leaf{place}_ptr + {start} + {q}{mask_of(live)})")
+                self.let(f"raw{index}{self.turn}", f"tl.load(leaf{index}_ptr + {start} + {q}{mask_of(live)})")
                 continue
             for k in self.parts:
                 if kind is Kind.FULL:
-                    at, inside = self._elements(start, f"stride{place}", k), self.here("inside", k)
+                    at, inside = self._elements(start, f"stride{index}", k), self.here("inside", k)
                 else:
                     at, inside = self._blocks(start, k)
                 mask = mask_of(self.live("", self.rowwise), inside)
-                self.let(f"raw{place}{self.turn}{k}", f"tl.load(leaf{place}_ptr + {at}{mask})")
+                self.let(f"raw{index}{self.turn}{k}", f"tl.load(leaf{index}_ptr + {at}{mask})")
         if self.launch.staged:
             self.let(f"rawscale{self.turn}", f"tl.load(gradient_scale_ptr + {start} + {q}{mask_of(live)})")
 
@@ -256,25 +256,25 @@ class _Rows(Lines):
 
     # Outputs.
 
-    def known(self, place: int, k: str) -> None:
-        kind = self.code.kinds[place]
+    def known(self, index: int, k: str) -> None:
+        kind = self.code.kinds[index]
         for part in self.parts if kind in self.shared or kind is Kind.ROW else [k]:
-            self._use(place, part)
+            self._use(index, part)
 
-    def _use(self, place: int, k: str) -> None:
+    def _use(self, index: int, k: str) -> None:
         program, launch = self.code.program, self.launch
-        if launch.staged and place == program.transposed:
+        if launch.staged and index == program.transposed:
             self.let("factor", f"(rawscale{self.turn} * by){self.rowwise}")
-            self._store_bytes("staged", f"{self.full(place, k)} * factor", k)
+            self._store_bytes("staged", f"{self.full(index, k)} * factor", k)
         for number, summed in enumerate(program.sums):
-            if place == summed:
-                text = self.full(place, k)
+            if index == summed:
+                text = self.full(index, k)
                 if not launch.even:
                     text = f"tl.where({self.live('', self.rowwise)}, {text}, 0.0)"
                 self.let(f"total{number}{k}", f"total{number}{k} + tl.sum({text}, axis={self.down})")
         for number, (value, dtype) in enumerate(zip(program.values, program.value_dtypes, strict=True)):
-            if place == value:
-                self._store_value(number, place, dtype, k)
+            if index == value:
+                self._store_value(number, index, dtype, k)
 
     def _scale(self) -> None:
         gradient = self.code.program.gradient
@@ -315,8 +315,8 @@ class _Rows(Lines):
         mask = mask_of(self.live(k, self.rowwise), self.here("kept", k))
         self.emit(f"tl.store({name}_ptr + {self._elements('start', self.columns, k)}, {text}{mask})")
 
-    def _store_value(self, number: int, place: int, dtype: str, k: str) -> None:
-        kind, features = self.code.kinds[place], self.code.program.features
+    def _store_value(self, number: int, index: int, dtype: str, k: str) -> None:
+        kind, features = self.code.kinds[index], self.code.program.features
         if kind is Kind.COLUMN:
             if k != self.parts[0]:
                 return
@@ -326,7 +326,7 @@ class _Rows(Lines):
         else:
             at, inside = self._blocks("start", k)
         mask = mask_of(self.live(k, self.rowwise), inside)
-        self.emit(f"tl.store(value{number}_ptr + {at}, narrowed({self.number(place, k)}, tl.{dtype}){mask})")
+        self.emit(f"tl.store(value{number}_ptr + {at}, narrowed({self.number(index, k)}, tl.{dtype}){mask})")
 
     def _leave_sums(self) -> None:
         for number in range(len(self.code.program.sums)):

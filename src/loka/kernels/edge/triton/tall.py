@@ -139,15 +139,15 @@ class _Tall(Lines):
         if not self.columns_even:
             self.emit(f"inside = c < {code.program.features}")
             self.emit(f"kept = c < {self.columns}")
-        places = code.reached([transposed])
+        indices = code.reached([transposed])
         for k in QUARTERS:
-            self._load(places, k)
-        for place in code.leaves(places, Kind.ROW):
+            self._load(indices, k)
+        for index in code.leaves(indices, Kind.ROW):
             mask = mask_of(self.here("inside"))
-            self.let(f"raw{place}", f"tl.load(leaf{place}_ptr + c{self.columnwise}{mask})")
-        self.compute([p for p in places if code.kinds[p] in self.shared], ("",))
+            self.let(f"raw{index}", f"tl.load(leaf{index}_ptr + c{self.columnwise}{mask})")
+        self.compute([p for p in indices if code.kinds[p] in self.shared], ("",))
         for k in QUARTERS:
-            self.compute([p for p in places if code.kinds[p] not in self.shared], (f"_{k}",))
+            self.compute([p for p in indices if code.kinds[p] not in self.shared], (f"_{k}",))
             self.let(f"out_{k}", self.filled(f"{self.full(transposed, f'_{k}')} * factor_{k}", f"_{k}"))
             if k == 1:  # so that no more than two wait in float32
                 self.let("low", "half(out_0, out_1)")
@@ -157,18 +157,18 @@ class _Tall(Lines):
         below = None if launch.even else f"(high + w < along){self.rowwise}"
         self.emit(f"tl.store(transposed_ptr + {at}, whole(low, out_2, out_3){mask_of(below, self.here('kept'))})")
 
-    def _load(self, places: list[int], k: int) -> None:
+    def _load(self, indices: list[int], k: int) -> None:
         """All leaves before any arithmetic, so that no load waits for it."""
         program = self.code.program
         if not self.launch.even:
             self.emit(f"live_{k} = 4 * w + {k} < rows - start")
         mask = mask_of(self.live(f"_{k}"))
         self.let(f"factor_{k}", f"(tl.load(gradient_scale_ptr + start + {k} + 4 * w{mask}) * by){self.rowwise}")
-        for place in self.code.leaves(places, Kind.FULL, Kind.COLUMN, Kind.BLOCK):
-            kind = self.code.kinds[place]
+        for index in self.code.leaves(indices, Kind.FULL, Kind.COLUMN, Kind.BLOCK):
+            kind = self.code.kinds[index]
             if kind is Kind.FULL:
-                at = f"(start + {k}) * stride{place} + "
-                at += f"(w{self.rowwise} * (4 * stride{place}) + c{self.columnwise})"
+                at = f"(start + {k}) * stride{index} + "
+                at += f"(w{self.rowwise} * (4 * stride{index}) + c{self.columnwise})"
                 mask = mask_of(self.live(f"_{k}", self.rowwise), self.here("inside"))
             elif kind is Kind.COLUMN:
                 at, mask = f"start + {k} + 4 * w", mask_of(self.live(f"_{k}"))
@@ -176,4 +176,4 @@ class _Tall(Lines):
                 count = program.features // program.block
                 at = f"(start + {k}) * {count} + first // {program.block} + w{self.rowwise} * {4 * count}"
                 mask = mask_of(self.live(f"_{k}", self.rowwise))
-            self.let(f"raw{place}_{k}", f"tl.load(leaf{place}_ptr + {at}{mask})")
+            self.let(f"raw{index}_{k}", f"tl.load(leaf{index}_ptr + {at}{mask})")

@@ -1,6 +1,6 @@
 """The text that computes a program's values (kernels/edge/program.py), for kernels of any shape of tile.
 
-Names in the text: p the place of a value, k a part of the tile.
+Names in the text: p the index of a value, k a part of the tile.
 
     raw<p>tk, v<p>k  a leaf as it lies; a value. No k where all parts share it; t: of rows that come in turns
     live, inside     rows, and columns, that exist
@@ -40,15 +40,15 @@ class Code:
             self.steps = [Step("row_sum", s.args) if s.op == "block_sum" else s for s in self.steps]
         self.boolean = self._booleans()
 
-    def step(self, place: int) -> Step | None:
-        return None if place < self.first_step else self.steps[place - self.first_step]
+    def step(self, index: int) -> Step | None:
+        return None if index < self.first_step else self.steps[index - self.first_step]
 
-    def is_reduction(self, place: int) -> bool:
-        step = self.step(place)
+    def is_reduction(self, index: int) -> bool:
+        step = self.step(index)
         return step is not None and step.op in REDUCTIONS
 
-    def is_row_sum(self, place: int) -> bool:
-        step = self.step(place)
+    def is_row_sum(self, index: int) -> bool:
+        step = self.step(index)
         return step is not None and step.op == "row_sum"
 
     @functools.cached_property
@@ -63,17 +63,17 @@ class Code:
     def reached(self, roots: Iterable[int | None]) -> list[int]:
         """Places and what they are computed from, in order."""
         found: set[int] = set()
-        waiting = [place for place in roots if place is not None]
+        waiting = [index for index in roots if index is not None]
         while waiting:
-            place = waiting.pop()
-            if place not in found:
-                found.add(place)
-                step = self.step(place)
+            index = waiting.pop()
+            if index not in found:
+                found.add(index)
+                step = self.step(index)
                 waiting += [a for a in step.args if isinstance(a, int)] if step else []
         return sorted(found)
 
-    def leaves(self, places: Iterable[int], *kinds: Kind) -> list[int]:
-        return [p for p in places if p < self.first_step and self.kinds[p] in kinds]
+    def leaves(self, indices: Iterable[int], *kinds: Kind) -> list[int]:
+        return [p for p in indices if p < self.first_step and self.kinds[p] in kinds]
 
     def _booleans(self) -> list[bool]:
         found = [dtype == "bool" for dtype in self.dtypes]
@@ -138,62 +138,62 @@ class Lines:
 
     # Values.
 
-    def name(self, place: int, k: str) -> str:
-        return f"v{place}" if self.code.kinds[place] in self.shared else f"v{place}{k}"
+    def name(self, index: int, k: str) -> str:
+        return f"v{index}" if self.code.kinds[index] in self.shared else f"v{index}{k}"
 
-    def compute(self, places: Iterable[int], parts: Sequence[str], *, use: bool = True) -> None:
+    def compute(self, indices: Iterable[int], parts: Sequence[str], *, use: bool = True) -> None:
         """Values, each from those before it; of sums those that can be are made at once."""
         levels = self.code.levels
         waiting: list[int] = []
-        for place in sorted(places, key=lambda p: (levels[p], self.code.is_row_sum(p), p)):
-            if waiting and (levels[place] != levels[waiting[0]] or len(waiting) == 2):
+        for index in sorted(indices, key=lambda p: (levels[p], self.code.is_row_sum(p), p)):
+            if waiting and (levels[index] != levels[waiting[0]] or len(waiting) == 2):
                 self._sum_rows(waiting, parts)
                 waiting = []
-            if self.code.is_row_sum(place):
-                waiting.append(place)
+            if self.code.is_row_sum(index):
+                waiting.append(index)
                 continue
-            step = self.code.step(place)
-            for k in parts[:1] if self.code.kinds[place] in self.shared else parts:
-                text = self._leaf(place, k) if step is None else self._step(step, k, parts)
-                self.let(self.name(place, k), text)
+            step = self.code.step(index)
+            for k in parts[:1] if self.code.kinds[index] in self.shared else parts:
+                text = self._leaf(index, k) if step is None else self._step(step, k, parts)
+                self.let(self.name(index, k), text)
                 if use:
-                    self.known(place, k)
+                    self.known(index, k)
         self._sum_rows(waiting, parts)
 
-    def known(self, place: int, k: str) -> None:
+    def known(self, index: int, k: str) -> None:
         """Called when there is a value, so that what is made of it need not wait: registers are few."""
 
-    def _sum_rows(self, places: list[int], parts: Sequence[str]) -> None:
+    def _sum_rows(self, indices: list[int], parts: Sequence[str]) -> None:
         """Two sums wait for each other's threads once."""
-        steps = [self.code.step(place) for place in places]
+        steps = [self.code.step(index) for index in indices]
         summed = [a for s in steps if s for a in s.args if isinstance(a, int)]
         values = [" + ".join(self.existing(self.full(a, k), k) for k in parts) for a in summed]
-        names = [f"v{place}" for place in places]
-        if len(places) == 1:
+        names = [f"v{index}" for index in indices]
+        if len(indices) == 1:
             self.let(names[0], f"{self.across('tl.sum({}, axis={})', values[0])}{self.rowwise}")
-        if len(places) == 2:
+        if len(indices) == 2:
             for axis in self.along:
                 self.let(", ".join(names), f"sums_of({', '.join(values)}, {axis})")
                 values = names
             for name in names:
                 self.let(name, f"{name}{self.rowwise}")
-        for place in places:
-            self.known(place, parts[0])
+        for index in indices:
+            self.known(index, parts[0])
 
-    def full(self, place: int, k: str) -> str:
+    def full(self, index: int, k: str) -> str:
         """The value as float32 for every element."""
-        text = self.number(place, k)
-        whole = self.code.kinds[place] is Kind.FULL
+        text = self.number(index, k)
+        whole = self.code.kinds[index] is Kind.FULL
         return text if whole else f"({text} + tl.zeros({self.shape}, tl.float32))"
 
-    def number(self, place: int, k: str) -> str:
-        return f"{self.name(place, k)}.to(tl.float32)" if self.code.boolean[place] else self.name(place, k)
+    def number(self, index: int, k: str) -> str:
+        return f"{self.name(index, k)}.to(tl.float32)" if self.code.boolean[index] else self.name(index, k)
 
-    def _leaf(self, place: int, k: str, less: float = 0.0) -> str:
-        kind, dtype = self.code.kinds[place], self.code.dtypes[place]
-        raw = f"raw{place}{self.turn}" if kind in self.shared else f"raw{place}{self.turn}{k}"
+    def _leaf(self, index: int, k: str, less: float = 0.0) -> str:
+        kind, dtype = self.code.kinds[index], self.code.dtypes[index]
+        raw = f"raw{index}{self.turn}" if kind in self.shared else f"raw{index}{self.turn}{k}"
         if kind is Kind.SCALAR:
-            raw = f"tl.load(leaf{place}_ptr)"
+            raw = f"tl.load(leaf{index}_ptr)"
         elif kind is Kind.COLUMN:
             raw += self.rowwise
         if dtype == "bool":
@@ -220,9 +220,9 @@ class Lines:
         truths = [n if b else f"({n} != 0.0)" for n, b in zip(names, boolean, strict=True)]
         if step.op == "not":
             return f"{names[0]} == 0"
-        place, less = step.args[0], step.args[-1]
-        if step.op == "sub" and self._is_byte(place) and constant[1] and less * 256 in range(1 << 16):
-            return self._leaf(int(place), k, less)
+        index, less = step.args[0], step.args[-1]
+        if step.op == "sub" and self._is_byte(index) and constant[1] and less * 256 in range(1 << 16):
+            return self._leaf(int(index), k, less)
         if step.op == "where":
             chosen = names if all(boolean[1:]) else floats
             return f"tl.where({truths[0]}, {chosen[1]}, {chosen[2]})"
@@ -234,8 +234,8 @@ class Lines:
             return _BINARY[step.op].format(*floats)
         return _UNARY[step.op].format(*floats)
 
-    def _is_byte(self, place: Argument) -> bool:
-        return isinstance(place, int) and place < self.code.first_step and self.code.dtypes[place] == "uint8"
+    def _is_byte(self, index: Argument) -> bool:
+        return isinstance(index, int) and index < self.code.first_step and self.code.dtypes[index] == "uint8"
 
     def _is_cheap_to_invert(self, by: Argument) -> bool:
         """A number for more than an element, and what has an inverse that is a normal number."""
@@ -244,12 +244,12 @@ class Lines:
         return 2.0**-126 <= abs(by) <= 2.0**126
 
     def _reduced(self, step: Step, k: str, parts: Sequence[str]) -> str:
-        (place,) = step.args
-        assert isinstance(place, int)
+        (index,) = step.args
+        assert isinstance(index, int)
         if step.op == "block_sum":
-            return f"tl.sum({self.existing(self.full(place, k), k)}, axis=2)[:, :, None]"
+            return f"tl.sum({self.existing(self.full(index, k), k)}, axis=2)[:, :, None]"
         assert step.op == "row_max"
-        values = [self.existing(self.full(place, part), part, "-float('inf')") for part in parts]
+        values = [self.existing(self.full(index, part), part, "-float('inf')") for part in parts]
         most = self.across("row_max_of({}, {})", folded("maximum_of", values))
         return f"{most}{self.rowwise}"
 

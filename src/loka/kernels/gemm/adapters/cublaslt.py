@@ -29,7 +29,15 @@ from loka.core.recipe import Granularity, Recipe
 from loka.core.timing import first_line
 from loka.kernels.gemm.kernel import Kernel, Multiples
 from loka.kernels.gemm.layouts import column_major, padded_rows, scalar, vector
-from loka.kernels.gemm.legality import granularities, misaligned, no_fp8, not_float64, not_hopper, older_cuda, undefined
+from loka.kernels.gemm.legality import (
+    before_cuda_12_9,
+    granularities,
+    misaligned,
+    no_fp8,
+    not_float64,
+    not_hopper,
+    undefined,
+)
 from loka.kernels.gemm.libraries import why_missing
 
 _FAST_RECIPES = ("tensorwise_e4m3", "tensorwise_e5m2", "rowwise_e4m3", "rowwise_e4m3_pow2")
@@ -63,7 +71,7 @@ def _unsupported(problem: Problem, recipe: Recipe) -> str | None:
         return refused
     both = granularities(problem, recipe)
     if both != (Granularity.TENSOR, Granularity.TENSOR):
-        refused = not_hopper(problem.target, "takes row and block scales on sm_90") or older_cuda(12, 9)
+        refused = not_hopper(problem.target, "takes row and block scales on sm_90") or before_cuda_12_9()
     if Granularity.GROUP_1X128 in both and problem.dtype not in ("bfloat16", "float32"):
         refused = refused or f"{problem.dtype} results; with block scales it writes bfloat16 or float32"
     m, n, k = _multiples(problem, recipe)

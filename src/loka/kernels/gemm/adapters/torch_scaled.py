@@ -19,7 +19,7 @@ from loka.core.problem import Problem, capability
 from loka.core.recipe import Format, Granularity, Recipe
 from loka.kernels.gemm.kernel import Kernel, Multiples
 from loka.kernels.gemm.layouts import column_major, padded_rows, scalar, vector
-from loka.kernels.gemm.legality import granularities, misaligned, not_float64, older_cuda, undefined
+from loka.kernels.gemm.legality import before_cuda_12_9, granularities, misaligned, no_fp8, not_float64, undefined
 
 _RECIPES = ("tensorwise_e4m3", "tensorwise_e5m2", "rowwise_e4m3", "rowwise_e4m3_pow2", "blockwise_e4m3")
 _HOT = ("rowwise_e4m3_hot32", "rowwise_e4m3_centred_hot32")
@@ -41,9 +41,8 @@ def _unsupported(problem: Problem, recipe: Recipe, *, fast: bool) -> str | None:
         if casts[0].granularity is Granularity.ROW and torch.__version__ < "2.13":
             return f"torch {torch.__version__} has only tensorwise scales on the CPU"
         return "torch has no blockwise kernel on the CPU" if blocks else None
-    gpu = capability(problem.target)
-    if gpu is None or gpu < (8, 9):
-        return f"{problem.target} has no FP8 tensor cores (needs sm_89 or newer)"
+    if refused := no_fp8(problem.target):
+        return refused
     if casts[0].format is Format.E5M2 and casts[1].format is Format.E5M2:
         return "both operands are e5m2; cuBLASLt takes at most one"
     refused = misaligned(problem, n=16, k=16)
@@ -51,7 +50,7 @@ def _unsupported(problem: Problem, recipe: Recipe, *, fast: bool) -> str | None:
         return refused
     if fast:
         return "blockwise scales are applied in float32; there is no fast accumulation"
-    if gpu != (9, 0):
+    if capability(problem.target) != (9, 0):
         return f"blockwise FP8 scales are for sm_90; {problem.target} has MX formats instead"
     if refused := misaligned(problem, k=128):
         return refused
@@ -59,7 +58,7 @@ def _unsupported(problem: Problem, recipe: Recipe, *, fast: bool) -> str | None:
         return f"M={problem.m} is not a multiple of 4, which the layout of the 1x128 scales needs"
     if problem.dtype not in ("bfloat16", "float32"):
         return f"{problem.dtype} results; the blockwise kernel writes bfloat16 or float32"
-    return older_cuda(12, 9)
+    return before_cuda_12_9()
 
 
 def _multiples(problem: Problem, recipe: Recipe) -> Multiples:

@@ -17,7 +17,6 @@ The interpreter's casts are wrong (tests/kernels/quantize/test_triton_quantize.p
 the kernel reads and writes float32 and the casts are torch's; all else is the same code.
 """
 
-import os
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -29,10 +28,9 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from loka.kernels.gemm.epilogue import Activation, Epilogue, Normed, Rounded
 from loka.kernels.gemm.triton.rounded import step_of, to_byte
 from loka.kernels.triton.launch import cdiv, launch, launches_are_traced, launching_on
-from loka.kernels.triton.pack import inverse_of_power
+from loka.kernels.triton.pack import INTERPRETED, inverse_of_power
 from loka.kernels.triton.processors import multiprocessors
 
-_INTERPRETED = os.environ.get("TRITON_INTERPRET", "0") == "1"  # as triton reads it, at import
 _PROGRAMS_INTERPRETED = 3  # few, so that each has several tiles
 
 _NONE, _HARD_SWISH, _RELU, _SWISH, _GELU = (tl.constexpr(i) for i in range(5))
@@ -94,14 +92,14 @@ def _load(source, row, column, rows, columns, BLOCK_R: tl.constexpr, BLOCK_C: tl
 
 
 @triton.jit
-def _store(place, tile, row, column, rows, columns, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr, TMA: tl.constexpr):
+def _store(index, tile, row, column, rows, columns, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr, TMA: tl.constexpr):
     if TMA:
-        place.store([row, column], tile)
+        index.store([row, column], tile)
     else:
         r = row + tl.arange(0, BLOCK_R)
         c = column + tl.arange(0, BLOCK_C)
         offsets = r.to(tl.int64)[:, None] * columns + c[None, :]
-        tl.store(place + offsets, tile, mask=(r < rows)[:, None] & (c < columns)[None, :])
+        tl.store(index + offsets, tile, mask=(r < rows)[:, None] & (c < columns)[None, :])
 
 
 @triton.jit
@@ -132,15 +130,15 @@ def _normalize(
     r = row + tl.arange(0, BLOCK_M)
     b = column // BLOCK + tl.arange(0, WIDTH // BLOCK)
     count = columns // BLOCK
-    places = r.to(tl.int64)[:, None] * count + b[None, :]
+    indices = r.to(tl.int64)[:, None] * count + b[None, :]
     there = (r < rows)[:, None] & (b < count)[None, :]
-    tl.store(inverse_ptr + places, inverse, mask=there)
+    tl.store(inverse_ptr + indices, inverse, mask=there)
     factor = _widened(inverse * scale, BLOCK_M, WIDTH, BLOCK)
     parts = factor
     if KEEP:
         largest = _largest_of_blocks(tl.abs(acc), BLOCK_M, WIDTH, BLOCK)
         step = step_of(tl.where(inverse > 0.0, largest, float("nan")))
-        tl.store(steps_ptr + places, step * scale, mask=there)
+        tl.store(steps_ptr + indices, step * scale, mask=there)
         parts = _widened(inverse_of_power(step), BLOCK_M, WIDTH, BLOCK)
     return factor, parts
 
@@ -370,19 +368,19 @@ def gemm_normed_fused(
         config = choose(rows=known, columns=columns, block=epilogue.block, fast=fast, keep=keep)
         if launches_are_traced():  # a file that runs without LoKA makes no descriptors for the accelerator of loads
             config = replace(config, tma=False, flatten=False, parts=2)
-    held = torch.float32 if _INTERPRETED else torch.float8_e4m3fn
+    held = torch.float32 if INTERPRETED else torch.float8_e4m3fn
     out = torch.empty(rows, columns, dtype=held, device=a.device)
     inverse = torch.empty(rows, columns // epilogue.block, dtype=torch.float32, device=a.device)
     z = None
     if keep:
         z = Rounded(torch.empty(rows, columns, dtype=torch.uint8, device=a.device), torch.empty_like(inverse))
-    if _INTERPRETED:
+    if INTERPRETED:
         a, w = a.float(), w.float()
     if out.numel():
         # Triton launches on the current device, which need not be the operand's.
         with launching_on(a):
             _launch(a, w, out, inverse, z, scale_a, scale_w, epilogue, fast, config)
-    if _INTERPRETED:
+    if INTERPRETED:
         out = out.to(torch.float8_e4m3fn)
     return Normed(out, inverse, z)
 
@@ -401,7 +399,7 @@ def _launch(
 ) -> None:
     norm = epilogue.block
     block_n = max(norm, min(config.block_n, triton.next_power_of_2(max(out.shape[1], 64))))
-    programs = _PROGRAMS_INTERPRETED if _INTERPRETED else config.per_sm * multiprocessors(a.device)
+    programs = _PROGRAMS_INTERPRETED if INTERPRETED else config.per_sm * multiprocessors(a.device)
     tiles = cdiv(out.shape[0], config.block_m) * cdiv(out.shape[1], block_n)
     operands: list[Any] = [a, w, out, z.values if z is not None else out]
     if config.tma:
@@ -418,7 +416,7 @@ def _launch(
         "KEEP": z is not None,
         "ROWS": scale_a.numel() > 1,
         "FAST": fast,
-        "HARDWARE": not _INTERPRETED,
+        "HARDWARE": not INTERPRETED,
         "TMA": config.tma,
         "BLOCK_M": config.block_m,
         "BLOCK_N": block_n,

@@ -21,7 +21,6 @@ The interpreter's casts are wrong (tests/kernels/quantize/test_triton_quantize.p
 read and write float32 and the casts are torch's; all else is the same code.
 """
 
-import os
 from dataclasses import dataclass, replace
 
 import torch
@@ -30,16 +29,16 @@ import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from loka.kernels.triton.launch import launching_on
+from loka.kernels.triton.pack import INTERPRETED
 from loka.kernels.triton.processors import multiprocessors
 
-_INTERPRETED = os.environ.get("TRITON_INTERPRET", "0") == "1"  # as triton reads it, at import
 _PROCESSORS_INTERPRETED = 5  # few, so that small problems are cut in both ways
 
 _FULL = 0.9  # of the multiprocessors busy in the last round: what an even cut would not repay
 _SHORTEST = 4  # steps: a tile's partial sums are as many bytes as two steps of its operands
 # Elements that a program of the second launch adds up: few, as many programs wait for memory at once. With 1,024 an
 # H200 took 6 to 22 us longer for two to four tiles (docs/log.md, 2026-11-29).
-_REDUCED = 4096 if _INTERPRETED else 256
+_REDUCED = 4096 if INTERPRETED else 256
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -264,11 +263,11 @@ def split_gemm(
         config: None chooses.
     """
     (m, k), n = a.shape, b.shape[0]
-    out = torch.empty(m, n, dtype=torch.float32 if _INTERPRETED else dtype, device=a.device)
+    out = torch.empty(m, n, dtype=torch.float32 if INTERPRETED else dtype, device=a.device)
     if k == 0:
         out.zero_()
     elif out.numel():
-        if _INTERPRETED:
+        if INTERPRETED:
             a, b = a.float(), b.float()
         # Triton launches on the current device, which need not be the operand's.
         with launching_on(a):
@@ -353,4 +352,4 @@ def _tiles(m: int, n: int, block_m: int, block_n: int) -> int:
 
 
 def _processors(device: torch.device) -> int:
-    return _PROCESSORS_INTERPRETED if _INTERPRETED else multiprocessors(device)
+    return _PROCESSORS_INTERPRETED if INTERPRETED else multiprocessors(device)

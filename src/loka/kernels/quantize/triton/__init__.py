@@ -1,1 +1,1 @@
-"""The same on GPUs."""
+"""Triton kernels that quantize operands, weights and residuals. Twins: ../quantizer.py, ../weight_copies.py."""

@@ -380,15 +380,15 @@ def cast_rows_fused(
     rows: Sequence[torch.Tensor],
     scales: Sequence[torch.Tensor],
     largest: torch.Tensor,
-    places: Sequence[int],
+    indices: Sequence[int],
 ) -> None:
     """Writes rows, uint8 [N16, K16], and the first of `scales` of up to 16 weights [N, K] of one dtype, whose
-    largest magnitudes are known, float32, at `places` of `largest`: one launch."""
+    largest magnitudes are known, float32, at `indices` of `largest`: one launch."""
     jobs = [
         _Job(weight, row, row, scale, _IS_ROW.value + _IS_ALIGNED.value * is_aligned(weight))
         for weight, row, scale in zip(weights, rows, scales, strict=True)
     ]
-    programs, casts = _casts(tuple(map(_lying, jobs)), tuple(places), (1,) * len(jobs))
+    programs, casts = _casts(tuple(map(_lying, jobs)), tuple(indices), (1,) * len(jobs))
     with launching_on(largest):
         _launch_cast(largest.view(torch.int32), jobs, programs, casts)
 

@@ -37,15 +37,15 @@ def _quantize(
     program = tl.program_id(0)
     weight, copy, scale = weights[0].to(tl.int64), copies[0].to(tl.int64), scales[0].to(tl.int64)
     first, rows, columns, stride = firsts[0], all_rows[0], all_columns[0], strides[0]
-    for place in tl.static_range(1, WEIGHTS):
-        here = program >= plain(firsts[place])
-        weight = tl.where(here, weights[place].to(tl.int64), weight)
-        copy = tl.where(here, copies[place].to(tl.int64), copy)
-        scale = tl.where(here, scales[place].to(tl.int64), scale)
-        first = tl.where(here, firsts[place], first)
-        rows = tl.where(here, all_rows[place], rows)
-        columns = tl.where(here, all_columns[place], columns)
-        stride = tl.where(here, strides[place], stride)
+    for index in tl.static_range(1, WEIGHTS):
+        here = program >= plain(firsts[index])
+        weight = tl.where(here, weights[index].to(tl.int64), weight)
+        copy = tl.where(here, copies[index].to(tl.int64), copy)
+        scale = tl.where(here, scales[index].to(tl.int64), scale)
+        first = tl.where(here, firsts[index], first)
+        rows = tl.where(here, all_rows[index], rows)
+        columns = tl.where(here, all_columns[index], columns)
+        stride = tl.where(here, strides[index], stride)
     rows, columns = plain(rows), plain(columns) // ALIGN * ALIGN
     stride = (plain(stride) // ALIGN * ALIGN).to(tl.int64)
     padded_rows, padded_columns = (rows + 15) // 16 * 16, (columns + 15) // 16 * 16
