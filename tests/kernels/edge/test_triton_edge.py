@@ -241,7 +241,7 @@ def test_what_is_read_ahead_fits_into_memory(features, stages):
     w = Writing(features)
     places = [w.leaf(dtype=torch.float32) for _ in range(4)]
     program = w.done(sums=tuple(places)).program
-    plan = fused.plan_of(program, ("float32",) * 4, 4096, 0)
+    plan = fused.plan_of(program, ("float32",) * 4, 4096, 0, 0)
     assert f"num_stages={stages})" in inspect.getsource(plan.rows.kernel.fn)
 
 
@@ -329,7 +329,7 @@ def test_equal_programs_share_a_kernel_and_its_text_is_a_source(device):
     for _ in range(2):
         case = silu(32)
         dtypes = ("bfloat16", "bfloat16", "float32")
-        plans.append(fused.plan_of(case.program, dtypes, 64, 0))
+        plans.append(fused.plan_of(case.program, dtypes, 64, 0, 0))
     assert plans[0].rows.kernel is plans[1].rows.kernel
     assert plans[0].tall.kernel is plans[1].tall.kernel
     for launch in (plans[0].rows, plans[0].tall):

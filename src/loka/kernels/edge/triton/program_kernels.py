@@ -18,60 +18,13 @@ from loka.kernels.edge.program import GROUP, Kind, Program
 from loka.kernels.edge.triton.device import NAMES
 from loka.kernels.edge.triton.rows import RowLaunch, Sides, row_indices, row_parameters, row_source, sides_of
 from loka.kernels.edge.triton.tall import TallLaunch, fits, summing, tall_parameters, tall_source
+from loka.kernels.edge.triton.tiles import SIZES, TILE, Tile, is_staged, tile_of
 from loka.kernels.edge.triton.values import Code, power_above, power_below
 from loka.kernels.edge.twin import run_program
 from loka.kernels.triton.launch import allocated, cdiv, launch, launches_are_traced, launching_on, recorded
 from loka.kernels.triton.pack import INTERPRETED
 from loka.kernels.triton.processors import multiprocessors
 from loka.kernels.triton.source import compiled
-
-TILE: dict[str, int] = {}
-"""Overrides of `tile_of` by the names of Tile's attributes, for benchmarks and tests."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Tile:
-    """What programs of the grids hold.
-
-    Attributes:
-        warps: at most, of a program that holds rows; fewer where a row has not as many features.
-        vector: neighbours that a thread of it holds.
-        held: elements of rows in a thread, about; a row is the least.
-        stages: groups of rows that a program which walks holds at once: all but one are still read.
-        walkers: programs that leave partial sums over rows, about; 0 for as many as the GPU holds at once.
-        direct: bytes of an element's leaves up to which the transposed value is computed by the second kernel
-            from them, instead of being kept as bytes by the first.
-        high, wide, tall_warps: of the second kernel.
-        turns: elements of a row in a thread up to which the first kernel transposes.
-        many: rows from which it does: a program has GROUP of them, and few programs leave processors idle.
-    """
-
-    warps: int = 4
-    vector: int = 8
-    held: int = 16
-    stages: int = 3
-    walkers: int = 0
-    direct: int = 1
-    high: int = 128
-    wide: int = 128
-    tall_warps: int = 4
-    turns: int = 32
-    many: int = 4096
-
-
-def tile_of(code: Code) -> Tile:
-    """Measured on an H200. Few warps wait for each other less; what they hold has to fit their registers,
-    which sums over rows of all features take for themselves."""
-    program = code.program
-    columns = round_up(program.features, 16)
-    most = 32 if len(program.sums) < 2 else 24  # elements of a row in a thread
-    warps = next((w for w in (4, 8) if -(-columns // (256 * w)) * 8 <= most), 16)
-    indices = row_indices(code, staged=program.transposed is not None)
-    deep = any(code.kinds[p] is Kind.BLOCK for p in indices)
-    summed = any(code.is_row_sum(p) for p in indices)
-    if summed and program.sums:  # they want most registers, but sums over short rows wait for each other
-        return Tile(warps=warps, held=32 if columns > 1024 and warps == 4 else 16)
-    return Tile(warps=warps, held=8 if deep else 32 if columns <= 512 or (summed and warps == 4) else 16)
 
 
 class Launch(NamedTuple):
@@ -201,13 +154,16 @@ def _run(
     dtypes = tuple(dtype_name(leaf.dtype) for leaf in leaves)
     given: dict[str, Any] = {"input_scale_ptr": input_scale, "gradient_scale_ptr": gradient_scale, "given_ptr": tops}
     given["count"] = 0 if tops is None else tops.numel()
-    plan, device = plan_of(program, dtypes, rows if isinstance(rows, int) else _ANY, scales), leaves[0].device
-    if plan.turns and plan.rows is not None:
+    device = leaves[0].device
+    for registers in _TURNS:
+        plan = plan_of(program, dtypes, rows if isinstance(rows, int) else _ANY, scales, registers)
+        if not plan.turns or plan.rows is None:
+            break
         trial = given | _arguments(program, plan, leaves, rows, unwritten(program, rows, device))
         with launching_on(leaves[0]):
             # A ReLU with the sum of a bias spilled, and took 51 us for 29 by two kernels; 2,048 features no less.
-            if plan.rows.spills(trial, plan.registers):
-                plan = plan_of(program, dtypes, rows, scales, turns=False)
+            if not plan.rows.spills(trial, plan.registers):
+                break
     outputs = [allocated(output) for output in unwritten(program, rows, device)]
     arguments = given | _arguments(program, plan, leaves, rows, outputs)
     if plan.copied and not program.row:
@@ -244,19 +200,25 @@ def _arguments(
     return found | {"rows": rows, "padded_rows": round_up(rows, 16), "span": plan.high}
 
 
-def plan_of(program: Program, dtypes: tuple[str, ...], rows: int, scales: int, *, turns: bool = True) -> Plan:
-    return _plan(program, dtypes, rows, scales, tuple(TILE.items()), turns)
+def plan_of(program: Program, dtypes: tuple[str, ...], rows: int, scales: int, registers: int) -> Plan:
+    """`registers`: one of `_TURNS`, that a kernel which transposes in turns is to try; 0: without such a kernel."""
+    return _plan(program, dtypes, rows, scales, tuple(TILE.items()), registers)
 
 
 @functools.lru_cache(maxsize=8192)
 def _plan(
-    program: Program, dtypes: tuple[str, ...], rows: int, scales: int, tiles: tuple[tuple[str, int], ...], turns: bool
+    program: Program,
+    dtypes: tuple[str, ...],
+    rows: int,
+    scales: int,
+    tiles: tuple[tuple[str, int], ...],
+    registers: int,
 ) -> Plan:
     code = Code(program, dtypes)
     tile = replace(tile_of(code), **dict(tiles))
-    if turns and (one := _in_turns(code, rows, scales, tile)) is not None:
+    if registers and (one := _in_turns(code, rows, scales, tile, registers)) is not None:
         return one
-    staged = _is_staged(code, tile)
+    staged = is_staged(code, tile)
     copied = program.row or program.column
     first, high = None, 0
     if row_indices(code, staged=staged):
@@ -285,8 +247,8 @@ def _plan(
     )
 
 
-def _in_turns(code: Code, rows: int, scales: int, tile: Tile) -> Plan | None:
-    """One kernel for all, where threads can hold the bytes of GROUP rows."""
+def _in_turns(code: Code, rows: int, scales: int, tile: Tile, registers: int) -> Plan | None:
+    """One kernel for all, where threads can hold the bytes of GROUP rows, in so many registers or more."""
     program = code.program
     staged, high = program.transposed is not None, GROUP // 4
     if program.sums or rows < tile.many or program.gradient is None or not (program.column or staged):
@@ -296,6 +258,7 @@ def _in_turns(code: Code, rows: int, scales: int, tile: Tile) -> Plan | None:
     warps = max(power_above(cdiv(high * sides.parts * sides.width, 32 * tile.turns)), least, 1)
     if warps > _MOST_WARPS:
         return None
+    few = high * sides.parts * sides.width <= _SHORT * 32 * warps
     rows_launch = RowLaunch(
         rows=high,
         sides=sides_of(code, 32 * tile.vector * max(warps // high, 1), staged=staged),
@@ -317,18 +280,22 @@ def _in_turns(code: Code, rows: int, scales: int, tile: Tile) -> Plan | None:
         copied=False,
         staged=False,
         turns=True,
-        registers=_MANY,
+        registers=registers if few else _MANY,
     )
 
 
 _MOST_WARPS = 16  # with _MANY registers in a thread they are all that a multiprocessor has
+_SHORT = (
+    8  # elements of a turn in a thread, up to which half of these will do: twice the warps, 0.78 to 0.92 of the time
+)
+_TURNS = (_MANY // 2, _MANY, 0)
 
 
 def _stages(code: Code, tile: Tile, sides: Sides, high: int, warps: int, *, staged: bool) -> int:
     """As many as lie in a multiprocessor's memory beside those of other programs."""
     indices, elements = row_indices(code, staged=staged), sides.parts * sides.width * high
-    size = elements * sum(_SIZES[code.dtypes[p]] for p in code.leaves(indices, Kind.FULL))
-    size += elements // sides.wide * sum(_SIZES[code.dtypes[p]] for p in code.leaves(indices, Kind.BLOCK))
+    size = elements * sum(SIZES[code.dtypes[p]] for p in code.leaves(indices, Kind.FULL))
+    size += elements // sides.wide * sum(SIZES[code.dtypes[p]] for p in code.leaves(indices, Kind.BLOCK))
     return max(min(tile.stages, 1 + min(_AHEAD * warps, _MOST_AHEAD) // max(size, 1)), 1)
 
 
@@ -345,20 +312,6 @@ def _tall(code: Code, rows: int, scales: int, staged: bool, tile: Tile) -> Launc
     tiles = cdiv(round_up(rows, 16), launch.high) * cdiv(columns, wide) if transposes else 0
     kernel = _tall_kernel(program, code.dtypes, launch)
     return Launch(kernel, tall_parameters(code), summing(code) + tiles, tile.tall_warps)
-
-
-def _is_staged(code: Code, tile: Tile) -> bool:
-    """Whether the transposed value is kept as bytes where rows are read anyway, instead of computed again."""
-    program = code.program
-    if program.transposed is None:
-        return False
-    if not fits(code, min(tile.wide, 64)):
-        return True
-    read = code.leaves(code.reached([program.transposed]), Kind.FULL)
-    return bool(row_indices(code, staged=False)) and sum(_SIZES[code.dtypes[p]] for p in read) > tile.direct
-
-
-_SIZES = {dtype_name(dtype): dtype.itemsize for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}
 
 
 @functools.lru_cache(maxsize=4096)
