@@ -20,7 +20,7 @@ def test_one_kernel_does_for_many_rows_that_registers_hold(monkeypatch, name, ro
     ran = []
     monkeypatch.setattr(fused.Launch, "run", lambda launch, *_: ran.append(launch.kernel.fn.__name__))
     monkeypatch.setattr(fused.Launch, "resident", lambda launch, arguments: (132, 0))
-    monkeypatch.setattr(fused.Launch, "spills", lambda launch, *_: spills)
+    monkeypatch.setattr(fused.Launch, "spilled", lambda launch, *_: 100 * spills)
     case, device = CASES[name](features), torch.device("cpu")
     fused.run_program_fused(case.program, case.leaves(rows, device), rows, *case.given(rows, device))
     assert ran == kernels

@@ -27,7 +27,7 @@ def compiled(launch, arguments, programs, registers=0):
 
 program_kernels.Launch.run = compiled
 program_kernels.Launch.resident = lambda launch, arguments: (132, 0)
-program_kernels.Launch.spills = lambda launch, *_: False
+program_kernels.Launch.spilled = lambda launch, *_: 0
 for name, many in itertools.product(CASES, (0, 1 << 40)):
     program_kernels.TILE["many"] = many
     case, rows = CASES[name](1024), 256

@@ -19,8 +19,7 @@ TILE: dict[str, int] = {}
 
 SIZES = {dtype_name(dtype): dtype.itemsize for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}
 
-_TRANSCENDENTAL = ("exp", "log", "sigmoid", "tanh", "erf")
-_HEAVY = 1.3  # steps for a byte: a LayerNorm's gradients have 1.5, GELU's 3.1, ReLU's 0.7, a residual's norm 1.1
+_HEAVY = 1.3  # steps for a byte: a LayerNorm's gradients have 1.5, GELU's 2.3, SiLU's 1.1, ReLU's 0.7
 _UNPADDED = 24  # elements of a row in a thread, up to which fewer warps hold rows that pad less
 
 
@@ -71,7 +70,8 @@ def tile_of(code: Code) -> Tile:
         return Tile(warps=warps, held=32 if columns > 1024 and warps == 4 else 16)
     if heavy and program.sums and 128 < columns <= 1024 and is_staged(code, Tile()):  # GELU and bias: 0.75 to 0.91
         return Tile(warps=2 if columns > 512 else warps, held=8)
-    if heavy and summed and 1024 < columns <= 2048:  # norms of 2048 features: 0.86 to 0.90
+    transposes = program.column or program.transposed is not None
+    if heavy and summed and not transposes and 1024 < columns <= 2048:  # a norm and SiLU forward: 0.86 to 0.90
         return Tile(warps=warps, held=64)
     return Tile(warps=warps, held=8 if deep else 32 if columns <= 512 or (summed and warps == 4) else 16)
 
@@ -88,10 +88,9 @@ def is_staged(code: Code, tile: Tile) -> bool:
 
 
 def _steps_a_byte(code: Code) -> float:
-    """Elementwise steps for each byte that is read or written; a transcendental function counts as four."""
+    """Elementwise steps for each byte that is read or written."""
     program = code.program
-    kinds = zip(code.kinds[code.first_step :], code.steps, strict=True)
-    steps = sum(4 if step.op in _TRANSCENDENTAL else 1 for kind, step in kinds if kind is Kind.FULL)
+    steps = sum(kind is Kind.FULL for kind in code.kinds[code.first_step :])
     moved = program.row + program.column + program.integers + (program.transposed is not None)
     moved += sum(SIZES[code.dtypes[p]] for p in code.leaves(range(len(program.leaves)), Kind.FULL))
     leaving = zip(program.values, program.value_dtypes, strict=True)
