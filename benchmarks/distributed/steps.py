@@ -27,7 +27,7 @@ import torch
 import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).parent))
-from shared import Arms, Made, Tower, options, planned, ran, replicated, tell, trained
+from shared import Arms, Made, Tower, options, parsed, planned, ran, replicated, tell, trained
 
 import loka
 from loka import mods
@@ -114,7 +114,7 @@ def main() -> None:
     parser.add_argument("--model", default="wukong:2gf", help="or tower")
     parser.add_argument("--width", type=int, default=2048, help="of the tower")
     parser.add_argument("--arms", nargs="+", choices=ARMS, default=["ddp_loka", "fsdp2_loka_fp8", "fsdp2_loka"])
-    told = parser.parse_args()
+    told = parsed(parser)
     with process_group(told.device, of_one=True) as told.device:
         make = partial(tower if told.model == "tower" else zoo, told=told)
         for engine in ("ddp", "fsdp2"):

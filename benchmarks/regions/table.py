@@ -24,14 +24,30 @@ _HEAD = (
 def table(records: Iterable[Record]) -> str:
     lines = [_row(_HEAD), _row(["---"] * len(_HEAD))]
     notes = []
+    measured: dict[str, list[str]] = {}
     for record in records:
+        measured.setdefault(_conditions(record), []).append(record["cell"])
         lines.append(_row(_cells(record)))
         notes += [
             f"- {record['cell']}, {arm}: {found['failure']}"
             for arm, found in record["arms"].items()
             if "failure" in found and found["failure"] != "torchao is not installed"
         ]
-    return "\n".join([*lines, *(["", "Did not run:", *notes] if notes else [])])
+    told = [f"- {told}: {', '.join(cells)}" for told, cells in measured.items()]
+    return "\n".join([*lines, "", "Measured on", *told, *(["", "Did not run:", *notes] if notes else [])])
+
+
+def _conditions(record: Record) -> str:
+    """Of one line: lines of several machines, versions or options may stand in one file."""
+    machine, budget = record["machine"], record["budget"]
+    parts = [machine["device"], f"torch {machine['torch']}"]
+    parts += [f"{name} {machine['libraries'][name]}" for name in ("triton", "torchao") if name in machine["libraries"]]
+    parts += [record["mode"], f"{record.get('rounds', 0)} rounds"]
+    parts += [f"min_speedup {budget['min_speedup']:g}"] if budget["min_speedup"] != 1 else []
+    parts += [f"forced {sites}={candidate}" for sites, candidate in record["force"].items()]
+    parts += ["profiled too"] if record.get("kernels") else []
+    parts += ["tiny: few rows and narrow layers in place of the real ones"] if record["tiny"] else []
+    return ", ".join(parts + (["times of a CPU, which tell nothing of a GPU"] if machine["target"] == "cpu" else []))
 
 
 def _cells(record: Record) -> list[str]:
