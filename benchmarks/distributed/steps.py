@@ -1,10 +1,6 @@
 """Training steps on several GPUs: compiled bf16 against LoKA, by DDP and FSDP2, gathers bf16 and FP8.
 
     torchrun --nproc-per-node 2 benchmarks/distributed/steps.py --arms ddp_loka --out runs/steps.jsonl
-    torchrun --nproc-per-node 2 benchmarks/distributed/steps.py --model tower --step eager \\
-        --arms ddp_loka ddp_rowwise --out runs/steps.jsonl
-    torchrun --nproc-per-node 2 benchmarks/distributed/steps.py --step graph --arms ddp_loka \\
-        --out runs/graph.jsonl
     torchrun --nproc-per-node 2 benchmarks/distributed/steps.py --model wukong:small --narrowest 16 \\
         --batch-size 64 --rounds 6 --device cpu --out runs/tiny.jsonl
 

@@ -1,9 +1,8 @@
 """Models as people write them, trained and served: LoKA by plan against compiled bf16.
 
-    python benchmarks/regions/regions.py --gate --out regions.jsonl         # the few cells that decide
-    python benchmarks/regions/regions.py --out regions.jsonl                # all of them
-    python benchmarks/regions/regions.py --cells relu_8192x1024 --kernels   # where time goes
-    python benchmarks/regions/regions.py --gate --device cpu --tiny         # everything but the times
+    python benchmarks/regions/regions.py --gate --device cpu --tiny     # everything but the times
+
+README.md beside this file has the other commands.
 
 A cell is a model and a batch. Its arms are bf16 compiled whole, bf16 compiled block by block, LoKA as a user
 runs it (Probe, measure, plan, convert, torch.compile of the whole), and torchao's recipes. Forward and

@@ -39,15 +39,19 @@ def table(records: Iterable[Record]) -> str:
 
 def _conditions(record: Record) -> str:
     """Of one line: lines of several machines, versions or options may stand in one file."""
-    machine, budget = record["machine"], record["budget"]
-    parts = [machine["device"], f"torch {machine['torch']}"]
-    parts += [f"{name} {machine['libraries'][name]}" for name in ("triton", "torchao") if name in machine["libraries"]]
-    parts += [record["mode"], f"{record.get('rounds', 0)} rounds"]
-    parts += [f"min_speedup {budget['min_speedup']:g}"] if budget["min_speedup"] != 1 else []
-    parts += [f"forced {sites}={candidate}" for sites, candidate in record["force"].items()]
-    parts += ["profiled too"] if record.get("kernels") else []
-    parts += ["tiny: few rows and narrow layers in place of the real ones"] if record["tiny"] else []
-    return ", ".join(parts + (["times of a CPU, which tell nothing of a GPU"] if machine["target"] == "cpu" else []))
+    machine, least = record["machine"], record["budget"]["min_speedup"]
+    told = {
+        f"torch {machine['torch']}": True,
+        **{f"{name} {version}": name in ("triton", "torchao") for name, version in machine["libraries"].items()},
+        record["mode"]: True,
+        f"{record.get('rounds', 0)} rounds": True,
+        f"min_speedup {least:g}": least != 1,
+        **{f"forced {sites}={candidate}": True for sites, candidate in record["force"].items()},
+        "profiled too": record.get("kernels"),
+        "tiny: few rows and narrow layers in place of the real ones": record["tiny"],
+        "times of a CPU, which tell nothing of a GPU": machine["target"] == "cpu",
+    }
+    return ", ".join([machine["device"], *(part for part, holds in told.items() if holds)])
 
 
 def _cells(record: Record) -> list[str]:
