@@ -1,7 +1,5 @@
 """Steps of TorchRec's DLRM_DCN through its pipeline: the dense part compiled in bf16, against FP8 by LoKA.
 
-    torchrun --nproc-per-node 2 benchmarks/distributed/torchrec_steps.py --step graph --qcomm bf16 \\
-        --batch-size 65536 --out runs/a.jsonl
     torchrun --nproc-per-node 2 benchmarks/distributed/torchrec_steps.py --batch-size 64 --shrink 8 \\
         --narrowest 64 --rounds 6 --device cpu --out runs/tiny.jsonl
 

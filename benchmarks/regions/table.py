@@ -48,8 +48,8 @@ def _conditions(record: Record) -> str:
         f"min_speedup {least:g}": least != 1,
         **{f"forced {sites}={candidate}": True for sites, candidate in record["force"].items()},
         "profiled too": record.get("kernels"),
-        "tiny: few rows and narrow layers in place of the real ones": record["tiny"],
-        "times of a CPU, which tell nothing of a GPU": machine["target"] == "cpu",
+        "tiny": record["tiny"],
+        "times of a CPU": machine["target"] == "cpu",
     }
     return ", ".join([machine["device"], *(part for part, holds in told.items() if holds)])
 

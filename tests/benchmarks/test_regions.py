@@ -49,7 +49,7 @@ def test_a_table_says_what_its_lines_were_measured_on(printed, tmp_path):
     (tmp_path / "out.jsonl").write_text(f"{json.dumps(RECORD)}\n{json.dumps(other)}\n")
     text = printed("regions/regions.py", "--table", "--out", "out.jsonl")
     assert "- NVIDIA H200, torch 2.13.0, triton 3.6.0, autocast, 9 rounds, forced *=hp: relu_8192x2048\n" in text
-    assert "real ones, times of a CPU, which tell nothing of a GPU: relu_8192x1024\n" in text
+    assert "9 rounds, tiny, times of a CPU: relu_8192x1024\n" in text
     assert "there is no such file" in printed("regions/regions.py", "--table", "--out", "other.jsonl")
 
 
