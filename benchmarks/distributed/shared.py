@@ -23,7 +23,7 @@ from torch.profiler import ProfilerActivity, profile
 sys.path.insert(0, str(Path(__file__).parents[1] / "regions"))
 from arms import CANDIDATES as CANDIDATES
 from records import append
-from running import tell
+from running import require_known, tell
 
 import loka
 from loka.compiler.joint_sites import IN_REGIONS, misfit
@@ -64,6 +64,12 @@ def options() -> argparse.ArgumentParser:
     parser.add_argument("--rounds", type=int, default=15, help="of 4 steps; 0: compiles, and writes nothing")
     parser.add_argument("--out", type=Path, required=True)
     return parser
+
+
+def parsed(parser: argparse.ArgumentParser) -> argparse.Namespace:
+    told = parser.parse_args()
+    require_known(parser, told.device)
+    return told
 
 
 def within(seconds: float) -> None:

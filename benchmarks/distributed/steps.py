@@ -1,10 +1,6 @@
 """Training steps on several GPUs: compiled bf16 against LoKA, by DDP and FSDP2, gathers bf16 and FP8.
 
     torchrun --nproc-per-node 2 benchmarks/distributed/steps.py --arms ddp_loka --out runs/steps.jsonl
-    torchrun --nproc-per-node 2 benchmarks/distributed/steps.py --model tower --step eager \\
-        --arms ddp_loka ddp_rowwise --out runs/steps.jsonl
-    torchrun --nproc-per-node 2 benchmarks/distributed/steps.py --step graph --arms ddp_loka \\
-        --out runs/graph.jsonl
     torchrun --nproc-per-node 2 benchmarks/distributed/steps.py --model wukong:small --narrowest 16 \\
         --batch-size 64 --rounds 6 --device cpu --out runs/tiny.jsonl
 
@@ -27,7 +23,7 @@ import torch
 import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).parent))
-from shared import Arms, Made, Tower, options, planned, ran, replicated, tell, trained
+from shared import Arms, Made, Tower, options, parsed, planned, ran, replicated, tell, trained
 
 import loka
 from loka import mods
@@ -114,7 +110,7 @@ def main() -> None:
     parser.add_argument("--model", default="wukong:2gf", help="or tower")
     parser.add_argument("--width", type=int, default=2048, help="of the tower")
     parser.add_argument("--arms", nargs="+", choices=ARMS, default=["ddp_loka", "fsdp2_loka_fp8", "fsdp2_loka"])
-    told = parser.parse_args()
+    told = parsed(parser)
     with process_group(told.device, of_one=True) as told.device:
         make = partial(tower if told.model == "tower" else zoo, told=told)
         for engine in ("ddp", "fsdp2"):

@@ -1,7 +1,5 @@
 """Steps of TorchRec's DLRM_DCN through its pipeline: the dense part compiled in bf16, against FP8 by LoKA.
 
-    torchrun --nproc-per-node 2 benchmarks/distributed/torchrec_steps.py --step graph --qcomm bf16 \\
-        --batch-size 65536 --out runs/a.jsonl
     torchrun --nproc-per-node 2 benchmarks/distributed/torchrec_steps.py --batch-size 64 --shrink 8 \\
         --narrowest 64 --rounds 6 --device cpu --out runs/tiny.jsonl
 
@@ -24,7 +22,7 @@ import torch
 import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).parent))
-from shared import CANDIDATES, Arms, Made, options, planned
+from shared import CANDIDATES, Arms, Made, options, parsed, planned
 
 import loka
 from loka.cli.torchrun import process_group
@@ -151,7 +149,7 @@ def main() -> None:
     parser.add_argument("--arms", nargs="+", choices=ARMS, default=["loka_whole"], help="against the baseline")
     parser.add_argument("--qcomm", choices=EXCHANGES, default="fp32", help="of embeddings and their gradients")
     parser.add_argument("--tables", choices=["planner", "row_wise"], default="planner", help="where they lie")
-    told = parser.parse_args()
+    told = parsed(parser)
     with process_group(told.device, of_one=True) as told.device:
         key = f"DLRM_DCN / {told.shrink} {told.tables} {told.qcomm}"
         Arms(key, told, partial(made, told=told)).run(told.baseline, told.arms)

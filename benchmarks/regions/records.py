@@ -35,6 +35,15 @@ def append(path: Path, record: dict[str, Any]) -> None:
         os.fsync(file.fileno())
 
 
+def differences(record: Record, conditions: Mapping[str, Any]) -> list[str]:
+    """Names of the conditions that `record` was not measured under. What an older record does not say is no difference,
+    and neither is another driver: kernels come with libraries."""
+    here = _plain(conditions)
+    found = [name for name in here if name != "machine" and record.get(name, here[name]) != here[name]]
+    there = record["machine"]
+    return [name for name in here["machine"] if name != "driver" and there[name] != here["machine"][name]] + found
+
+
 def _plain(value: Any) -> Any:
     """JSON; a number that is none, such as the error of a NaN, as its name."""
     if isinstance(value, float) and not math.isfinite(value):

@@ -1,9 +1,8 @@
 """Models as people write them, trained and served: LoKA by plan against compiled bf16.
 
-    python benchmarks/regions/regions.py --gate --out regions.jsonl         # the few cells that decide
-    python benchmarks/regions/regions.py --out regions.jsonl                # all of them
-    python benchmarks/regions/regions.py --cells relu_8192x1024 --kernels   # where time goes
-    python benchmarks/regions/regions.py --gate --device cpu --tiny         # everything but the times
+    python benchmarks/regions/regions.py --gate --device cpu --tiny     # everything but the times
+
+README.md beside this file has the other commands.
 
 A cell is a model and a batch. Its arms are bf16 compiled whole, bf16 compiled block by block, LoKA as a user
 runs it (Probe, measure, plan, convert, torch.compile of the whole), and torchao's recipes. Forward and
@@ -23,8 +22,8 @@ import torch._inductor.config
 from arms import ARMS, BF16, CANDIDATES, INT8, ON_CPU, OURS, How, build, missing, plan_of
 from cells import CELLS, Cell
 from forecast import forecast
-from records import append, read
-from running import measure_cell, planned, run_ahead, tell
+from records import append, differences, read
+from running import conditions, measure_cell, planned, require_known, run_ahead, tell
 from table import table
 
 import loka
@@ -40,6 +39,8 @@ def main() -> None:
             print(f"{cell.name:40}{'gate' if cell.gate else ''}")
         return
     if arguments.table:
+        if not arguments.out.exists():
+            sys.exit(f"{arguments.out}: there is no such file; --out names the one that a run wrote")
         known = read(arguments.out)
         print(table(known[cell.name] for cell in cells if cell.name in known))
         return
@@ -59,7 +60,7 @@ def main() -> None:
             _compile(cell, names, how)
         return
     known = {} if arguments.again else read(arguments.out)
-    cells = [cell for cell in cells if not _finished(known.get(cell.name), names, arguments)]
+    cells = [cell for cell in cells if not _finished(known.get(cell.name), names, how, arguments)]
     print(f"{len(cells)} cells to do: {', '.join(cell.name for cell in cells)}", flush=True)
     if arguments.plan_only:
         for cell in cells:
@@ -104,9 +105,12 @@ def _compile_ahead(cells: Sequence[Cell], together: int) -> None:
     run_ahead(waiting, together)
 
 
-def _finished(record: Any, names: Sequence[str], arguments: argparse.Namespace) -> bool:
+def _finished(record: Any, names: Sequence[str], how: How, arguments: argparse.Namespace) -> bool:
     """Whether a record holds all that is asked for, failures included (but not with --retry)."""
-    if record is None or (record["mode"], record["tiny"]) != (arguments.mode, arguments.tiny):
+    if record is None:
+        return False
+    if others := differences(record, conditions(how)):
+        tell(f"{record['cell']} is measured anew: its line in {arguments.out} is of other {', '.join(others)}")
         return False
     if arguments.retry and any("traceback" in record["arms"].get(name, {}) for name in names):
         return False
@@ -131,7 +135,7 @@ def _how(arguments: argparse.Namespace) -> How:
         candidates=None if candidates == ("all",) else candidates,
         settings=Settings() if arguments.fine else COARSE,
         probe_steps=arguments.probe_steps,
-        force=dict(pair.split("=", 1) for pair in arguments.force),
+        force=dict(arguments.force),
         budget=loka.Budget(ne=None, min_speedup=arguments.min_speedup),
         plans=arguments.plans,
         timings=arguments.timings,
@@ -151,14 +155,14 @@ def _arguments() -> argparse.Namespace:
     which.add_argument("--table", action="store_true", help="print --out as markdown and stop")
     how = parser.add_argument_group("how")
     how.add_argument("--mode", choices=("autocast", "bf16"), default="autocast")
-    how.add_argument("--rounds", type=int, default=21)
+    how.add_argument("--rounds", type=_rounds, default=21)
     how.add_argument("--device", default="cuda")
     how.add_argument("--tiny", action="store_true", help="small numbers in place of the real ones")
     how.add_argument("--min-speedup", type=float, default=1.0, help="of the budget, for each site by itself")
     how.add_argument("--candidates", nargs="+", help="to measure, or all")
     how.add_argument("--fine", action="store_true", help="measure by the default settings, not the coarse ones")
     how.add_argument("--probe-steps", type=int, default=2)
-    how.add_argument("--force", nargs="*", default=[], metavar="SITES=CANDIDATE", help="over the plan")
+    how.add_argument("--force", nargs="*", default=[], type=_pair, metavar="SITES=CANDIDATE", help="over the plan")
     where = parser.add_argument_group("where, and in what pieces")
     where.add_argument("--out", type=Path, default=Path("regions.jsonl"))
     where.add_argument("--plans", type=Path, help="folder of plans: those there are used, others written")
@@ -172,7 +176,22 @@ def _arguments() -> argparse.Namespace:
     arguments = parser.parse_args()
     if arguments.plan_only and arguments.plans is None:
         parser.error("--plan-only writes into --plans")
+    if not (arguments.list or arguments.table):
+        require_known(parser, arguments.device)
     return arguments
+
+
+def _rounds(text: str) -> int:
+    if (rounds := int(text)) < 1:
+        raise argparse.ArgumentTypeError(f"{rounds}: a race takes one round at least")
+    return rounds
+
+
+def _pair(text: str) -> tuple[str, str]:
+    sites, equals, candidate = text.partition("=")
+    if not (sites and equals and candidate):
+        raise argparse.ArgumentTypeError(f"{text}: write SITES=CANDIDATE, such as '*=torch_fast:rowwise_e4m3'")
+    return sites, candidate
 
 
 def _listed(known: Sequence[str] | dict[str, Cell]) -> Any:

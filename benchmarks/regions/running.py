@@ -1,5 +1,6 @@
 """One cell: its arms made ready one by one, then raced; the record of all that was found."""
 
+import argparse
 import math
 import subprocess
 import sys
@@ -33,12 +34,7 @@ def measure_cell(cell: Cell, names: Sequence[str], how: How, *, rounds: int, ker
         "cell": cell.name,
         "rows": cell.rows,
         "kind": "training" if cell.trained else "inference",
-        "mode": how.mode,
-        "tiny": how.tiny,
-        "machine": encode(fingerprint(how.device)),
-        "loka": loka.__version__,
-        "budget": encode(how.budget),
-        "force": dict(how.force),
+        **conditions(how),
         "arms": found,
         "us": {},
         "fatal": False,
@@ -73,6 +69,21 @@ def measure_cell(cell: Cell, names: Sequence[str], how: How, *, rounds: int, ker
         arms.close()
     record["seconds"] = round(time.monotonic() - began, 1)
     return record
+
+
+def conditions(how: How) -> dict[str, Any]:
+    """What a record is measured under, besides its cell: one of other conditions does not stand for it."""
+    return {
+        "mode": how.mode,
+        "tiny": how.tiny,
+        "machine": encode(fingerprint(how.device)),
+        "loka": loka.__version__,
+        "budget": encode(how.budget),
+        "force": dict(how.force),
+        "candidates": None if how.candidates is None else list(how.candidates),
+        "settings": encode(how.settings),
+        "probe_steps": how.probe_steps,
+    }
 
 
 def _prepare(
@@ -169,6 +180,18 @@ def run_ahead(commands: Sequence[Sequence[str]], together: int, environment: Map
             running.append(subprocess.Popen(waiting.pop(0), env=environment))
         time.sleep(0.2)
     tell(f"compiled ahead in {time.monotonic() - began:.0f} s")
+
+
+def require_known(parser: argparse.ArgumentParser, device: str) -> None:
+    """Ends with a word of the parser's where there is no such device."""
+    try:
+        kind = torch.device(device).type
+    except RuntimeError:
+        kind = ""
+    if kind not in ("cuda", "cpu"):
+        parser.error(f"--device {device} is no device that is measured; say cuda or cpu")
+    if kind == "cuda" and not torch.cuda.is_available():
+        parser.error(f"--device {device}: torch sees no GPU here; --device cpu runs all but the times")
 
 
 def tell(text: str) -> None:

@@ -24,14 +24,34 @@ _HEAD = (
 def table(records: Iterable[Record]) -> str:
     lines = [_row(_HEAD), _row(["---"] * len(_HEAD))]
     notes = []
+    measured: dict[str, list[str]] = {}
     for record in records:
+        measured.setdefault(_conditions(record), []).append(record["cell"])
         lines.append(_row(_cells(record)))
         notes += [
             f"- {record['cell']}, {arm}: {found['failure']}"
             for arm, found in record["arms"].items()
             if "failure" in found and found["failure"] != "torchao is not installed"
         ]
-    return "\n".join([*lines, *(["", "Did not run:", *notes] if notes else [])])
+    told = [f"- {told}: {', '.join(cells)}" for told, cells in measured.items()]
+    return "\n".join([*lines, "", "Measured on", *told, *(["", "Did not run:", *notes] if notes else [])])
+
+
+def _conditions(record: Record) -> str:
+    """Of one line: lines of several machines, versions or options may stand in one file."""
+    machine, least = record["machine"], record["budget"]["min_speedup"]
+    told = {
+        f"torch {machine['torch']}": True,
+        **{f"{name} {version}": name in ("triton", "torchao") for name, version in machine["libraries"].items()},
+        record["mode"]: True,
+        f"{record.get('rounds', 0)} rounds": True,
+        f"min_speedup {least:g}": least != 1,
+        **{f"forced {sites}={candidate}": True for sites, candidate in record["force"].items()},
+        "profiled too": record.get("kernels"),
+        "tiny": record["tiny"],
+        "times of a CPU": machine["target"] == "cpu",
+    }
+    return ", ".join([machine["device"], *(part for part, holds in told.items() if holds)])
 
 
 def _cells(record: Record) -> list[str]:

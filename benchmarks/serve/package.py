@@ -10,6 +10,7 @@ compared with the server's graphs, of which `largest` logit changes and FP8's ow
 
 import argparse
 import json
+import re
 import statistics
 import sys
 import tempfile
@@ -26,6 +27,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "regions"))
 from cells import CELLS
 from race import ratio
 from records import append
+from running import require_known
 from shared import planned
 
 from loka.core.device import fingerprint
@@ -44,6 +46,10 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=100)
     parser.add_argument("--out", type=Path, default=Path("package.jsonl"))
     told = parser.parse_args()
+    require_known(parser, told.device)
+    known = [name.removeprefix("serve_").removesuffix("_2048") for name in CELLS if re.fullmatch("serve_.*_2048", name)]
+    if unknown := [model for model in told.models.split(",") if model not in known]:
+        parser.error(f"argument --models: unknown: {', '.join(unknown)}; known: {', '.join(known)}")
     told.narrowest, told.plan, told.batch_size = 16 if told.tiny else 256, None, 2048
     told.buckets = [16, 32] if told.tiny else [512, 2048, 8192]
     for model in told.models.split(","):

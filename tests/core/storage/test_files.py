@@ -61,6 +61,15 @@ def test_compressed(record, library):
         assert "make it again" in str(caught.value)
 
 
+@pytest.mark.parametrize(("suffix", "library"), [("gz", gzip), ("xz", lzma)])
+def test_what_is_written_under_a_compressed_name_is_read_again(record, suffix, library):
+    """`loka measure --out report.json.xz` left a file that was refused as truncated."""
+    packed = record.with_name(f"thing.json.{suffix}")
+    write_record(packed, kind="thing", version=1, content={"value": [1, 2.5, "x"]})
+    assert read(packed) == [1, 2.5, "x"]
+    assert library.decompress(packed.read_bytes()) == record.read_bytes()
+
+
 def test_edited(record):
     record.write_text(record.read_text().replace("2.5", "2.6"))
     with pytest.raises(FileRefused, match="edited or damaged"):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import functools
 import glob
 import gzip
 import hashlib
@@ -33,6 +34,10 @@ T = TypeVar("T")
 
 _LIMITS = Limits()
 _UNFINISHED = ".unfinished"
+_PACKERS: dict[str, Callable[[bytes], bytes]] = {
+    ".gz": functools.partial(gzip.compress, mtime=0),  # the same record makes the same bytes
+    ".xz": lzma.compress,
+}
 
 
 def sha256_of_file(path: Path) -> str:
@@ -164,8 +169,11 @@ def digest_of(content: Any) -> str:
 
 
 def write_record(path: Path, *, kind: str, version: int, content: Mapping[str, Any]) -> None:
+    """Compressed where `path` ends in ".gz" or ".xz", as `read_record` takes it."""
     record = {"kind": kind, "version": version, "sha256": digest_of(content), "content": content}
-    write_atomic(path, json.dumps(record, indent=1, allow_nan=False).encode() + b"\n")
+    data = json.dumps(record, indent=1, allow_nan=False).encode() + b"\n"
+    pack = _PACKERS.get(path.suffix)
+    write_atomic(path, pack(data) if pack else data)
 
 
 def read_json(path: Path, what: str, *, way_out: str, parse: Callable[[Any], T]) -> T:
@@ -203,7 +211,7 @@ def read_record(
         raise refuse(f"{error}, and no record does") from error
     try:
         record = parse_json(data, limits)
-        whole = data.endswith(b"\n") or path.suffix in (".gz", ".xz")
+        whole = data.endswith(b"\n") or path.suffix in _PACKERS
         del data
         if not isinstance(record, dict) or not {"kind", "version", "sha256", "content"} <= set(record):
             raise refuse("it lacks the fields kind, version, sha256 and content")
