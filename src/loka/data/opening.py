@@ -13,6 +13,8 @@ from loka.data.order import Shuffle
 from loka.data.reader import Reader, Store, split
 from loka.data.schema import CRITEO, Schema
 
+PREPARE_ONCE = "prepare it once: loka data convert, then pass the folder"
+
 
 def open_rows(
     path: str | Path,
@@ -42,10 +44,7 @@ def open_rows(
         )
     if not path.is_dir():
         if shuffle is not None:
-            raise DataRefused(
-                f"{path}: a table is read in its own order",
-                way_out="prepare it once: loka data convert, then pass the folder",
-            )
+            raise DataRefused(f"{path}: a table is read in its own order", way_out=PREPARE_ONCE)
         if test is not None:
             return open_tables(path, test, schema=schema or CRITEO)
         return open_table(path, schema=schema or CRITEO, holdout=holdout)

@@ -147,7 +147,7 @@ def _chosen(
     units: Collection[str] | None,
 ) -> tuple[list[Sharded], list[Gathered]]:
     """What to gather in FP8, and how each parameter is gathered. Raises LokaError on this rank alone."""
-    if not dist.is_initialized() or not units_of(model):
+    if not units_of(model):
         raise LokaError(
             "the model has no unit of FSDP2", way_out="torch.distributed.fsdp.fully_shard(...) first, by torchrun"
         )

@@ -33,6 +33,7 @@ from loka.core.storage.files import is_own_file, sha256_of_file
 from loka.core.storage.record_file import RecordFile
 from loka.core.storage.untrusted import open_regular
 from loka.core.timing import first_line
+from loka.train.checkpointing.state import unfit_state
 from loka.train.checkpointing.step_folders import (
     UNFINISHED,
     altered,
@@ -276,11 +277,7 @@ def read_tensors(path: Path, wanted: Callable[[Mapping[str, Any]], Mapping[str, 
             if name not in there or there[name].size != tensor.shape
         ]
         if lines:
-            raise CheckpointRefused(
-                f"the state in {path} does not fit this model",
-                why=first_lines(lines, 20),
-                way_out="build and convert the model as the run did that wrote it",
-            )
+            raise unfit_state(path, first_lines(lines, 20))
         return into
 
     into = all_or_none(targets)
