@@ -35,7 +35,7 @@ def require_kind(given: object, kind: type | UnionType, what: str, *, way_out: s
     raise LokaError(f"{what} is {shown[:80]}; it must be a {getattr(kind, '__name__', kind)}", way_out=way_out)
 
 
-def first_lines(lines: Sequence[str], most: int) -> list[str]:
+def truncated(lines: Sequence[str], most: int) -> list[str]:
     """The first `most` of `lines`, and one that counts those behind them: what an error tells of many causes."""
     return [*lines[:most], *([f"and {len(lines) - most} more"] if len(lines) > most else [])]
 

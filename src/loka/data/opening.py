@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from loka.core.exceptions import DataRefused, first_lines
+from loka.core.exceptions import DataRefused, truncated
 from loka.data.batch import Source, tasks_of
 from loka.data.categories.vocabulary import read_vocabulary
 from loka.data.conversion import VOCABULARY
@@ -92,6 +92,6 @@ def _require_alike(path: Path, store: Store, test: Path, other: Store) -> None:
     if why:
         raise DataRefused(
             f"{test} has other columns or ids than {path}",
-            why=first_lines(why, 5),
+            why=truncated(why, 5),
             way_out=f"prepare it with the ids of the training rows: loka data convert --vocabulary {path}",
         )

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from loka.core.exceptions import LokaError, UnknownName, first_lines
+from loka.core.exceptions import LokaError, UnknownName, truncated
 from loka.core.exchange import gather, ranks_of
 from loka.core.timing import first_line
 from loka.distributed.replicas import require_alike
@@ -116,7 +116,7 @@ def _placed(model: nn.Module, sharder: Any, device: torch.device, batch_size: in
         lines = [line.strip() for line in reason.splitlines() if line.strip()]
         raise LokaError(
             "TorchRec's planner finds no place for the tables, or not the same one on all ranks",
-            why=first_lines(lines, 8) or ["the ranks have other GPUs, or one of them found no place"],
+            why=truncated(lines, 8) or ["the ranks have other GPUs, or one of them found no place"],
             way_out="train on more ranks of one kind, or with smaller vocabularies (loka data convert)",
         )
     return found

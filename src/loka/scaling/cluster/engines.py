@@ -21,6 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from loka.core.exceptions import LokaError
+from loka.core.timing import first_line
 from loka.distributed.gradient_wire import done_with
 from loka.distributed.tables.lookups import TABLES
 from loka.graph.flops import flop_formulas
@@ -151,10 +152,9 @@ def traced_step(
         except LokaError:
             raise
         except Exception as error:  # a model's own code raises what it likes, and so do the engines
-            first = (str(error).strip().splitlines() or [""])[0]
             raise LokaError(
                 f"{class_name(model)} does not run under {engine} without numbers",
-                why=[f"{type(error).__name__}: {first[:200]}"],
+                why=[first_line(error)[:220]],
                 way_out="a forward that does not look at values; for FSDP2, name units whose forward is "
                 "called, by --unit",
             ) from error

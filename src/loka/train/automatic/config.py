@@ -10,6 +10,8 @@ from loka.core.records.report import HP
 from loka.kernels.gemm.registry import candidate_named
 from loka.measurement.settings import COARSE, Settings
 
+MEASURE_SECONDS = 45.0
+
 
 @dataclass(frozen=True, kw_only=True)
 class AutoConfig:
@@ -41,7 +43,7 @@ class AutoConfig:
     budget: Budget | None = None
     candidates: tuple[str, ...] | None = None
     settings: Settings = COARSE
-    measure_seconds: float | None = 45.0
+    measure_seconds: float | None = MEASURE_SECONDS
     cache: Path | None = None
 
     def __post_init__(self) -> None:

@@ -26,7 +26,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from loka.core.exceptions import CheckpointRefused, FileRefused, first_lines
+from loka.core.exceptions import CheckpointRefused, FileRefused, truncated
 from loka.core.exchange import rank_of, ranks_of
 from loka.core.storage.codec import decode, encode
 from loka.core.storage.files import is_own_file, sha256_of_file
@@ -277,7 +277,7 @@ def read_tensors(path: Path, wanted: Callable[[Mapping[str, Any]], Mapping[str, 
             if name not in there or there[name].size != tensor.shape
         ]
         if lines:
-            raise unfit_state(path, first_lines(lines, 20))
+            raise unfit_state(path, truncated(lines, 20))
         return into
 
     into = all_or_none(targets)

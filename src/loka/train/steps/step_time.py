@@ -22,6 +22,9 @@ from loka.train.steps.blocks import compiled, compiled_parts
 Build = Callable[[], nn.Module]
 
 
+ROUNDS = 21  # of a race between two ways of taking a step, where nobody says
+
+
 @dataclass(frozen=True, kw_only=True)
 class StepTime:
     """One arm: microseconds a step and speed-up over the baseline, or why it failed."""
@@ -49,7 +52,7 @@ def time_steps(
     *,
     device: torch.device,
     compile_blocks: bool = True,
-    rounds: int = 21,
+    rounds: int = ROUNDS,
     on_result: Callable[[StepTime], None] | None = None,
 ) -> dict[str, StepTime]:
     """Races each arm against `baseline`, one arm in memory at a time; the first result is the baseline's.
