@@ -26,9 +26,9 @@ def ranks_of(group: dist.ProcessGroup | None = None) -> int:
     return dist.get_world_size(group)
 
 
-def rank_of(group: dist.ProcessGroup | None = None) -> int:
-    """This process's rank in `group` (the default one); 0 without an initialised process group."""
-    return dist.get_rank(group) if ranks_of(group) > 1 else 0
+def rank_of() -> int:
+    """This process's rank in the world; 0 without an initialised process group."""
+    return dist.get_rank() if ranks_of() > 1 else 0
 
 
 def global_rank(group: dist.ProcessGroup | None, rank: int) -> int:
@@ -78,9 +78,9 @@ def broadcast(data: bytes, group: dist.ProcessGroup | None) -> bytes:
     return sent.cpu().numpy().tobytes()
 
 
-def broadcast_json(value: Any, group: dist.ProcessGroup | None = None) -> Any:
-    """The first rank's JSON value, on every rank."""
-    return json.loads(broadcast(json.dumps(value).encode(), group))
+def broadcast_json(value: Any) -> Any:
+    """Rank 0's JSON value, on every rank."""
+    return json.loads(broadcast(json.dumps(value).encode(), None))
 
 
 def follow(key: str, decide: Callable[[], str]) -> str:

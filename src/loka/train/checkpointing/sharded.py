@@ -44,6 +44,7 @@ from loka.train.checkpointing.step_folders import (
     remove_old,
     require_run,
     require_step,
+    step_paths,
     write_state,
 )
 from loka.train.ranks import RankFailed, all_or_none, first_rank, together
@@ -123,7 +124,7 @@ def save_sharded(
     own: Mapping[str, Any],
     identity: Mapping[str, Any],
     keep: int = 2,
-) -> Path:
+) -> None:
     """Writes `folder/step-...`, and removes all but the newest `keep` up to this step. A collective.
 
     Args:
@@ -133,8 +134,7 @@ def save_sharded(
     Raises:
         CheckpointNotSaved: a rank could not write its part; on all ranks. Earlier checkpoints are as before.
     """
-    target = folder / f"step-{step:08d}"
-    unfinished = folder / f"{UNFINISHED}{target.name}"
+    unfinished, target = step_paths(folder, step)
     rank = dist.get_rank()
 
     def begin() -> None:
@@ -176,7 +176,6 @@ def save_sharded(
         if first_rank():
             shutil.rmtree(unfinished, ignore_errors=True)
         raise not_saved(target, error) from error
-    return target
 
 
 def _write_tensors(folder: Path, tensors: Mapping[str, torch.Tensor]) -> None:
