@@ -19,6 +19,7 @@ from torch import nn
 
 from loka.core.exceptions import LokaError, UnknownName, truncated
 from loka.core.exchange import gather, ranks_of
+from loka.core.signature import child_path
 from loka.core.timing import first_line
 from loka.distributed.replicas import require_alike
 from loka.distributed.tables.embedding_bags import quiet, torchrec, with_embedding_bags
@@ -157,7 +158,7 @@ def _require_trained(model: nn.Module) -> None:
             way_out="leave apply_optimizer_in_backward out, or train by a loop of your own",
         )
     frozen = [
-        f"{path}.{name}".lstrip(".")
+        child_path(path, name)
         for path, module in model.named_modules()
         if isinstance(module, kind)
         for name, weight in module.named_parameters()
@@ -214,7 +215,7 @@ def sharded_weights(model: nn.Module) -> dict[str, Any]:
     Local shards are the memory that TorchRec trains; a rank without rows of a table has none.
     """
     return {
-        f"{path}.{name}".lstrip("."): table
+        child_path(path, name): table
         for path, module in sharded_modules(model).items()
         for name, table in module.state_dict().items()
     }
