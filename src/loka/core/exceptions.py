@@ -3,7 +3,7 @@
 User mistakes are `LokaError`s; an `assert` only guards our own invariants.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from types import UnionType
 
 
@@ -33,6 +33,13 @@ def require_kind(given: object, kind: type | UnionType, what: str, *, way_out: s
         return
     shown = repr(given) if isinstance(given, str | int | float | None) else f"of type {type(given).__name__}"
     raise LokaError(f"{what} is {shown[:80]}; it must be a {getattr(kind, '__name__', kind)}", way_out=way_out)
+
+
+def require_least(settings: object, least: Mapping[str, int]) -> None:
+    """Raises ValueError where a field of `settings` is below what `least` says by name. A field may be None."""
+    for name, value in least.items():
+        if (given := getattr(settings, name)) is not None and given < value:
+            raise ValueError(f"{name} is {given}; it has to be at least {value}")
 
 
 def truncated(lines: Sequence[str], most: int) -> list[str]:

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Literal
 
 from loka.core.budget import Budget
+from loka.core.exceptions import require_least
 from loka.core.numerics.label_rate import Shares
 from loka.core.records.report import HP
 from loka.kernels.gemm.registry import candidate_named
@@ -47,9 +48,7 @@ class AutoConfig:
     cache: Path | None = None
 
     def __post_init__(self) -> None:
-        for name in ("least_steps", "most_steps"):
-            if (value := getattr(self, name)) is not None and value < 1:
-                raise ValueError(f"{name} is {value}; it has to be at least 1")
+        require_least(self, {"least_steps": 1, "most_steps": 1})
         if not self.width > 1:
             raise ValueError(f"width is {self.width}; the upper end lies above the estimate, so it exceeds 1")
         for name in set(self.candidates or ()) - {HP}:
