@@ -14,12 +14,17 @@ import torch.distributed as dist
 from loka.core.exceptions import LokaError, PlanMismatch
 
 
+def has_group() -> bool:
+    """Whether there is an initialised process group."""
+    return dist.is_available() and dist.is_initialized()
+
+
 def ranks_of(group: dist.ProcessGroup | None = None) -> int:
     """How many ranks `group` (the default one) has; 1 without an initialised process group.
 
     Raises ValueError where this process is not in `group`.
     """
-    if not dist.is_available() or not dist.is_initialized():
+    if not has_group():
         return 1
     if dist.get_rank(group) < 0:
         raise ValueError("this process is not in the group")

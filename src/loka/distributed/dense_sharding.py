@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import nn
 
 from loka.core.exceptions import LokaError
+from loka.core.exchange import has_group
 from loka.core.signature import child_path
 from loka.distributed.replicas import require_alike
 from loka.distributed.tables.lookups import TABLES
@@ -104,7 +105,7 @@ def replicated_tables(model: nn.Module) -> list[nn.Parameter]:
 
 def is_sharded(model: nn.Module) -> bool:
     """Whether the model contains a unit of FSDP2."""
-    return bool(units_of(model))
+    return has_group() and bool(units_of(model))
 
 
 def average_gradients(tables: list[nn.Parameter]) -> None:
