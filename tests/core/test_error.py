@@ -3,7 +3,7 @@ import math
 import pytest
 import torch
 
-from loka.core.error import estimate_jackknife, estimate_mean, mere, sqnr_db, student_t_95
+from loka.core.error import estimate_jackknife, estimate_mean, sqnr_db, student_t_95
 from loka.core.timing import median_interval
 
 
@@ -13,12 +13,6 @@ def test_sqnr_of_known_noise():
     assert sqnr_db(reference, reference) == math.inf
     assert sqnr_db(reference, torch.zeros(1000)) == -math.inf
     assert math.isnan(sqnr_db(torch.tensor([1.0, math.nan]), torch.ones(2)))
-
-
-def test_mere_leaves_out_zero_references():
-    assert mere(torch.tensor([1.1, 5.0]), torch.tensor([1.0, 0.0])) == pytest.approx(0.1, rel=1e-5)
-    assert math.isnan(mere(torch.ones(2), torch.zeros(2)))
-    assert math.isnan(mere(torch.tensor([math.nan]), torch.ones(1)))
 
 
 @pytest.mark.parametrize("freedom", [*range(1, 41), 100, 1000])

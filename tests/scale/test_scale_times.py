@@ -3,17 +3,39 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
 
-from loka.core.error import Estimate
+from loka.core.error import Z95, Estimate
 from loka.core.recipe import Gemm
 from loka.core.records.report import HP, Report
 from loka.planner import plan
 from loka.scaling.forecast import REACH, by_sites, layer_times, within_reach
 from loka.scaling.stored import FOLDER, base_of, gpus, stored_times
-from loka.scaling.surface import TOGETHER, Shape, left_out, predict
+from loka.scaling.surface import TOGETHER, Shape, expected, predict
 from loka.scaling.trace import SiteGemms
 
 ROOT = Path(__file__).parent.parent.parent
+
+
+def left_out(base, groups):
+    """As `predict` for each measured shape, from all that are not of its group; `groups` [S]."""
+    members = {}
+    for place, group in enumerate(groups):
+        members.setdefault(group, []).append(place)
+    found = [(0.0, 0.0)] * len(base.shapes)
+    prior = expected(base.shapes, torch.tensor(base.surface.roofline, dtype=torch.float64)).log()
+    for places in members.values():
+        errors, variances = without(base.residual, base.inverse, places)
+        for place, error, variance in zip(places, errors.tolist(), variances.tolist(), strict=True):
+            half = Z95 * base.surface.widen * math.sqrt(variance)
+            found[place] = (float(prior[place] + base.residual[place]) - error, half)
+    return found
+
+
+def without(residual, inverse, places):
+    """Errors and variances at `places` of a process that has not seen them (Rasmussen & Williams, 5.4.2)."""
+    block = torch.linalg.inv(inverse[places][:, places])
+    return block @ (inverse @ residual)[places], torch.diagonal(block)
 
 
 @pytest.fixture(scope="module")

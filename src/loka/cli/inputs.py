@@ -19,6 +19,7 @@ from loka.core.exceptions import CheckpointRefused, LokaError, UnknownName
 from loka.core.numerics.label_rate import Shares
 from loka.data import Dealt, Reader, Schema, SyntheticClicks, history_of, open_rows, tasks_of
 from loka.data.batch import Source
+from loka.data.opening import PREPARE_ONCE
 from loka.train.checkpointing.checkpoint import Checkpoint, load_one, require_model
 from loka.train.checkpointing.state import restore_model
 from loka.train.config import NAMED, TrainConfig
@@ -75,10 +76,7 @@ def open_data(
     if path is not None:
         columns = Schema.from_json(schema) if schema else None
         if several and path.is_file():  # what is not there at all `open_rows` tells
-            raise LokaError(
-                f"{path}: a table is read in its own order, by one rank",
-                way_out="prepare it once: loka data convert, then pass the folder",
-            )
+            raise LokaError(f"{path}: a table is read in its own order, by one rank", way_out=PREPARE_ONCE)
         table, tail = open_rows(path, holdout=holdout, test=test, schema=columns)
         if several:
             assert isinstance(table, Reader)

@@ -119,6 +119,12 @@ def index_of(device: torch.device) -> int:
     return torch.cuda.current_device() if device.index is None else device.index
 
 
+def synchronize(device: torch.device) -> None:
+    """Waits for what was launched on a GPU; on a CPU nothing is to be waited for."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
 def require_device(device: torch.device, named: str) -> None:
     """Raises LokaError for a GPU where torch sees none; `named` is how the user asked for it."""
     if device.type == "cuda" and not torch.cuda.is_available():

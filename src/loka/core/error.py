@@ -106,14 +106,3 @@ def sqnr_db(out: torch.Tensor, reference: torch.Tensor) -> float:
     ref = reference.double()
     noise = (out.double() - ref).square().sum().item()
     return decibels(noise, ref.square().sum().item())
-
-
-def mere(out: torch.Tensor, reference: torch.Tensor) -> float:
-    """Mean elementwise relative error over the elements whose reference is not zero."""
-    ref = reference.float()
-    relative = (out.float() - ref).abs() / ref.abs()
-    kept = ref != 0
-    count = int(kept.sum())
-    if count == 0:
-        return math.nan
-    return relative.where(kept, 0).sum(dtype=torch.float64).item() / count

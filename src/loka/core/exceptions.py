@@ -3,7 +3,7 @@
 User mistakes are `LokaError`s; an `assert` only guards our own invariants.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from types import UnionType
 
 
@@ -35,7 +35,14 @@ def require_kind(given: object, kind: type | UnionType, what: str, *, way_out: s
     raise LokaError(f"{what} is {shown[:80]}; it must be a {getattr(kind, '__name__', kind)}", way_out=way_out)
 
 
-def first_lines(lines: Sequence[str], most: int) -> list[str]:
+def require_least(settings: object, least: Mapping[str, int]) -> None:
+    """Raises ValueError where a field of `settings` is below what `least` says by name. A field may be None."""
+    for name, value in least.items():
+        if (given := getattr(settings, name)) is not None and given < value:
+            raise ValueError(f"{name} is {given}; it has to be at least {value}")
+
+
+def truncated(lines: Sequence[str], most: int) -> list[str]:
     """The first `most` of `lines`, and one that counts those behind them: what an error tells of many causes."""
     return [*lines[:most], *([f"and {len(lines) - most} more"] if len(lines) > most else [])]
 

@@ -14,21 +14,26 @@ import torch.distributed as dist
 from loka.core.exceptions import LokaError, PlanMismatch
 
 
+def has_group() -> bool:
+    """Whether there is an initialised process group."""
+    return dist.is_available() and dist.is_initialized()
+
+
 def ranks_of(group: dist.ProcessGroup | None = None) -> int:
     """How many ranks `group` (the default one) has; 1 without an initialised process group.
 
     Raises ValueError where this process is not in `group`.
     """
-    if not dist.is_available() or not dist.is_initialized():
+    if not has_group():
         return 1
     if dist.get_rank(group) < 0:
         raise ValueError("this process is not in the group")
     return dist.get_world_size(group)
 
 
-def rank_of(group: dist.ProcessGroup | None = None) -> int:
-    """This process's rank in `group` (the default one); 0 without an initialised process group."""
-    return dist.get_rank(group) if ranks_of(group) > 1 else 0
+def rank_of() -> int:
+    """This process's rank in the world; 0 without an initialised process group."""
+    return dist.get_rank() if ranks_of() > 1 else 0
 
 
 def global_rank(group: dist.ProcessGroup | None, rank: int) -> int:
@@ -78,9 +83,9 @@ def broadcast(data: bytes, group: dist.ProcessGroup | None) -> bytes:
     return sent.cpu().numpy().tobytes()
 
 
-def broadcast_json(value: Any, group: dist.ProcessGroup | None = None) -> Any:
-    """The first rank's JSON value, on every rank."""
-    return json.loads(broadcast(json.dumps(value).encode(), group))
+def broadcast_json(value: Any) -> Any:
+    """Rank 0's JSON value, on every rank."""
+    return json.loads(broadcast(json.dumps(value).encode(), None))
 
 
 def follow(key: str, decide: Callable[[], str]) -> str:

@@ -11,6 +11,11 @@ MODEL_OPTIONS = "on the command line its --model, and --mods or --no-mods"
 """Of the ways out of errors about another model: what says there which model is built."""
 
 
+def child_path(path: str, name: str) -> str:
+    """The path of what is called `name` inside of the module at `path`; either is "" for the module itself."""
+    return f"{path}.{name}" if path and name else path or name
+
+
 @record(row=True)
 @dataclass(frozen=True, kw_only=True)
 class WeightUse:

@@ -27,7 +27,7 @@ from loka.data.categories.vocabulary import (
     write_vocabulary,
 )
 from loka.data.content import content_of
-from loka.data.files import Paths, TableFile, open_files
+from loka.data.files import NAME_THE_FORMAT, Paths, TableFile, open_files
 from loka.data.formats.shard_writer import UNFINISHED, ShardWriter
 from loka.data.formats.shards import GROUP_ROWS, MANIFEST, Manifest, Shard, check_size, read_manifest, write_manifest
 from loka.data.schema import CRITEO, Schema
@@ -155,7 +155,7 @@ def _converted(
         raise DataRefused(
             f"{pieces[0].file.path}: no readable row",
             why=[f"{number} {reason}" for reason, number in manifest.counts.items() if number],
-            way_out="name the format, or pass a schema (--schema FILE) with the file's separator and header",
+            way_out=NAME_THE_FORMAT,
         )
     return manifest
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from loka.core.exceptions import DataRefused, MissingLibrary, UnknownName
 
 COPY_AGAIN = "copy it again, or leave it out"
+NAME_THE_FORMAT = "name the format, or pass a schema (--schema FILE) with the file's separator and header"
 
 FORMATS = {".parquet": "parquet", ".pq": "parquet", ".csv": "csv", ".tsv": "tsv", ".txt": "tsv"}
 # What pyarrow's input streams decompress, by suffix.

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from loka.core.exceptions import DataRefused, first_lines
+from loka.core.exceptions import DataRefused, truncated
 from loka.data.batch import Source, tasks_of
 from loka.data.categories.vocabulary import read_vocabulary
 from loka.data.conversion import VOCABULARY
@@ -12,6 +12,8 @@ from loka.data.formats.table import open_table, open_tables
 from loka.data.order import Shuffle
 from loka.data.reader import Reader, Store, split
 from loka.data.schema import CRITEO, Schema
+
+PREPARE_ONCE = "prepare it once: loka data convert, then pass the folder"
 
 
 def open_rows(
@@ -42,10 +44,7 @@ def open_rows(
         )
     if not path.is_dir():
         if shuffle is not None:
-            raise DataRefused(
-                f"{path}: a table is read in its own order",
-                way_out="prepare it once: loka data convert, then pass the folder",
-            )
+            raise DataRefused(f"{path}: a table is read in its own order", way_out=PREPARE_ONCE)
         if test is not None:
             return open_tables(path, test, schema=schema or CRITEO)
         return open_table(path, schema=schema or CRITEO, holdout=holdout)
@@ -93,6 +92,6 @@ def _require_alike(path: Path, store: Store, test: Path, other: Store) -> None:
     if why:
         raise DataRefused(
             f"{test} has other columns or ids than {path}",
-            why=first_lines(why, 5),
+            why=truncated(why, 5),
             way_out=f"prepare it with the ids of the training rows: loka data convert --vocabulary {path}",
         )

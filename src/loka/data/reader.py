@@ -8,7 +8,7 @@ so they scale with cores, and a resumed run begins at the window that holds its 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
 from functools import cached_property
 from typing import Protocol
@@ -58,6 +58,23 @@ class Store(Protocol):
     def account(self) -> dict[str, int]:
         """What was skipped or replaced when the store was made, and since."""
         ...
+
+
+class Groups:
+    """Files of `rows` rows in groups of `size` rows, the last group of each file with what is left of it.
+
+    `rows_of` [G] int64 has the rows of each group.
+    """
+
+    def __init__(self, rows: Sequence[int], size: int) -> None:
+        self._first = np.cumsum([0, *(-(-count // size) for count in rows)])
+        parts = [np.minimum(size, count - np.arange(0, count, size)) for count in rows]
+        self.rows_of = np.concatenate(parts).astype(np.int64)
+
+    def locate(self, group: int) -> tuple[int, int]:
+        """In which file a group lies, and which of that file's groups it is."""
+        file = int(np.searchsorted(self._first, group, side="right")) - 1
+        return file, group - int(self._first[file])
 
 
 class Reader:

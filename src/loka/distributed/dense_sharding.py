@@ -17,6 +17,8 @@ import torch.distributed as dist
 from torch import nn
 
 from loka.core.exceptions import LokaError
+from loka.core.exchange import has_group
+from loka.core.signature import child_path
 from loka.distributed.replicas import require_alike
 from loka.distributed.tables.lookups import TABLES
 from loka.nn.fsdp_units import units_of
@@ -80,7 +82,7 @@ def _unfit(model: nn.Module, units: list[nn.Module]) -> list[str]:
     held: dict[nn.Parameter, dict[nn.Module, str]] = {}
     for path, module in named_modules(model):
         for name, weight in module.named_parameters(recurse=False):
-            held.setdefault(weight, {}).setdefault(unit_of[module], f"{path}.{name}".lstrip("."))
+            held.setdefault(weight, {}).setdefault(unit_of[module], child_path(path, name))
     tables = set(sparse_tables(model))
     found = [f"{next(iter(by.values()))} is a scalar" for weight, by in held.items() if not weight.dim()]
     shared = [by.values() for weight, by in held.items() if len(by) > 1 and weight not in tables]
@@ -103,7 +105,7 @@ def replicated_tables(model: nn.Module) -> list[nn.Parameter]:
 
 def is_sharded(model: nn.Module) -> bool:
     """Whether the model contains a unit of FSDP2."""
-    return bool(units_of(model))
+    return has_group() and bool(units_of(model))
 
 
 def average_gradients(tables: list[nn.Parameter]) -> None:

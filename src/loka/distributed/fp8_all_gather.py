@@ -30,7 +30,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from loka.core.exceptions import LokaError, NotConverted, PlanMismatch
-from loka.core.exchange import gather_json, global_rank, same_on_all
+from loka.core.exchange import gather_json, global_rank, has_group, same_on_all
 from loka.core.problem import dtype_name
 from loka.core.recipe import Gemm
 from loka.core.records.plan import Plan
@@ -147,7 +147,7 @@ def _chosen(
     units: Collection[str] | None,
 ) -> tuple[list[Sharded], list[Gathered]]:
     """What to gather in FP8, and how each parameter is gathered. Raises LokaError on this rank alone."""
-    if not dist.is_initialized() or not units_of(model):
+    if not has_group() or not units_of(model):
         raise LokaError(
             "the model has no unit of FSDP2", way_out="torch.distributed.fsdp.fully_shard(...) first, by torchrun"
         )

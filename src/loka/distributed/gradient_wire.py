@@ -18,7 +18,7 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from loka.core.exceptions import LokaError, first_lines
+from loka.core.exceptions import LokaError, truncated
 from loka.core.exchange import same_on_all
 from loka.core.problem import dtype_name
 from loka.distributed.dense_sharding import sparse_tables
@@ -107,7 +107,7 @@ def _group_to_hook(model: nn.Module) -> dist.ProcessGroup:
     if wide:
         raise LokaError(
             "gradients are in float64 or complex numbers, and codecs add real ones in float32",
-            why=first_lines(wide, 5),
+            why=truncated(wide, 5),
             way_out="model.float(), real numbers for complex ones, or leave its gradients to torch",
         )
     if not isinstance(model, DistributedDataParallel):
@@ -115,7 +115,7 @@ def _group_to_hook(model: nn.Module) -> dist.ProcessGroup:
             if taken := [unit or "(root)" for unit, module in units_of(model).items() if reduces_by_its_own(module)]:
                 raise LokaError(
                     "units of this model have a reduce-scatter of their own",
-                    why=first_lines(taken, 5),
+                    why=truncated(taken, 5),
                     way_out="leave out set_custom_reduce_scatter, and send_gradients before",
                 )
             return held[0].group

@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from loka.core.exceptions import LokaError, first_lines
+from loka.core.exceptions import LokaError, truncated
 from loka.core.exchange import gather_json
 from loka.nn.unwrap import named_parameters
 
@@ -24,7 +24,7 @@ def require_alike(model: nn.Module) -> None:
     if differences:
         raise LokaError(
             "the ranks hold other weights or buffers than rank 0, and each would shard its own",
-            why=first_lines(differences, 8),
+            why=truncated(differences, 8),
             way_out="seed alike before building the model, or load one checkpoint on all ranks",
         )
 

@@ -11,14 +11,12 @@ import hashlib
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import loka.kernels
 from loka.core.exceptions import FileRefused
 from loka.core.storage.codec import decode, encode
 from loka.core.storage.files import canonical, digest_of, read_record, write_record
-
-T = TypeVar("T")
 
 _KIND, _VERSION = "loka-times", 1
 _OTHER_SOURCES = (

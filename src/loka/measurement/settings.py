@@ -3,6 +3,7 @@
 import math
 from dataclasses import dataclass
 
+from loka.core.exceptions import require_least
 from loka.core.storage.codec import named
 from loka.core.timing import MAX_ROUNDS, TIE
 
@@ -39,9 +40,7 @@ class Settings:
 
     def __post_init__(self) -> None:
         least = {"rows": 1, "min_draws": 2, "max_rounds": 1, "search_rounds": 1, "quantize_once_rounds": 1}
-        for name, value in least.items():
-            if getattr(self, name) < value:
-                raise ValueError(f"{name} is {getattr(self, name)}; it has to be at least {value}")
+        require_least(self, least)
         if self.max_draws < self.min_draws:
             raise ValueError(f"max_draws is {self.max_draws}, less than min_draws, which is {self.min_draws}")
         for name in ("interval_db", "interval_share", "tie"):

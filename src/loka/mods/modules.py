@@ -10,6 +10,7 @@ from typing import Any
 
 from torch import nn
 
+from loka.core.signature import child_path
 from loka.mods.change import Change
 from loka.nn.linears import Filter
 from loka.nn.unwrap import named_modules, unwrap
@@ -55,7 +56,7 @@ def _every_path(
     yield path, module
     for name, child in module._modules.items():
         if child is not None and (inner := unwrap(child)) not in above:
-            yield from _every_path(inner, f"{path}.{name}" if path else name, (*above, module))
+            yield from _every_path(inner, child_path(path, name), (*above, module))
 
 
 def fused_children(model: nn.Module) -> set[nn.Module]:
@@ -107,7 +108,7 @@ def held_outside(model: nn.Module) -> dict[nn.Module, str]:
         for name, value in vars(owner).items():
             if name != "_modules":
                 for module in _modules_in(value, registered):
-                    found.setdefault(module, f"{path}.{name}" if path else name)
+                    found.setdefault(module, child_path(path, name))
     return found
 
 

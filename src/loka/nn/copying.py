@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from loka.core.exceptions import LokaError
+from loka.core.signature import child_path
 from loka.core.timing import first_line
 from loka.nn.unwrap import named_modules
 
@@ -89,7 +90,7 @@ def _views(model: nn.Module, copied: list[Any]) -> list[str]:
         for name, value in [*vars(module).items(), *module._buffers.items()]:
             if f"{name}_orig" in own:
                 known.add(id(value))  # torch's old spectral norm makes it anew before each forward
-            names[id(value)] = f"{path}.{name}".lstrip(".")
+            names[id(value)] = child_path(path, name)
     found = []
     for value in copied:
         if _has_memory(value) and id(value) not in known:

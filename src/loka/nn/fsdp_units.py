@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import nn
 
 from loka.core.exceptions import LokaError
+from loka.core.exchange import has_group
 from loka.nn.unwrap import inner_of, named_modules, named_parameters
 
 HOOKS = ("fsdp_pre_all_gather", "fsdp_post_all_gather")
@@ -105,9 +106,7 @@ class Sharded:
 
 def units_of(model: nn.Module) -> dict[str, nn.Module]:
     """The modules that `fully_shard` was called for, by path; of a list of modules, each. A wrapper around the
-    model, such as what torch.compile returns, may be the root's. None without an initialised process group."""
-    if not (dist.is_available() and dist.is_initialized()):
-        return {}
+    model, such as what torch.compile returns, may be the root's."""
     from torch.distributed.fsdp import FSDPModule
 
     found: dict[str, nn.Module] = {path: m for path, m in named_modules(model) if isinstance(m, FSDPModule)}
@@ -133,8 +132,9 @@ def reshard(model: nn.Module) -> None:
     """Frees what units gathered and kept, such as the root after a forward without backward. Parameters are those of
     the optimizer again, and the next forward gathers them as they are then.
     """
-    for unit in units_of(model).values():
-        unit.reshard()  # type: ignore[operator]
+    if has_group():
+        for unit in units_of(model).values():
+            unit.reshard()  # type: ignore[operator]
 
 
 def cut_by_others(model: nn.Module) -> list[str]:
@@ -192,7 +192,7 @@ def gathered_throughout(model: nn.Module) -> Iterator[None]:
 
     Gradients are reduced as ever. It takes the memory of all units at once, in the dtype that they gather in.
     """
-    units = list(units_of(model).values())
+    units = list(units_of(model).values()) if has_group() else []
     groups = [group for unit in units for group in _groups(unit)]
     before = [(group.post_forward_mesh_info, group.reshard_after_backward) for group in groups]
     for group in groups:

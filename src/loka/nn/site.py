@@ -22,6 +22,7 @@ from loka.core.numerics.centring import restore, subtract
 from loka.core.problem import FLOATS
 from loka.core.recipe import Gemm
 from loka.core.records.report import HP, site_name
+from loka.core.signature import child_path
 from loka.kernels.quantize.side import BAD_A, BAD_B, RUNS
 from loka.nn.site_gemms import multiply
 from loka.nn.site_ops import GEMMS, Candidates
@@ -224,7 +225,7 @@ def stand_aside(forward: SiteForward) -> None:
 def sites_of(model: nn.Module) -> dict[str, Site]:
     """The converted sites by name. Sites of a part that was converted by itself have the path of the part in front."""
     return {
-        _joined(_converted_at(path, forward.path), site.name): site
+        child_path(_converted_at(path, forward.path), site.name): site
         for path, forward in site_forwards(model).items()
         for site in forward.sites
     }
@@ -238,10 +239,6 @@ def _converted_at(path: str, inner: str) -> str:
     if not inner:
         return path
     return path.removesuffix(f".{inner}") if path.endswith(f".{inner}") else ""
-
-
-def _joined(path: str, name: str) -> str:
-    return f"{path}.{name}" if path and name else path or name
 
 
 def health_of(model: nn.Module) -> dict[str, dict[str, int | bool]]:

@@ -13,6 +13,7 @@ from torch.nn.parameter import is_lazy
 from torch.nn.utils import parametrize
 
 from loka.core.exceptions import LokaError, require_kind
+from loka.core.signature import child_path
 
 _INNER = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_dmp_wrapped_module")
 _HELD_AS_MODULE = ("DistributedDataParallel", "DataParallel", "AveragedModel", "DistributedModelParallel")
@@ -103,7 +104,7 @@ def named_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
         yield path, module
         children = [(name, child) for name, child in module._modules.items() if child is not None]
         for name, child in reversed(children):
-            stack.append((f"{path}.{name}" if path else name, unwrap(child)))
+            stack.append((child_path(path, name), unwrap(child)))
 
 
 def named_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
@@ -113,4 +114,4 @@ def named_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
         for name, parameter in module._parameters.items():
             if parameter is not None and id(parameter) not in seen:
                 seen.add(id(parameter))
-                yield f"{path}.{name}" if path else name, parameter
+                yield child_path(path, name), parameter

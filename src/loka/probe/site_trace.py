@@ -19,7 +19,7 @@ from torch.overrides import _get_current_function_mode_stack, _pop_mode, _push_m
 
 from loka.core.exceptions import LokaError
 from loka.core.records.coverage import Coverage
-from loka.core.signature import LinearShape, WeightUse
+from loka.core.signature import LinearShape, WeightUse, child_path
 from loka.graph.checkpoints import keep_sites, watching
 from loka.graph.flops import FlopAccount, site_flops
 from loka.graph.gemm_calls import GemmCall
@@ -292,7 +292,7 @@ class SiteTrace(ParameterMode):
         if parameter is None or parameter.dim() < 2 or self.key_of(parameter) is not None:
             return
         path = self._paths[holder]
-        self.note(parameter, f"{path}.{name}" if path else name)
+        self.note(parameter, child_path(path, name))
         if self.account is not None:
             self.account.know(parameter)
 

@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Mapping
 
 from loka.core.recipe import Gemm
-from loka.core.records.gemm_bench import CHOICE, Contest, GemmBench, or_hp
+from loka.core.records.gemm_bench import CHOICE, Contest, GemmBench, or_hp, parted
 from loka.core.records.report import HP, site_name
 from loka.core.table import format_table
 from loka.report.gemm_summary import (
@@ -76,7 +76,7 @@ def _time(contest: Contest, arm: str, *, named: bool = True) -> str:
 
 
 def _short(runs: str) -> str:
-    parts = runs.split(" | ")
+    parts = parted(runs)
     return parts[0] if len(set(parts)) == 1 else runs
 
 

@@ -8,6 +8,8 @@ from loka.validation.paired import AcrossPairs, PairedDifference
 HEADER = ("seed", "arm", "ne", "logloss", "auc", "calibration", "train ne", "rows/s")
 """Of a table with a row for each run, in text and on pages."""
 
+NO_SEGMENTS = "There are no segments: the average may hide one."
+
 
 def quality_table(comparison: Comparison) -> str:
     arms = [(pair.seed, arm) for pair in comparison.pairs for arm in (pair.bf16, pair.fp8)]

@@ -4,7 +4,7 @@ import math
 
 from loka.core.error import Z95, Estimate
 from loka.core.table import format_table
-from loka.report.quality import HEADER, quality_cells
+from loka.report.quality import HEADER, NO_SEGMENTS, quality_cells
 from loka.validation.power import contributions, deviation_by_rows
 from loka.validation.record import ArmVerdict, Validation
 from loka.validation.variance import PairVariance
@@ -144,7 +144,7 @@ def _spread(variance: PairVariance) -> str:
 
 def _note(arm: ArmVerdict, validation: Validation) -> str:
     if not arm.segments:
-        return "There are no segments: the average may hide one."
+        return NO_SEGMENTS
     tasks = len({each.task for each in validation.arms})
     level = 100 * (1 - ERROR / (tasks * len(arm.segments)))
     each = " of each task" if tasks > 1 else ""

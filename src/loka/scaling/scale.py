@@ -4,7 +4,7 @@ from typing import Any, Literal, get_args
 
 from torch import nn
 
-from loka.core.exceptions import LokaError, UnknownName, first_lines
+from loka.core.exceptions import LokaError, UnknownName, truncated
 from loka.core.records.scale import Scale
 from loka.scaling.forecast import layer_times
 from loka.scaling.inputs import heights_of, rows_of
@@ -97,7 +97,7 @@ def _without_sites(traced: Traced) -> LokaError:
     if empty := _without_rows(traced):
         return LokaError(
             f"no row of the batch reaches a site of {traced.model}",
-            why=first_lines([f"{path} is called with no rows" for path in empty], 6),
+            why=truncated([f"{path} is called with no rows" for path in empty], 6),
             way_out="give a batch of rows such as a step has",
         )
     return LokaError(

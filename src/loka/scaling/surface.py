@@ -6,7 +6,7 @@ The roofline says what every shape has in common: a launch, the FLOPs at the pea
 and for eight bits what quantizing reads and writes. Its constants are set by hand, to round numbers. The
 process carries over by what factor the nearest shapes took longer than that, and its variance grows with the
 distance to them. Its scales are fitted by leaving each layer out in turn (benchmarks/shape_times), and
-`left_out` repeats that: a stated interval is one that was checked.
+tests/scale/test_scale_times.py repeats that: a stated interval is one that was checked.
 """
 
 import math
@@ -193,24 +193,3 @@ def predict(base: Known, shapes: Sequence[Shape]) -> list[tuple[float, float]]:
     variance = surface.spread**2 + _APART - ((between @ base.inverse) * between).sum(1) + surface.noise**2
     half = Z95 * surface.widen * variance.clamp_min(surface.noise**2).sqrt()
     return list(zip(mean.tolist(), half.tolist(), strict=True))
-
-
-def left_out(base: Known, groups: Sequence[Hashable]) -> list[tuple[float, float]]:
-    """As `predict` for each measured shape, from all that are not of its group; `groups` [S]."""
-    members: dict[Hashable, list[int]] = {}
-    for place, group in enumerate(groups):
-        members.setdefault(group, []).append(place)
-    found = [(0.0, 0.0)] * len(base.shapes)
-    prior = expected(base.shapes, torch.tensor(base.surface.roofline, dtype=torch.float64)).log()
-    for places in members.values():
-        errors, variances = without(base.residual, base.inverse, places)
-        for place, error, variance in zip(places, errors.tolist(), variances.tolist(), strict=True):
-            half = Z95 * base.surface.widen * math.sqrt(variance)
-            found[place] = (float(prior[place] + base.residual[place]) - error, half)
-    return found
-
-
-def without(residual: torch.Tensor, inverse: torch.Tensor, places: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Errors and variances at `places` of a process that has not seen them (Rasmussen & Williams, 5.4.2)."""
-    block = torch.linalg.inv(inverse[places][:, places])
-    return block @ (inverse @ residual)[places], torch.diagonal(block)

@@ -7,6 +7,8 @@ from typing import Any, Literal, get_args
 
 import torch
 
+from loka.core.exceptions import require_least
+
 Precision = Literal["bf16", "tf32", "fp32"]
 StepMode = Literal["eager", "compile", "graph"]
 Schedule = Literal["cosine", "linear", "wsd", "constant"]
@@ -109,9 +111,7 @@ class TrainConfig:
 
     def __post_init__(self) -> None:
         counts = ("batch_size", "epochs", "checkpoint_every", "keep_checkpoints", "log_every", "accumulate")
-        for name in (*counts, "window"):
-            if (value := getattr(self, name)) is not None and value < 1:
-                raise ValueError(f"{name} is {value}; it has to be at least 1")
+        require_least(self, dict.fromkeys((*counts, "window"), 1))
         if self.max_rows is not None and self.max_rows < 1:
             raise ValueError(f"max_rows is {self.max_rows}; use None to train on every row")
         for name, whole in (("warmup", "steps"), ("final_rate", "peak")):

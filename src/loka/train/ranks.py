@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from loka.core.exceptions import DataRefused, LokaError, first_lines
+from loka.core.exceptions import DataRefused, LokaError, truncated
 from loka.core.exchange import gather_json, rank_of, ranks_of
 from loka.core.storage.alone import alone_in
 from loka.core.storage.files import require_writable
@@ -134,7 +134,7 @@ def require_alike_told(fields: Mapping[str, Any], *, way_out: str) -> None:
     if differences:
         raise LokaError(
             "the ranks train by different configurations, so they would not train one model, or wait for each other",
-            why=first_lines(differences, _MOST_TOLD),
+            why=truncated(differences, _MOST_TOLD),
             way_out=way_out,
         )
 

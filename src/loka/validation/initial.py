@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from loka.core.exceptions import first_lines
+from loka.core.exceptions import truncated
 from loka.nn.unwrap import require_initialized
 from loka.train.checkpointing.state import layout
 
@@ -43,7 +43,7 @@ def differences(there: Any, now: Mapping[str, Any]) -> list[str]:
         for name in {**before, **after}
         if before.get(name) != after.get(name)
     ]
-    return first_lines(lines, _SHOWN)
+    return truncated(lines, _SHOWN)
 
 
 def _described(tensor: torch.Tensor) -> str:

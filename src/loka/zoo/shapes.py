@@ -13,7 +13,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
-from loka.core.exceptions import DataRefused, UnknownName, first_lines
+from loka.core.exceptions import DataRefused, UnknownName, truncated
 
 KINDS = ("linear", "bmm", "grouped")
 _NUMBERS = {"batch": 1, "M": None, "K": None, "N": None, "count": 1}  # None: must be there
@@ -65,7 +65,7 @@ def read_shapes(path: Path | str) -> tuple[GemmShape, ...]:
         else:
             wrong.append(f"line {reader.line_num}: {found}")
     if wrong:
-        raise DataRefused(f"{path} has rows that are no GEMM", why=first_lines(wrong, 10), way_out=way_out)
+        raise DataRefused(f"{path} has rows that are no GEMM", why=truncated(wrong, 10), way_out=way_out)
     if not shapes:
         raise DataRefused(f"{path} has no rows", way_out=way_out)
     return tuple(shapes)

@@ -185,8 +185,11 @@ def test_checkpoints_of_before_are_gone_on_from(tmp_path, monkeypatch):
         train(found, rows, config=SCHEDULED, checkpoints=tmp_path / "zoo")
         for there, here in zip(expected.parameters(), found.parameters(), strict=True):
             assert torch.equal(there, here)
-        with pytest.raises(CheckpointRefused, match="does not fit this model"):  # its own table was not trained
+        with pytest.raises(
+            CheckpointRefused, match="does not fit this model"
+        ) as refused:  # its own table was not trained
             train(by_torchrec(rows), rows, config=SCHEDULED, checkpoints=tmp_path / "beside")
+        assert "--mods" in refused.value.way_out
 
 
 def newest(folder):

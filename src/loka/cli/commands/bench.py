@@ -27,6 +27,7 @@ from loka.cli.options import (
     cache_folder,
 )
 from loka.cli.terminal import say
+from loka.core.budget import Budget
 from loka.core.exceptions import MissingLibrary, UnknownName
 from loka.core.records.gemm_bench import GemmBench
 from loka.core.storage.alone import alone_in
@@ -36,6 +37,7 @@ from loka.measurement.cache import default_folder
 from loka.report.gemm_table import gemm_table
 from loka.report.plot import plot_gemm
 from loka.report.progress import ProgressBars
+from loka.train.steps.step_time import ROUNDS
 
 bench = typer.Typer(no_args_is_help=True, help="Benchmarks: GEMM shapes of recommendation models.")
 
@@ -57,8 +59,10 @@ def gemm(
     weight_dtype: Annotated[str, typer.Option(help="bfloat16, or float32 master weights.")] = "bfloat16",
     rounds: Annotated[int, typer.Option(min=6, help="At most so many in a race.")] = Settings().max_rounds,
     draws: Annotated[int, typer.Option(min=2, help="At most so many for an error.")] = Settings().max_draws,
-    confirm_rounds: Annotated[int, typer.Option(min=9, help="Of the race that confirms the choice.")] = 41,
-    min_sqnr_db: Floor = 25.0,
+    confirm_rounds: Annotated[
+        int, typer.Option(min=9, help="Of the race that confirms the choice.")
+    ] = GemmConfig.confirm_rounds,
+    min_sqnr_db: Floor = Budget.min_sqnr_db,
     min_speedup: LeastSpeedup = 1.0,
     time_limit: TimeLimit = None,
     cache: CacheFolder = None,
@@ -117,10 +121,10 @@ def step(
     out: Annotated[Path, typer.Option(help="Folder; statistics and report in it are used.")] = Path("runs/bench_step"),
     device: Annotated[str | None, typer.Option(help="cuda; steps are timed on a GPU only.")] = None,
     seed: Seed = 0,
-    rounds: Annotated[int, typer.Option(min=9, help="Of each race against bf16.")] = 21,
+    rounds: Annotated[int, typer.Option(min=9, help="Of each race against bf16.")] = ROUNDS,
     compile_blocks: Annotated[bool, typer.Option("--compile/--eager", help="torch.compile all arms.")] = True,
-    min_sqnr_db: Floor = 25.0,
-    min_speedup: LeastSpeedup = 1.05,
+    min_sqnr_db: Floor = Budget.min_sqnr_db,
+    min_speedup: LeastSpeedup = Budget.min_speedup,
     time_limit: Annotated[float | None, typer.Option(min=0, help="Seconds for measuring sites.")] = None,
     base_rate: BaseRate = None,
 ) -> None:

@@ -121,17 +121,17 @@ class Details:
         write_atomic(path, ("\n\n".join(map(printable, self._lines)) + "\n").encode())
 
 
-def run_demo(config: DemoConfig, *, out: Path, say: Say = say, verbose: bool = False) -> dict[str, Comparison]:
+def run_demo(config: DemoConfig, *, out: Path, say: Say = say, verbose: bool = False) -> None:
     """Runs the loop for every model and writes stats/, report.json, plan.json, train.json and a page.
 
     Raises:
         LokaError: `out` holds another demo, or another process runs one there.
     """
     with alone_in(out, "running a demo"):
-        return _run_demo(config, out, say, Details(say, verbose=verbose))
+        _run_demo(config, out, say, Details(say, verbose=verbose))
 
 
-def _run_demo(config: DemoConfig, out: Path, say: Say, details: Details) -> dict[str, Comparison]:
+def _run_demo(config: DemoConfig, out: Path, say: Say, details: Details) -> None:
     _claim(out, config)
     data = open_data(
         Path(config.data) if config.data else None,
@@ -159,7 +159,6 @@ def _run_demo(config: DemoConfig, out: Path, say: Say, details: Details) -> dict
     screen = screen_of(shown, out, data=given)
     write_pages(shown, out, screen)
     say(f"\n{screen}")
-    return {model.name: model.comparison for model in shown}
 
 
 def _claim(out: Path, config: DemoConfig) -> None:

@@ -10,7 +10,7 @@ import torch
 
 from loka.core.budget import Budget
 from loka.core.device import fingerprint
-from loka.core.exceptions import DataRefused, first_lines
+from loka.core.exceptions import DataRefused, truncated
 from loka.core.progress import Track
 from loka.core.records.gemm_bench import CHOICE, Contest, GemmBench, or_hp
 from loka.core.records.plan import Plan
@@ -60,7 +60,7 @@ def run_gemm_bench(config: GemmConfig, *, track: Track | None = None) -> tuple[G
         others = {**suite.not_covered, **suite.too_large}
         raise DataRefused(
             "no row of the suite is a linear layer that can run here",
-            why=first_lines([f"{name}: {why}" for name, why in others.items()], 10),
+            why=truncated([f"{name}: {why}" for name, why in others.items()], 10),
             way_out="other models with --model, or a GPU with more memory",
         )
     stats = suite_stats(suite, weight_dtype=config.weight_dtype)

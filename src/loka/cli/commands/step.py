@@ -37,7 +37,7 @@ from loka.probe import Probe
 from loka.report.progress import ProgressBars
 from loka.train import TrainConfig, train
 from loka.train.steps import step_time
-from loka.train.steps.step_time import Arm, StepTime, time_steps
+from loka.train.steps.step_time import ROUNDS, Arm, StepTime, time_steps
 
 DISPATCH = "dispatch (plan)"
 TORCHAO = ("tensorwise", "rowwise", "rowwise_with_gw_hp")
@@ -58,7 +58,7 @@ class StepConfig:
     probe_steps: int = 16
     arms: tuple[str, ...] = ()
     candidates: tuple[str, ...] | None = None
-    rounds: int = 21
+    rounds: int = ROUNDS
     compile_blocks: bool = True
     budget: Budget = field(default_factory=Budget)
     cache: Path | None = None

@@ -56,7 +56,7 @@ from loka.report.progress import ProgressBars
 from loka.train import Callback, Segments, TrainConfig, TrainLog
 from loka.train import train as train_model
 from loka.train.automatic.auto import NE_ALLOWED, Auto
-from loka.train.automatic.config import AutoConfig
+from loka.train.automatic.config import MEASURE_SECONDS, AutoConfig
 from loka.train.checkpointing.checkpoint import given_plan_in, identity_in
 from loka.train.checkpointing.state import plan_in
 from loka.train.labels import by_name, count_labels, shares
@@ -129,7 +129,7 @@ def train(
     ] = None,
     measure_seconds: Annotated[
         float, typer.Option(min=0, help="Of --auto: after which nothing new is measured; inf: all is.")
-    ] = 45.0,
+    ] = MEASURE_SECONDS,
     base_rate: Annotated[
         float | None, typer.Option(help="Of --auto: share of positive labels, whose entropy H KL/H is relative to.")
     ] = None,

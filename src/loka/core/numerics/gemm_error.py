@@ -1,6 +1,6 @@
 """Every error of a GEMM's result against the float32 product of the same operands, in one pass.
 
-    sqnr_db, mere     core/error.py
+    sqnr_db, mere     core/error.py says what they are
     r_i             = sum_j D_ij^2 / sum_j G_ij^2           of the rows i with G_i != 0,   D = out - G
     row_db          = -10 log10 mean_i 2 (1 - (1 + r_i)^(-1/2))
     row_p99_db      = -10 log10 (99th percentile of r_i)

@@ -253,16 +253,8 @@ def _layer(
     left = columns_left(plan.hot_columns.get(path, ()), recipe, given)
     if new is not None:
         new = new.mapped(lambda each: left * (1 + off) * each if each else each)
-    unsafe = []
     low = _low_operands(path, plan)
-    for operand in low:
-        shift = shifts.get(operand)
-        if shift is None or shift.amax is None:
-            continue
-        rose = shift.amax - (alike_moved if operand == GRADIENT else 0.0)
-        if rose > limits.amax_octaves and rose > shift.chance:
-            than = f" more than all others ({alike_moved:+.1f})" if rose != shift.amax else ""
-            unsafe.append(f"amax of {operand} rose by {rose:.1f} octaves{than}")
+    unsafe = _rises(low, shifts, limits, alike_moved)
     if old is not None and new is not None:
         grown = new.value > limits.growth * old.value and new.low > old.high
         if grown and upper_bound(new) > negligible:
@@ -280,6 +272,21 @@ def _layer(
         unsafe=tuple(unsafe),
         unknown=_untold(path, recipe, new, after) if low else "",
     )
+
+
+def _rises(operands: Sequence[str], shifts: Mapping[str, Shift], limits: Limits, alike_moved: float) -> list[str]:
+    """Which amaxes of `operands` rose too far. What gradients of all layers moved alike, as the loss falls, counts for
+    none of them."""
+    found = []
+    for operand in operands:
+        shift = shifts.get(operand)
+        if shift is None or shift.amax is None:
+            continue
+        rose = shift.amax - (alike_moved if operand == GRADIENT else 0.0)
+        if rose > limits.amax_octaves and rose > shift.chance:
+            than = f" more than all others ({alike_moved:+.1f})" if rose != shift.amax else ""
+            found.append(f"amax of {operand} rose by {rose:.1f} octaves{than}")
+    return found
 
 
 def _shifts(path: str, before: Stats | None, after: Stats) -> dict[str, Shift]:

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Literal, get_args
 
+from loka.core.budget import Budget
 from loka.core.device import Fingerprint
 from loka.core.error import Estimate
 from loka.core.records.coverage import Coverage, Uncovered
@@ -194,7 +195,7 @@ def _sum(times: Iterable[Estimate]) -> Estimate:
 
 
 _KERNELS = {"all": "the fastest of all libraries at each shape", "torch": "torch's own"}
-_WORTH = 1.05  # what a plan asks of a speed-up by default
+_WORTH = Budget.min_speedup  # what a plan asks by default
 
 _WORDS = {
     "yes": "By sites it is worth a probe.",

@@ -16,7 +16,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from loka.core.exceptions import LokaError
-from loka.core.storage.files import remove_unfinished
+from loka.core.storage.files import real_path, remove_unfinished
 
 LOCK = ".lock"
 
@@ -44,7 +44,7 @@ def alone_with(file: Path, doing: str) -> Iterator[None]:
     Raises:
         InUse: as `alone_in`.
     """
-    file = Path(os.path.realpath(file)) if file.is_symlink() else file
+    file = real_path(file)
     with _alone(file.with_name(f".{file.name}{LOCK}"), f"{doing} {file}", of=file.name):
         yield
 

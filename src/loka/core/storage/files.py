@@ -75,13 +75,18 @@ def write_atomic(path: Path, data: bytes) -> None:
     sync_folder(path.parent)
 
 
+def real_path(path: Path) -> Path:
+    """Where a link leads in the end; another path stays as it is written."""
+    return Path(os.path.realpath(path)) if path.is_symlink() else path
+
+
 def file_behind(path: Path) -> Path:
     """What to rename a finished file to, for it to be written to `path`: a rename to a link would replace the link,
     and one to /dev/null the device, for every process of the machine.
 
     Raises OSError where a folder, a device, a pipe or a loop of links stands there.
     """
-    real = Path(os.path.realpath(path)) if path.is_symlink() else path
+    real = real_path(path)
     try:
         mode = real.stat().st_mode
     except FileNotFoundError:

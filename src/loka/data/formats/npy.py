@@ -11,7 +11,7 @@ Values are taken as they are: these files know no missing values. Ids are either
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -23,7 +23,7 @@ from loka.data.block import MOST_IDS, Block
 from loka.data.content import content_of, identity_of
 from loka.data.files import COPY_AGAIN
 from loka.data.order import Shuffle
-from loka.data.reader import Reader
+from loka.data.reader import Groups, Reader
 from loka.data.workers import in_order, processors
 
 GROUP_ROWS = 8192
@@ -114,14 +114,11 @@ class NpyStore:
             )
         self._modulo = vocab_sizes is not None
         self._sizes = tuple(int(n) for n in vocab_sizes) if vocab_sizes is not None else self._scanned()
-        groups = [-(-len(dense) // GROUP_ROWS) for dense, _, _ in self._arrays]
-        self._first_group = np.concatenate([[0], np.cumsum(groups)])
+        self._groups = Groups([len(dense) for dense, _, _ in self._arrays], GROUP_ROWS)
 
-    @cached_property
+    @property
     def group_rows(self) -> np.ndarray:
-        rows = [len(dense) for dense, _, _ in self._arrays]
-        parts = [np.minimum(GROUP_ROWS, count - np.arange(0, count, GROUP_ROWS)) for count in rows]
-        return np.concatenate(parts).astype(np.int64)
+        return self._groups.rows_of
 
     @property
     def dense_features(self) -> int:
@@ -147,8 +144,8 @@ class NpyStore:
         return {}
 
     def load(self, group: int, first: int, last: int) -> Block:
-        index = int(np.searchsorted(self._first_group, group, side="right")) - 1
-        start = (group - int(self._first_group[index])) * GROUP_ROWS
+        index, inside = self._groups.locate(group)
+        start = inside * GROUP_ROWS
         dense, sparse, label = (array[start + first : start + last] for array in self._arrays[index])
         triplet = self._triplets[index]
         label = label.reshape(-1)

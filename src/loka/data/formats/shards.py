@@ -27,7 +27,7 @@ from loka.data.batch import ONE_TASK, History
 from loka.data.block import Block
 from loka.data.files import require_pyarrow
 from loka.data.order import Shuffle
-from loka.data.reader import Reader, split
+from loka.data.reader import Groups, Reader, split
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -129,14 +129,11 @@ class ShardStore:
             raise DataRefused(f"{folder} has no rows", way_out="convert files that have some")
         for shard in self._shards:
             check_size(folder, shard)
-        groups = [-(-shard.rows // manifest.group_rows) for shard in self._shards]
-        self._first_group = np.concatenate([[0], np.cumsum(groups)])
+        self._groups = Groups([shard.rows for shard in self._shards], manifest.group_rows)
 
-    @cached_property
+    @property
     def group_rows(self) -> np.ndarray:
-        size = self._manifest.group_rows
-        rows = [np.minimum(size, shard.rows - np.arange(0, shard.rows, size)) for shard in self._shards]
-        return np.concatenate(rows).astype(np.int64)
+        return self._groups.rows_of
 
     @property
     def dense_features(self) -> int:
@@ -168,9 +165,9 @@ class ShardStore:
         return {f"{reason} (whole folder, when converted)": n for reason, n in self._manifest.counts.items()}
 
     def load(self, group: int, first: int, last: int) -> Block:
-        index = int(np.searchsorted(self._first_group, group, side="right")) - 1
+        index, inside = self._groups.locate(group)
         path = self._folder / self._shards[index].file
-        table = _read_group(path, group - int(self._first_group[index]), int(self.group_rows[group]))
+        table = _read_group(path, inside, int(self.group_rows[group]))
         if wrong := [name for name, kind in self._columns.items() if not _is(table, name, *kind)]:
             raise DataRefused(
                 f"{path}: the column {wrong[0]} is not there, or of another type than a conversion writes",

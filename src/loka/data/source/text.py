@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 import numpy as np
 
 from loka.core.exceptions import DataRefused
-from loka.data.files import COPY_AGAIN, TableFile
+from loka.data.files import COPY_AGAIN, NAME_THE_FORMAT, TableFile
 from loka.data.schema import Schema
 from loka.data.source.quotes import ends_open, line_count, without_open_quotes
 
@@ -106,7 +106,7 @@ def text_chunks(
         raise DataRefused(
             f"{file.path}: no readable row",
             why=[f"{carried} lines are empty or lack the {layout.fields} fields between {layout.separator!r}"],
-            way_out="name the format, or pass a schema (--schema FILE) with the file's separator and header",
+            way_out=NAME_THE_FORMAT,
         )
     held.skipped[-1] += carried
     yield held

@@ -21,6 +21,7 @@ import torch
 from torch import nn
 
 from loka.core.exceptions import LokaError, MissingLibrary
+from loka.core.timing import first_line
 from loka.zoo import Front
 from loka.zoo.layers import Embeddings
 
@@ -35,7 +36,7 @@ def torchrec(module: str = "torchrec") -> Any:
     except (ImportError, OSError) as error:  # fbgemm built for another torch does not load
         raise MissingLibrary(
             "tables are sharded by TorchRec, and it cannot be imported",
-            why=[f"{type(error).__name__}: {error}".splitlines()[0]],
+            why=[first_line(error)],
             way_out="install torchrec and fbgemm-gpu built for this torch (docs/torchrec.md), or train with "
             "--engine torch, scale with --tables-by size",
         ) from error

@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from loka.core.exceptions import LokaError
 from loka.core.exchange import gather
+from loka.core.signature import child_path
 from loka.distributed.replicas import sum_of_bits
 from loka.distributed.tables.one_group import AdaGrad
 
@@ -62,7 +63,7 @@ def lookups_of(model: nn.Module, optimizer: torch.optim.Optimizer | None = None)
     refused: list[str] = []
     for path, module in _modules(model, ""):
         if isinstance(module, TABLES):
-            name = f"{path}.weight".lstrip(".")
+            name = child_path(path, "weight")
             if isinstance(module.weight, DTensor):
                 refused.append(f"{name}: its rows are shared out over ranks by FSDP2")
             elif module.weight.requires_grad:
@@ -89,8 +90,8 @@ def lookups_of(model: nn.Module, optimizer: torch.optim.Optimizer | None = None)
 
 def frozen_tables(model: nn.Module) -> dict[str, torch.Tensor]:
     """Weights of tables that are not trained, by name: `lookups_of` leaves them out."""
-    tables = {f"{path}.weight": module.weight for path, module in _modules(model, "") if isinstance(module, TABLES)}
-    return {name.lstrip("."): weight for name, weight in tables.items() if not weight.requires_grad}
+    tables = ((path, module) for path, module in _modules(model, "") if isinstance(module, TABLES))
+    return {child_path(path, "weight"): m.weight for path, m in tables if not m.weight.requires_grad}
 
 
 def _modules(module: nn.Module, path: str) -> Iterator[tuple[str, nn.Module]]:
@@ -98,10 +99,10 @@ def _modules(module: nn.Module, path: str) -> Iterator[tuple[str, nn.Module]]:
     yield path, module
     for name, child in module._modules.items():
         if child is not None:
-            yield from _modules(child, f"{path}.{name}".lstrip("."))
+            yield from _modules(child, child_path(path, name))
     if type(module).__module__.startswith("torchrec."):
         for index, child in enumerate(module.__dict__.get("_lookups") or ()):
-            yield from _modules(child, f"{path}._lookups.{index}".lstrip("."))
+            yield from _modules(child, child_path(path, f"_lookups.{index}"))
 
 
 def _plain(name: str, module: nn.Embedding | nn.EmbeddingBag, optimizer: torch.optim.Optimizer | None) -> Lookup:
@@ -201,7 +202,7 @@ def _batched(path: str, module: Any) -> list[Lookup]:
 
     return [
         Lookup(
-            name=path if whole is not None else f"{path}.{group[0]}".lstrip("."),
+            name=path if whole is not None else child_path(path, str(group[0])),
             tensors=tensors(group),
             module=module,
             ids=ids(group),

@@ -17,8 +17,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from loka.core.exceptions import LokaError, UnknownName, first_lines
+from loka.core.exceptions import LokaError, UnknownName, truncated
 from loka.core.exchange import gather, ranks_of
+from loka.core.signature import child_path
 from loka.core.timing import first_line
 from loka.distributed.replicas import require_alike
 from loka.distributed.tables.embedding_bags import quiet, torchrec, with_embedding_bags
@@ -116,7 +117,7 @@ def _placed(model: nn.Module, sharder: Any, device: torch.device, batch_size: in
         lines = [line.strip() for line in reason.splitlines() if line.strip()]
         raise LokaError(
             "TorchRec's planner finds no place for the tables, or not the same one on all ranks",
-            why=first_lines(lines, 8) or ["the ranks have other GPUs, or one of them found no place"],
+            why=truncated(lines, 8) or ["the ranks have other GPUs, or one of them found no place"],
             way_out="train on more ranks of one kind, or with smaller vocabularies (loka data convert)",
         )
     return found
@@ -157,7 +158,7 @@ def _require_trained(model: nn.Module) -> None:
             way_out="leave apply_optimizer_in_backward out, or train by a loop of your own",
         )
     frozen = [
-        f"{path}.{name}".lstrip(".")
+        child_path(path, name)
         for path, module in model.named_modules()
         if isinstance(module, kind)
         for name, weight in module.named_parameters()
@@ -214,7 +215,7 @@ def sharded_weights(model: nn.Module) -> dict[str, Any]:
     Local shards are the memory that TorchRec trains; a rank without rows of a table has none.
     """
     return {
-        f"{path}.{name}".lstrip("."): table
+        child_path(path, name): table
         for path, module in sharded_modules(model).items()
         for name, table in module.state_dict().items()
     }

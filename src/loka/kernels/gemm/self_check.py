@@ -40,6 +40,7 @@ import math
 
 import torch
 
+from loka.core.device import synchronize
 from loka.core.numerics.hot_columns import append
 from loka.core.numerics.reference import Quantized, accumulation_bound, dequantize, half_step, quantize, scaled_mm
 from loka.core.problem import DTYPES, Problem, target_of
@@ -140,8 +141,7 @@ def _check(candidate: Candidate, problem: Problem, device: torch.device) -> str 
             if wrong:
                 return f"{wrong} of its residuals differ from the reference"
         out = _pinned_here(candidate, padded, device).run(low_a, low_b, dtype)
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)  # a fault of the kernel belongs here, not to what comes next
+        synchronize(device)  # a fault of the kernel belongs here, not to what comes next
     except torch.OutOfMemoryError:
         raise
     except Exception as error:

@@ -6,7 +6,7 @@ record that is not there that it is not there. The same records give the same by
 
 from collections.abc import Sequence
 
-from loka.core.exceptions import LokaError, first_lines
+from loka.core.exceptions import LokaError, truncated
 from loka.core.records.plan import Plan
 from loka.core.records.report import Report
 from loka.core.records.stats import Stats
@@ -120,7 +120,7 @@ def _check_same(stats: Stats | None, report: Report | None, plan: Plan | None) -
         if differences:
             raise LokaError(
                 f"the {name} and the {given[0][0]} are of different models",
-                why=first_lines(differences, 6),
+                why=truncated(differences, 6),
                 way_out="give records of one model",
             )
     if stats is not None and report is not None:
@@ -143,6 +143,6 @@ def _check_planned_from(report: Report, plan: Plan) -> None:
     if others:
         raise LokaError(
             "the plan is of another report: no number of one stands beside the other's",
-            why=first_lines(others, 6),
+            why=truncated(others, 6),
             way_out="give the report that it was planned from, or leave one of them out",
         )

@@ -4,11 +4,11 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from loka.core.error import Estimate
+from loka.core.error import Z95, Estimate
 from loka.core.records.plan import Plan
 from loka.report.pages.html import Cell, Html, code, figure, join, number, paragraph, section, table, tag, tiles
 from loka.report.pages.svg import Frame, fit, signed
-from loka.report.quality import HEADER
+from loka.report.quality import HEADER, NO_SEGMENTS
 from loka.validation.arms import by_plan, key_of
 from loka.validation.compare import Comparison
 from loka.validation.paired import NE_LIMIT_PERCENT, Verdict
@@ -89,7 +89,7 @@ def _arm(arm: ArmVerdict, found: Validation) -> Html:
         parts.append(tag("div", drawn, segments, class_="grid"))
         apart = [pair.kl_percent for pair in arm.differences.values() if pair.kl_percent is not None]
         if apart:
-            each = ", ".join(f"{kl.value:.3g} +- {(kl.high - kl.low) / 3.92:.2g}" for kl in apart)
+            each = ", ".join(f"{kl.value:.3g} +- {(kl.high - kl.low) / (2 * Z95):.2g}" for kl in apart)
             parts.append(
                 paragraph(f"KL/H between the two models of each pair, without labels, in percent of NE: {each}.")
             )
@@ -98,7 +98,7 @@ def _arm(arm: ArmVerdict, found: Validation) -> Html:
         if arm.segments:
             parts.append(_segments(arm.segments))
         else:
-            parts.append(paragraph("There are no segments: the average may hide one."))
+            parts.append(paragraph(NO_SEGMENTS))
     return join(part for part in parts if part is not None)
 
 

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from loka.core.error import Estimate
-from loka.core.exceptions import LokaError, PlanMismatch, first_lines
+from loka.core.exceptions import LokaError, PlanMismatch, truncated
 from loka.core.recipe import Gemm
 from loka.core.records.plan import Plan
 from loka.core.records.report import HP, site_name
@@ -127,7 +127,7 @@ def planned_times(found: Scale, plan: Plan) -> tuple[GemmTime, ...]:
     if wrong:
         raise PlanMismatch(
             "the plan was not measured at what this step runs",
-            why=first_lines(wrong, _SHOWN),
+            why=truncated(wrong, _SHOWN),
             way_out="measure at this batch size (--batch-size of the plan's), or leave --plan out to be told "
             "interpolated times",
         )
@@ -150,7 +150,7 @@ def placed(step: EngineStep, times: Sequence[GemmTime]) -> Placed:
         lost = sorted({f"{t.path}/{t.gemm} {t.m}x{t.n}x{t.k}" for t in times if t.bf16 is None})
         raise LokaError(
             f"{100 * missing:.0f} % of the sites' FLOPs are at shapes that nobody measured near",
-            why=first_lines(lost, _SHOWN),
+            why=truncated(lost, _SHOWN),
             way_out="measure them: `loka probe`, `loka measure`, `loka plan`, then `loka scale --plan`",
         )
     waiting: dict[_Key, list[GemmTime]] = defaultdict(list)

@@ -21,6 +21,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from loka.core.exceptions import LokaError
+from loka.core.signature import child_path
+from loka.core.timing import first_line
 from loka.distributed.gradient_wire import done_with
 from loka.distributed.tables.lookups import TABLES
 from loka.graph.flops import flop_formulas
@@ -151,10 +153,9 @@ def traced_step(
         except LokaError:
             raise
         except Exception as error:  # a model's own code raises what it likes, and so do the engines
-            first = (str(error).strip().splitlines() or [""])[0]
             raise LokaError(
                 f"{class_name(model)} does not run under {engine} without numbers",
-                why=[f"{type(error).__name__}: {first[:200]}"],
+                why=[first_line(error)[:220]],
                 way_out="a forward that does not look at values; for FSDP2, name units whose forward is "
                 "called, by --unit",
             ) from error
@@ -283,7 +284,7 @@ def _step(batch: Any, mode: FakeTensorMode) -> Callable[[nn.Module, _Log], None]
 
 def _ignored(model: nn.Module) -> set[str]:
     return {
-        f"{path}.{name}" if path else name
+        child_path(path, name)
         for path, module in model.named_modules()
         if isinstance(module, TABLES)
         for name, _ in module.named_parameters(recurse=False)
@@ -387,6 +388,6 @@ def _units(model: nn.Module, patterns: Sequence[str]) -> tuple[str, ...]:
             continue
         if any(path == outer or path.startswith(f"{outer}.") for outer in found):
             continue
-        children = (f"{path}.{name}" if path else name for name, _ in module.named_children())
+        children = (child_path(path, name) for name, _ in module.named_children())
         found += [child for child in children if child in held and not isinstance(held[child], TABLES)]
     return tuple(found)

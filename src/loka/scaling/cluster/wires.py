@@ -18,7 +18,6 @@ from loka.distributed.gradient_codec import block_begins, codec_named, padded_co
 from loka.scaling.cluster.collectives import Wire
 from loka.scaling.cluster.engines import TRACED, EngineStep, Gathered, Param, Reduced, Replicated
 
-Gather = Literal["bf16", "fp8"]
 Gradients = Literal["bf16", "int8", "e4m3"]
 
 _BF16 = 2

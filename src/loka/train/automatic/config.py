@@ -5,10 +5,13 @@ from pathlib import Path
 from typing import Literal
 
 from loka.core.budget import Budget
+from loka.core.exceptions import require_least
 from loka.core.numerics.label_rate import Shares
 from loka.core.records.report import HP
 from loka.kernels.gemm.registry import candidate_named
 from loka.measurement.settings import COARSE, Settings
+
+MEASURE_SECONDS = 45.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,13 +44,11 @@ class AutoConfig:
     budget: Budget | None = None
     candidates: tuple[str, ...] | None = None
     settings: Settings = COARSE
-    measure_seconds: float | None = 45.0
+    measure_seconds: float | None = MEASURE_SECONDS
     cache: Path | None = None
 
     def __post_init__(self) -> None:
-        for name in ("least_steps", "most_steps"):
-            if (value := getattr(self, name)) is not None and value < 1:
-                raise ValueError(f"{name} is {value}; it has to be at least 1")
+        require_least(self, {"least_steps": 1, "most_steps": 1})
         if not self.width > 1:
             raise ValueError(f"width is {self.width}; the upper end lies above the estimate, so it exceeds 1")
         for name in set(self.candidates or ()) - {HP}:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import torch
 
+from loka.core.device import synchronize
 from loka.core.storage.codec import decode, encode
 from loka.core.storage.files import read_record, write_record
 from loka.core.table import format_table
@@ -56,8 +57,7 @@ class Timeline:
 
         A file that cannot be written is a warning: checkpoints hold the same.
         """
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
+        synchronize(device)
         self.events.append(Event(phase=phase, step=step, rows=rows, seconds=self.seconds, note=note))
         if self._file is None:
             return

@@ -27,7 +27,6 @@ from loka.train.checkpointing.resharding import taken_over, whole_state
 from loka.train.checkpointing.sharded import damage, is_sharded, read_manifest, read_own, require_same_run
 from loka.train.checkpointing.state import layout
 from loka.train.checkpointing.step_folders import (
-    UNFINISHED,
     CheckpointNotSaved,
     altered,
     checkpoints_in,
@@ -41,6 +40,7 @@ from loka.train.checkpointing.step_folders import (
     require_run,
     require_step,
     step_of,
+    step_paths,
     unfinished_in,
     write_state,
 )
@@ -72,8 +72,7 @@ def save(folder: Path, *, step: int, state: Mapping[str, Any], identity: Mapping
     Raises:
         CheckpointNotSaved: the disk is full or refuses; earlier checkpoints are as before.
     """
-    target = folder / f"step-{step:08d}"
-    unfinished = folder / f"{UNFINISHED}{target.name}"
+    unfinished, target = step_paths(folder, step)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         clean(folder)

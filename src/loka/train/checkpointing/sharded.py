@@ -26,13 +26,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from loka.core.exceptions import CheckpointRefused, FileRefused, first_lines
+from loka.core.exceptions import CheckpointRefused, FileRefused, truncated
 from loka.core.exchange import rank_of, ranks_of
 from loka.core.storage.codec import decode, encode
 from loka.core.storage.files import is_own_file, sha256_of_file
 from loka.core.storage.record_file import RecordFile
 from loka.core.storage.untrusted import open_regular
 from loka.core.timing import first_line
+from loka.train.checkpointing.state import unfit_state
 from loka.train.checkpointing.step_folders import (
     UNFINISHED,
     altered,
@@ -43,6 +44,7 @@ from loka.train.checkpointing.step_folders import (
     remove_old,
     require_run,
     require_step,
+    step_paths,
     write_state,
 )
 from loka.train.ranks import RankFailed, all_or_none, first_rank, together
@@ -122,7 +124,7 @@ def save_sharded(
     own: Mapping[str, Any],
     identity: Mapping[str, Any],
     keep: int = 2,
-) -> Path:
+) -> None:
     """Writes `folder/step-...`, and removes all but the newest `keep` up to this step. A collective.
 
     Args:
@@ -132,8 +134,7 @@ def save_sharded(
     Raises:
         CheckpointNotSaved: a rank could not write its part; on all ranks. Earlier checkpoints are as before.
     """
-    target = folder / f"step-{step:08d}"
-    unfinished = folder / f"{UNFINISHED}{target.name}"
+    unfinished, target = step_paths(folder, step)
     rank = dist.get_rank()
 
     def begin() -> None:
@@ -175,7 +176,6 @@ def save_sharded(
         if first_rank():
             shutil.rmtree(unfinished, ignore_errors=True)
         raise not_saved(target, error) from error
-    return target
 
 
 def _write_tensors(folder: Path, tensors: Mapping[str, torch.Tensor]) -> None:
@@ -276,11 +276,7 @@ def read_tensors(path: Path, wanted: Callable[[Mapping[str, Any]], Mapping[str, 
             if name not in there or there[name].size != tensor.shape
         ]
         if lines:
-            raise CheckpointRefused(
-                f"the state in {path} does not fit this model",
-                why=first_lines(lines, 20),
-                way_out="build and convert the model as the run did that wrote it",
-            )
+            raise unfit_state(path, truncated(lines, 20))
         return into
 
     into = all_or_none(targets)

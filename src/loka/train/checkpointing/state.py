@@ -6,7 +6,7 @@ sites count (nn/fp8_state_dict.py), and the plan that runs: none but the first i
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -85,7 +85,7 @@ def restore(
         if average is not None:
             average.load_state_dict(state["average"])
     except _UNFIT as error:
-        raise _refused(path, error) from error
+        raise unfit_state(path, str(error).splitlines()) from error
     for name, optimizer in optimizers.items():
         restore_optimizer(optimizer, state["optimizers"].get(name, {}), path=path)
     restore_own(state, model, running, path=path)
@@ -101,7 +101,7 @@ def restore_own(state: Mapping[str, Any], model: nn.Module, running: RunningTask
         if "cuda" in state["random"]:
             torch.cuda.set_rng_state(state["random"]["cuda"], device_of(model))
     except _UNFIT as error:
-        raise _refused(path, error) from error
+        raise unfit_state(path, str(error).splitlines()) from error
 
 
 def restore_model(state: Mapping[str, Any], model: nn.Module, *, path: Path) -> None:
@@ -110,16 +110,17 @@ def restore_model(state: Mapping[str, Any], model: nn.Module, *, path: Path) -> 
         model.load_state_dict(state["model"])
         _restore_buffers(model, state["buffers"])
     except _UNFIT as error:
-        raise _refused(path, error) from error
+        raise unfit_state(path, str(error).splitlines()) from error
 
 
 _UNFIT = (RuntimeError, AttributeError, KeyError, ValueError, TypeError)
 
 
-def _refused(path: Path, error: Exception) -> CheckpointRefused:
+def unfit_state(path: Path, why: Sequence[str]) -> CheckpointRefused:
+    """The error of a checkpoint whose tensors are not those of the model."""
     return CheckpointRefused(
         f"the state in {path} does not fit this model",
-        why=str(error).splitlines(),
+        why=why,
         way_out=f"build and convert the model as the run did that wrote it; {MODEL_OPTIONS}",
     )
 
@@ -183,7 +184,7 @@ def restore_optimizer(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]
     try:
         optimizer.load_state_dict(dict(state))
     except _UNFIT as error:
-        raise _refused(path, error) from error
+        raise unfit_state(path, str(error).splitlines()) from error
     for group, rate in zip(optimizer.param_groups, rates, strict=True):
         if isinstance(rate, torch.Tensor):
             group["lr"] = rate

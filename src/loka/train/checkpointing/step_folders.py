@@ -28,6 +28,12 @@ class CheckpointNotSaved(LokaError):
     """A checkpoint could not be written; the earlier ones are untouched."""
 
 
+def step_paths(folder: Path, step: int) -> tuple[Path, Path]:
+    """Where a checkpoint is written, and where it is once it is whole (`put_in_place`)."""
+    target = folder / f"step-{step:08d}"
+    return folder / f"{UNFINISHED}{target.name}", target
+
+
 def named_step(path: Path) -> bool:
     return _NAME.fullmatch(path.name) is not None
 

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from loka.core.device import synchronize
 from loka.core.timing import first_line
 from loka.data.batch import Batch
 from loka.distributed.tables.embedding_bags import EmbeddingBags, embedding_bags_in, quiet, torchrec
@@ -41,7 +42,7 @@ class Pipelined:
     def close(self) -> None:
         """The model can be called by anyone again."""
         self._pipeline.detach()
-        _settled(self._device)
+        synchronize(self._device)
 
 
 def pipelined(
@@ -77,7 +78,7 @@ def pipelined(
             raise
 
     torchrec("torchrec.streamable").Pipelineable.register(_Fed)  # the abstract class that it looks for
-    _settled(device)
+    synchronize(device)  # batches were moved by another stream than the one that reads them next
     batches = feed()
     pipeline = torchrec("torchrec.distributed").TrainPipelineSparseDist(
         _OfBatch(unwrap(model)),
@@ -90,7 +91,7 @@ def pipelined(
         with quiet(), torch._dynamo.config.patch(error_on_nested_fx_trace=False):
             pipeline.fill_pipeline(batches)
     except Exception as error:  # what a tracer raises on a user's code has no bounds
-        _settled(device)
+        synchronize(device)
         pipeline.detach()
         if unread:
             raise unread[0] from None
@@ -99,12 +100,6 @@ def pipelined(
         pipeline.detach()
         return "its pipeline found no way from the batch to the tables"
     return Pipelined(pipeline, batches, device)
-
-
-def _settled(device: torch.device) -> None:
-    """Batches were moved by another stream than the one that reads them next."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 class _OfBatch(nn.Module):

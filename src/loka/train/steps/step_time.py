@@ -22,6 +22,9 @@ from loka.train.steps.blocks import compiled, compiled_parts
 Build = Callable[[], nn.Module]
 
 
+ROUNDS = 21  # of a race between two ways of taking a step, where nobody says
+
+
 @dataclass(frozen=True, kw_only=True)
 class StepTime:
     """One arm: microseconds a step and speed-up over the baseline, or why it failed."""
@@ -49,7 +52,7 @@ def time_steps(
     *,
     device: torch.device,
     compile_blocks: bool = True,
-    rounds: int = 21,
+    rounds: int = ROUNDS,
     on_result: Callable[[StepTime], None] | None = None,
 ) -> dict[str, StepTime]:
     """Races each arm against `baseline`, one arm in memory at a time; the first result is the baseline's.
@@ -98,19 +101,17 @@ def _against(
     rounds: int,
 ) -> StepTime:
     if arm.name == base_name:  # the baseline against itself: what the measurement resolves
-        functions = {base_name: base, "again": base}
-        found = time_interleaved(functions, baseline=base_name, device=device, keep=list(functions), max_rounds=rounds)
-        timing = found.timings["again"]
-        return StepTime(name=base_name, microseconds=timing.microseconds, speedup=timing.speedup)
-    model = _prepare(arm, batch, compile_blocks)
-    functions = {base_name: base, arm.name: _step(model, batch)}
+        name, model, step = "again", None, base
+    else:
+        model = _prepare(arm, batch, compile_blocks)
+        name, step = arm.name, _step(model, batch)
+    functions = {base_name: base, name: step}
     found = time_interleaved(functions, baseline=base_name, device=device, keep=list(functions), max_rounds=rounds)
-    if arm.name in found.failures:
-        return StepTime(name=arm.name, failure=found.failures[arm.name])
-    timing = found.timings[arm.name]
-    return StepTime(
-        name=arm.name, microseconds=timing.microseconds, speedup=timing.speedup, low_precision=arm.count(model)
-    )
+    if name in found.failures:
+        return StepTime(name=arm.name, failure=found.failures[name])
+    timing = found.timings[name]
+    low = 0 if model is None else arm.count(model)
+    return StepTime(name=arm.name, microseconds=timing.microseconds, speedup=timing.speedup, low_precision=low)
 
 
 def _prepare(arm: Arm, batch: Batch, compile_blocks: bool) -> nn.Module:
