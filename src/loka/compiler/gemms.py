@@ -26,7 +26,6 @@ from loka.core.recipe import Gemm
 from loka.kernels.custom_op import registered
 from loka.kernels.gemm.registry import candidate_named
 from loka.kernels.gemm.run import fit, scaled_gemm
-from loka.kernels.launches import note_launch
 
 aten, prims = torch.ops.aten, torch.ops.prims
 
@@ -61,7 +60,6 @@ def _region_gemm(
     a_scale: float32 [1], or at least [rows] in any shape; b_scale: float32 of at least [columns], all one
     number where it stands for a tensor. `token` is not read: it keeps alive what counts runs.
     """
-    note_launch("gemm")
     if rows == 0:
         return a.new_empty(0, columns, dtype=dtype)
     recipe = operands_recipe(a, a_scale)

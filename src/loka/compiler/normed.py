@@ -27,7 +27,6 @@ from loka.kernels.custom_op import registered
 from loka.kernels.edge.program import Program
 from loka.kernels.gemm.epilogue import ROUNDED_MIDDLE, Activation, Epilogue
 from loka.kernels.gemm.normed_gemm import gemm_normed, unsupported
-from loka.kernels.launches import note_launch
 
 aten, prims = torch.ops.aten, torch.ops.prims
 
@@ -50,7 +49,6 @@ def _normed_gemm(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """x8 [rows, N], 1 / rms [rows, N / block], and where `keep` z8 [rows, N] and steps [rows, N / block],
     else empty. a_scale: float32 [1], or [rows] in any shape; b_scale: float32, all one number."""
-    note_launch("gemm")
     epilogue = Epilogue(block=block, eps=eps, activation=Activation(activation))
     made = gemm_normed(
         a, b, a_scale.reshape(-1), b_scale.reshape(-1).narrow(0, 0, 1), epilogue, keep=keep, fast=kernel != "torch"

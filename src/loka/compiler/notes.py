@@ -19,7 +19,6 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from loka.kernels.custom_op import registered
-from loka.kernels.launches import note_launch
 from loka.kernels.quantize.side import RUNS
 
 FLAGS = 3  # columns of a site's counters
@@ -68,7 +67,6 @@ def _note_sites(
         watcher([(health.data_ptr(), scale, what) for health, scale, what in entries if what])
     if getattr(_HERE, "uncounted", False):
         return scales[0].new_empty(1)
-    note_launch("notes")
     if healths[0].is_cuda:
         from loka.kernels.triton.notes import note_fused
 

@@ -12,7 +12,6 @@ from loka.kernels.custom_op import registered
 from loka.kernels.edge.outputs import unwritten
 from loka.kernels.edge.program import Kind, Program, program_of
 from loka.kernels.edge.twin import run_program
-from loka.kernels.launches import note_launch
 
 
 def _edge(
@@ -24,7 +23,6 @@ def _edge(
     program: str,
 ) -> list[torch.Tensor]:
     """`Program.outputs` of the program, in order; arguments as for twin.run_program."""
-    note_launch("edge")
     parsed = program_of(program)
     if not leaves[0].is_cuda:
         return run_program(parsed, leaves, rows, input_scale, gradient_scale, tops)

@@ -11,7 +11,6 @@ import torch
 
 from loka.core.problem import FLOATS, round_up
 from loka.kernels.custom_op import registered
-from loka.kernels.launches import note_launch
 from loka.kernels.quantize.weight_copies import FP8, NAN_BYTE, SIDE, Copies, bits_of_scale, quantize_weight, unwritten
 
 GROUP = 16  # weights that a launch serves: more would only lengthen its list of arguments
@@ -49,16 +48,13 @@ def _fp8_weights(weights: Sequence[torch.Tensor], transposed: Sequence[bool]) ->
     another, and nothing synchronizes.
     """
     _check(weights, transposed)
-    groups = groups_of(weights)
-    for _ in groups:
-        note_launch("weights")
     pairs = list(zip(weights, transposed, strict=True))
     if not weights[0].is_cuda:
         return _flat([quantize_weight(weight, transposed=turn) for weight, turn in pairs])
     from loka.kernels.quantize.triton.fp8_weights import quantize_weights_fused
 
     copies = [(unwritten if weight.numel() else quantize_weight)(weight, transposed=turn) for weight, turn in pairs]
-    for indices in groups:
+    for indices in groups_of(weights):
         quantize_weights_fused([weights[index] for index in indices], [copies[index] for index in indices])
     return _flat(copies)
 
@@ -101,7 +97,6 @@ def cast_rows(
         from loka.kernels.quantize.triton.fp8_weights import cast_rows_fused
 
         own = [fused[index] for index in group]
-        note_launch("weights")
         cast_rows_fused(
             [weights[index] for index in own],
             [rows[index] for index in own],

@@ -12,7 +12,6 @@ import torch
 
 from loka.core.recipe import Cast, Format, Granularity
 from loka.kernels.custom_op import registered
-from loka.kernels.launches import note_launch
 from loka.kernels.quantize.fp8_weights import groups_of
 from loka.kernels.quantize.quantizer import quantize_pair
 from loka.kernels.quantize.side import Side
@@ -30,14 +29,12 @@ def _int8_weights(weights: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         if lying:
             from loka.kernels.quantize.triton.int8_weights import quantize_rows_fused
 
-            note_launch("weights")
             several = [weights[index].detach() for index in lying]
             copies = [_unwritten(weight) for weight in several]
             quantize_rows_fused(several, copies)
             made.update(zip(lying, copies, strict=True))
     for index, weight in enumerate(weights):
         if index not in made:
-            note_launch("weights")
             side = Side(cast=CAST, padded=padded_sides(weight))
             copy, _ = quantize_pair(weight.detach(), row=side, column=None)
             assert copy is not None
