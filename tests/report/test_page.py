@@ -13,7 +13,6 @@ from loka.cli.commands.ne import show_frontier
 from loka.compiler.joint_sites import IN_REGIONS
 from loka.core.error import Estimate
 from loka.core.exceptions import LokaError
-from loka.core.numerics.depth import depth_histogram
 from loka.core.numerics.reference import quantize
 from loka.core.recipe import Cast, Format, Granularity
 from loka.core.records.report import Measurement, Report
@@ -24,6 +23,7 @@ from loka.report.pages.plan import layer_rows
 from loka.report.pages.quality import Bar, forest
 from loka.report.pages.sites import best_of
 from loka.report.pages.svg import Scale, fit
+from loka.statistics.depths import depth_histogram
 from loka.train.automatic.timeline import Event
 from loka.validation.annealed import Annealed
 from loka.validation.arms import by_plan, key_of

@@ -4,11 +4,12 @@ import pytest
 import torch
 
 from loka.core.error import sqnr_db
-from loka.core.numerics.depth import depth_error, depth_histogram
+from loka.core.numerics.depth import depth_error
 from loka.core.numerics.reference import dequantize, quantize
 from loka.core.recipe import RECIPES, Cast, Format, Gemm, Granularity
 from loka.measurement.operands import sides
 from loka.statistics import gaussian, tails
+from loka.statistics.depths import depth_histogram
 from loka.statistics.draw import sampler, samplers
 
 CPU = torch.device("cpu")

@@ -16,20 +16,21 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from loka.core.error import Estimate, decibels, estimate_mean
-from loka.core.numerics.depth import depth_error, depth_histogram
+from loka.core.exceptions import first_line
+from loka.core.numerics.depth import depth_error
 from loka.core.numerics.direction import Fold, Turn, shrink_bias_variance
 from loka.core.numerics.gemm_error import Truth, errors_of
 from loka.core.problem import DTYPES, Problem
 from loka.core.recipe import Gemm, Recipe
 from loka.core.records.report import HP
 from loka.core.records.stats import LinearStats
-from loka.core.timing import first_line, is_broken
+from loka.core.timing import is_broken
 from loka.kernels.gemm.registry import candidate_named
 from loka.kernels.gemm.run import run_gemm
 from loka.measurement.operands import Operands, draw_operands, hot_of_input, layer_samplers, sides
 from loka.measurement.predicted_kl import predicted_kl
 from loka.measurement.settings import Settings
-from loka.statistics.depths import operand_errors
+from loka.statistics.depths import depth_histogram, operand_errors
 from loka.statistics.effect_depths import centre_of_input
 
 

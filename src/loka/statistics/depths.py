@@ -84,6 +84,21 @@ class Request:
     weight: torch.Tensor | None = None
 
 
+def depth_histogram(
+    hp: torch.Tensor, granularity: Granularity, *, power_of_two: bool = False, weight: torch.Tensor | None = None
+) -> DepthHistogram:
+    """The depths of all of `hp` [R, C], any float dtype and strides; nothing waits for the device.
+
+    Args:
+        granularity: of the scales; for columns give `hp.t()` and ROW.
+        power_of_two: scales are rounded up to powers of two.
+        weight: of the elements' squared errors, broadcastable to [R, C]: the squared norms of the
+            other operand's columns [C] for a GEMM's output error, squared gradients for the loss.
+    """
+    layout = Layout(granularity=granularity, transposed=False, power_of_two=power_of_two)
+    return DepthHistogram(collect(hp.detach(), [layout], weight=weight)[layout.name])
+
+
 def collect(
     hp: torch.Tensor,
     wanted: Iterable[Layout],

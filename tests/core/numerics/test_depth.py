@@ -8,20 +8,11 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from loka.core.error import sqnr_db
-from loka.core.numerics.depth import (
-    ENERGY,
-    RELATIVE,
-    WEIGHTED,
-    DepthHistogram,
-    depth_error,
-    depth_histogram,
-    error_sum,
-    group_amax,
-    signal_sum,
-)
+from loka.core.numerics.depth import ENERGY, RELATIVE, WEIGHTED, depth_error, error_sum
 from loka.core.numerics.depth_tables import NONFINITE, TOP, ZEROS
 from loka.core.numerics.reference import dequantize, quantize
 from loka.core.recipe import Cast, Format, Granularity
+from loka.statistics.depths import depth_histogram
 
 # Bins hold exact moments, and values lie in them as `quantize` scales them: what is left is float32
 # rounding of the dequantized values, 2^-24 against relative errors of 2^-4 to 2^-2, and the numbers on
@@ -160,46 +151,6 @@ def test_weighted_sums_are_those_of_the_elements(format):
     for weighting, w in ((ENERGY, torch.ones(70, 150)), (RELATIVE, hp.double() ** -2), (WEIGHTED, weight)):
         expected = (w * error.square()).sum().item()
         assert error_sum(histogram, format, weighting=weighting).item() == pytest.approx(expected, rel=1e-4)
-        signal = (w * hp.double().square()).sum().item()
-        assert signal_sum(histogram, weighting=weighting).item() == pytest.approx(signal, rel=1e-6)
-
-
-@pytest.mark.parametrize("format", FP8)
-@pytest.mark.parametrize("margin", [-2.0, -0.7, 0.3, 1.0, 6.5])
-@pytest.mark.parametrize("name", ["normal", "lognormal_3", "correlated"])
-def test_margins(format, margin, name):
-    hp = family(name, 200, 190, 3)
-    amax = hp.abs().amax() * 2.0**margin
-    scale = (amax / format.max).reshape(1)
-    actual = dequantize(quantize(hp, Cast(format, Granularity.TENSOR), scale=scale))
-    error = depth_error(depth_histogram(hp, Granularity.TENSOR), format, margin=margin)
-    # A whole margin is exact; another leaves what the distribution in a bin is to a guess.
-    slack = EXACT_DB if margin == round(margin) else 0.15
-    assert error.sqnr_db == pytest.approx(sqnr_db(actual, hp), abs=slack)
-    delayed = depth_error(depth_histogram(hp, Granularity.TENSOR, amax=amax), format)
-    assert delayed.sqnr_db == pytest.approx(sqnr_db(actual, hp), abs=EXACT_DB)
-    saturated = (hp.abs() > amax).double().mean().item()
-    assert delayed.saturation == pytest.approx(saturated, abs=1e-9)
-    flushed = ((actual == 0) & (hp != 0)).double().mean().item()
-    assert delayed.underflow == pytest.approx(flushed, abs=1e-9)
-
-
-def test_a_scale_far_too_small_saturates_everything():
-    hp = torch.full((3, 4), 1e38)
-    error = depth_error(depth_histogram(hp, Granularity.TENSOR, amax=torch.tensor(1e-38)), Format.E4M3)
-    assert (error.relative, error.saturation) == (pytest.approx(1.0), 1.0)
-    with pytest.raises(ValueError, match="from -4 up"):
-        depth_error(depth_histogram(hp, Granularity.TENSOR), Format.E4M3, margin=-5)
-
-
-def test_rows_of_a_sample_keep_the_amax_of_the_whole():
-    hp = family("student_t2", 300, 200, 5)
-    for granularity in Granularity:
-        amax = group_amax(hp, granularity).expand(300, 200)
-        parts = [depth_histogram(hp[a : a + 77], granularity, amax=amax[a : a + 77]) for a in range(0, 300, 77)]
-        merged = DepthHistogram(sum(part.table for part in parts))
-        whole = depth_error(depth_histogram(hp, granularity), Format.E4M3)
-        assert depth_error(merged, Format.E4M3).relative == pytest.approx(whole.relative, rel=1e-9)
 
 
 def test_nothing_waits_for_the_device(device):

@@ -4,10 +4,10 @@ import pytest
 import torch
 
 from loka.core.numerics import depth_tables
-from loka.core.numerics.depth import depth_histogram
 from loka.core.numerics.depth_tables import HIGHEST, LOWEST, NONFINITE, ROWS, TOP, ZEROS, Operand
 from loka.core.numerics.reference import scale_of
 from loka.core.recipe import Cast, Format, Granularity
+from loka.statistics.depths import depth_histogram
 
 ONE = torch.ones(1, 1)
 
@@ -101,23 +101,12 @@ def test_deterministic_algorithms_give_the_same():
     assert torch.equal(found, expected)
 
 
-def test_what_is_beyond_its_amax_is_no_amax():
-    hp = torch.tensor([[448.0, 448.01, 463.0, 464.5, 3e38, 1.0, -0.0]])
-    table = depth_histogram(hp, Granularity.TENSOR, amax=torch.tensor([[448.0]])).table
-    assert table[TOP, 0] == 1
-    octave = (8 - LOWEST) * 16
-    assert table[octave + 12, 0] == 2  # 1.75 to 1.8125 times 2^8
-    assert table[octave + 13, 0] == 1
-    assert table[TOP - 1, 0] == 1  # the last bin is open
-    assert table[ZEROS, 0] == 1
-
-
-@pytest.mark.parametrize(("steps", "is_amax"), [(0, True), (1, True), (2, True), (3, True), (4, False)])
-def test_three_float32_steps_above_the_amax_are_rounding(steps, is_amax):
+@pytest.mark.parametrize(("steps", "is_amax"), [(-4, False), (-3, True), (-1, True), (1, True), (3, True)])
+def test_float32_steps_about_the_amax_are_rounding(steps, is_amax):
     step = torch.tensor(448.0).view(torch.int32) + steps
-    hp = torch.stack([torch.tensor(448.0), step.view(torch.float32)]).view(1, 2)
-    table = depth_histogram(hp, Granularity.TENSOR, amax=torch.tensor([[448.0]])).table
-    assert table[TOP, 0] == 1 + is_amax
+    values = torch.stack([torch.tensor(448.0), step.view(torch.float32)]).view(1, 2)
+    (tables,) = depth_tables.depth_tables([Operand(values=values, scales=[ONE])])
+    assert tables[0, TOP, 0] == 1 + is_amax
 
 
 def test_any_nan_spoils_its_group_and_no_other():

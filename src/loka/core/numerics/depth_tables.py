@@ -19,15 +19,14 @@ from dataclasses import dataclass
 import torch
 
 BINS_PER_OCTAVE = 16
-# Octaves of v = |x| / scale as e4m3 sees it (FMAX = 1.75 2^8): three above for delayed scales, and
-# down to 4 octaves below what e5m2 flushes to zero. The first and last bins are open.
+# Octaves of v = |x| / scale as e4m3 sees it (FMAX = 1.75 2^8). The three above stay empty, for stored tables
+# have them; down to 4 octaves below what e5m2 flushes to zero. The first and last bins are open.
 LOWEST, HIGHEST = -28, 11
 _REGULAR = (HIGHEST - LOWEST + 1) * BINS_PER_OCTAVE
 TOP, ZEROS, NONFINITE = _REGULAR, _REGULAR + 1, _REGULAR + 2
 ROWS = _REGULAR + 3
 
-_TOP_V = 1.75 * 2.0**8
-_TOP_BIN = (8 - LOWEST) * BINS_PER_OCTAVE + 12  # the row of _TOP_V, from which TOP is told apart
+_TOP_BIN = (8 - LOWEST) * BINS_PER_OCTAVE + 12  # the row of an amax, 1.75 2^8, which is counted in TOP
 _SHIFT = 23 - 4  # bits of a mantissa that lie below a bin
 # What lies up to three float32 steps below an edge counts above it. So the amax, at FMAX but for the
 # rounding of its scale, opens a bin; for any other element a threshold between two numbers is as far
@@ -43,7 +42,7 @@ class Operand:
 
     `values` [R, C], any float dtype and strides. `scales`: float32, each broadcastable to [R, C], as
     `core.reference.scale_of` gives them for e4m3, NaN where that is not finite. `weight`: as in
-    `core.depth.depth_histogram`.
+    `statistics.depths.depth_histogram`.
     """
 
     values: torch.Tensor
@@ -51,24 +50,20 @@ class Operand:
     weight: torch.Tensor | None = None
 
 
-def depth_tables(
-    operands: Sequence[Operand], *, weighted_only: bool = False, beyond: bool = False
-) -> list[torch.Tensor]:
+def depth_tables(operands: Sequence[Operand], *, weighted_only: bool = False) -> list[torch.Tensor]:
     """Tables of `DepthHistogram` [scales, ROWS, 7 or 10] float64 of each operand; nothing waits.
 
     Operands on one device, all of them with a weight or none, share their operations.
 
-    Args:
-        weighted_only: the three WEIGHTED columns alone, for half the work.
-        beyond: elements may lie above their scale's amax. Without it none does, and the few steps of
-            float32 by which one seems to are rounding.
+    No element lies above its scale's amax: the few steps of float32 by which one seems to are rounding.
+    `weighted_only`: the three WEIGHTED columns alone, for half the work.
     """
     device = operands[0].values.device
     weightings = 1 if weighted_only else 2 if operands[0].weight is None else 3
     kinds = [len(operand.scales) for operand in operands]
     sums = torch.zeros(3 * weightings, sum(kinds) * ROWS, dtype=torch.float64, device=device)
     for pieces in _batches(operands, _PART["cpu" if device.type == "cpu" else "other"]):
-        _add(sums, pieces, weighted_only=weighted_only, beyond=beyond)
+        _add(sums, pieces, weighted_only=weighted_only)
     return list(_tables(sums.view(weightings, 3, -1, ROWS), counted=not weighted_only).split(kinds))
 
 
@@ -106,7 +101,7 @@ def _some_rows(operand: Operand, begin: int, end: int) -> Operand:
     return Operand(values=values[begin:end], scales=scales, weight=weight)
 
 
-def _add(sums: torch.Tensor, pieces: Sequence[_Piece], *, weighted_only: bool, beyond: bool) -> None:
+def _add(sums: torch.Tensor, pieces: Sequence[_Piece], *, weighted_only: bool) -> None:
     """Adds w r^j of the elements, once for each kind of scale, to `sums` [3 weightings, tables * ROWS]."""
     device, tables = sums.device, sums.shape[1] // ROWS
     flat = torch.cat([piece.values.detach().reshape(-1) for piece, _ in pieces]).float()
@@ -132,7 +127,7 @@ def _add(sums: torch.Tensor, pieces: Sequence[_Piece], *, weighted_only: bool, b
         terms[1, 0] = 1
     if pieces[0][0].weight is not None:
         terms[-1, 0] *= square
-    row = _rows(v, beyond=beyond).add_(first)
+    row = _rows(v).add_(first)
     # What is below the deepest bin counts as lying at its edge: it is flushed whatever it is.
     r = v.clamp_(min=2.0**LOWEST).reciprocal_().double()
     torch.mul(terms[:, 0], r, out=terms[:, 1])
@@ -146,13 +141,10 @@ def _add(sums: torch.Tensor, pieces: Sequence[_Piece], *, weighted_only: bool, b
         sums.scatter_add_(1, index, terms)
 
 
-def _rows(v: torch.Tensor, *, beyond: bool) -> torch.Tensor:
+def _rows(v: torch.Tensor) -> torch.Tensor:
     """The row of each v [*], int64."""
     code = v.view(torch.int32).sub((1 << _SHIFT) - _STEPS).bitwise_right_shift_(_SHIFT)
-    row = _row_of(v.device).index_select(0, code.bitwise_and_(_CODES - 1))
-    if beyond:
-        row.masked_fill_((row == TOP) & (v > _TOP_V + _STEPS * 2.0**-15), _TOP_BIN)
-    return row
+    return _row_of(v.device).index_select(0, code.bitwise_and_(_CODES - 1))
 
 
 def _tables(sums: torch.Tensor, *, counted: bool) -> torch.Tensor:

@@ -45,10 +45,7 @@ class Ranges:
 
 
 def octaves(table: torch.Tensor) -> list[float]:
-    """The share of the nonzero elements by whole octaves of depth, 0 to DEEPEST - 1, the last one open.
-
-    Elements above the amax of a delayed scale count at depth 0.
-    """
+    """The share of the nonzero elements by whole octaves of depth, 0 to DEEPEST - 1, the last one open."""
     counts = table[: TOP + 1, 0].double()
     regular = counts[:_AMAX].flip(0)
     depths = torch.arange(len(regular)) // BINS_PER_OCTAVE
