@@ -28,13 +28,13 @@ from running import require_known, tell
 import loka
 from loka.compiler.joint_sites import IN_REGIONS, misfit
 from loka.core.device import fingerprint
+from loka.core.exceptions import first_line
 from loka.core.exchange import ranks_of
 from loka.core.problem import linear_problem
 from loka.core.recipe import Gemm
 from loka.core.recording import capture_stream, synced
 from loka.core.records.plan import Decision
 from loka.core.signature import ModelSignature
-from loka.core.timing import first_line
 from loka.distributed.choice import Ways, compared
 from loka.train import graphed
 

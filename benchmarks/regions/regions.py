@@ -27,7 +27,7 @@ from running import conditions, measure_cell, planned, require_known, run_ahead,
 from table import table
 
 import loka
-from loka.core.timing import first_line
+from loka.core.exceptions import first_line
 from loka.measurement.settings import COARSE, Settings
 
 

@@ -18,8 +18,9 @@ from race import Arms, Kernel, ratio
 
 import loka
 from loka.core.device import fingerprint
+from loka.core.exceptions import first_line
 from loka.core.storage.codec import encode
-from loka.core.timing import Race, first_line, median_interval
+from loka.core.timing import Race, median_interval
 
 _TOP = 25  # kernels of an arm that are kept
 _WRONG = 0.3  # of the output's norm: untrained FP8 towers are 3 to 11 % off

@@ -4,8 +4,9 @@ import dataclasses
 
 from planted import time_on_cpu
 
+from loka.core.exceptions import first_line
 from loka.core.records.report import REGION, Measurement
-from loka.core.timing import first_line, race
+from loka.core.timing import race
 from loka.kernels.gemm.adapters.emulated import EMULATED
 from loka.measurement.times import layer_times as timed
 from loka.measurement.times import quantize_once_savings

@@ -47,6 +47,12 @@ def truncated(lines: Sequence[str], most: int) -> list[str]:
     return [*lines[:most], *([f"and {len(lines) - most} more"] if len(lines) > most else [])]
 
 
+def first_line(error: BaseException) -> str:
+    """The kind of `error` and the first line of its message, for an error or a table that names causes."""
+    text = str(error).strip()
+    return f"{type(error).__name__}: {text.splitlines()[0]}" if text else type(error).__name__
+
+
 def _rebuild(cls: type[LokaError], what: str, why: tuple[str, ...], way_out: str) -> LokaError:
     return cls(what, why=why, way_out=way_out)
 

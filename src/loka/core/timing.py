@@ -24,6 +24,7 @@ from typing import Any, Literal
 import torch
 
 from loka.core.error import Estimate
+from loka.core.exceptions import first_line
 from loka.core.recording import Recording
 
 Sample = Callable[[Sequence[str], int], Mapping[str, Sequence[float]]]
@@ -393,8 +394,3 @@ def still_usable() -> bool:
 def is_broken(device: torch.device) -> bool:
     """Whether `device` is a GPU that nothing can be computed on any more in this process."""
     return device.type == "cuda" and not still_usable()
-
-
-def first_line(error: BaseException) -> str:
-    text = str(error).strip()
-    return f"{type(error).__name__}: {text.splitlines()[0]}" if text else type(error).__name__

@@ -19,7 +19,7 @@ import torch
 from loka.compiler.joint_sites import ARMS
 from loka.core.device import default_device, fingerprint, require_device
 from loka.core.error import Estimate
-from loka.core.exceptions import LokaError, require_kind
+from loka.core.exceptions import LokaError, first_line, require_kind
 from loka.core.problem import Problem
 from loka.core.progress import Track, untracked
 from loka.core.recipe import Gemm
@@ -28,7 +28,7 @@ from loka.core.records.stats import LinearStats, Stats
 from loka.core.storage.alone import alone_with
 from loka.core.storage.codec import encode
 from loka.core.storage.files import canonical
-from loka.core.timing import first_line, is_broken
+from loka.core.timing import is_broken
 from loka.kernels.gemm.registry import all_candidates, candidate_named
 from loka.measurement.cache import TimesCache, sources_digest
 from loka.measurement.errors import draw_errors

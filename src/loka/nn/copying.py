@@ -15,9 +15,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from loka.core.exceptions import LokaError
+from loka.core.exceptions import LokaError, first_line
 from loka.core.signature import child_path
-from loka.core.timing import first_line
 from loka.nn.unwrap import named_modules
 
 

@@ -19,11 +19,11 @@ from torch import nn
 
 from loka.core.compiling import allow_programs
 from loka.core.error import Estimate
-from loka.core.exceptions import LokaError
+from loka.core.exceptions import LokaError, first_line
 from loka.core.records.plan import Decision, Plan
 from loka.core.records.report import HP
 from loka.core.table import format_table
-from loka.core.timing import first_line, still_usable, time_interleaved
+from loka.core.timing import still_usable, time_interleaved
 from loka.nn.copying import private_copy, read_of
 from loka.nn.site import site_forwards
 from loka.nn.unwrap import device_of

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from loka.core.exceptions import LokaError
+from loka.core.exceptions import LokaError, first_line
 from loka.core.problem import dtype_name
 from loka.core.recipe import Gemm
 from loka.core.records.coverage import Coverage
@@ -95,9 +95,7 @@ def trace(model: nn.Module, batch: Any, *, batch_size: int | None) -> Traced:
 
 def _does_not_run(model: nn.Module, error: Exception) -> LokaError:
     return LokaError(
-        f"{class_name(model)} does not run on the given batch",
-        why=[f"{type(error).__name__}: {_first_line(error)}"],
-        way_out=_GIVE,
+        f"{class_name(model)} does not run on the given batch", why=[first_line(error)[:200]], way_out=_GIVE
     )
 
 
@@ -162,7 +160,7 @@ def _carried_on(model: nn.Module, batch: Any, rows: int, failed: Exception) -> T
     if not same or any(abs(check(a, b) - c) > 1e-6 * c for a, b, c in zip(*(s.values() for s in sizes), strict=True)):
         raise LokaError(
             f"{class_name(model)} does other GEMMs for other rows, so few rows do not tell of {rows}",
-            why=[f"without numbers it raises {type(failed).__name__}: {_first_line(failed)}"],
+            why=[f"without numbers it raises {first_line(failed)[:200]}"],
             way_out=f"give a batch of {rows} rows, which then runs as it is",
         )
     calls = tuple(
@@ -211,11 +209,4 @@ def _line(first: int, second: int, rows: int) -> Callable[[float, float], float]
 
 
 def _why_real(failed: Exception, ran: str) -> str:
-    return (
-        f"without numbers the model raises {type(failed).__name__} ({_first_line(failed)}), so it ran for real on {ran}"
-    )
-
-
-def _first_line(error: Exception) -> str:
-    lines = str(error).strip().splitlines()
-    return lines[0][:160] if lines else type(error).__name__
+    return f"without numbers the model raises {first_line(failed)[:200]}; so it ran for real on {ran}"

@@ -18,11 +18,10 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from loka.core.exceptions import DataRefused, LokaError, truncated
+from loka.core.exceptions import DataRefused, LokaError, first_line, truncated
 from loka.core.exchange import gather_json, rank_of, ranks_of
 from loka.core.storage.alone import alone_in
 from loka.core.storage.files import require_writable
-from loka.core.timing import first_line
 
 T = TypeVar("T")
 

@@ -20,8 +20,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from loka.core.exceptions import LokaError, MissingLibrary
-from loka.core.timing import first_line
+from loka.core.exceptions import LokaError, MissingLibrary, first_line
 from loka.zoo import Front
 from loka.zoo.layers import Embeddings
 

@@ -17,10 +17,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from loka.core.exceptions import LokaError, UnknownName, truncated
+from loka.core.exceptions import LokaError, UnknownName, first_line, truncated
 from loka.core.exchange import gather, ranks_of
 from loka.core.signature import child_path
-from loka.core.timing import first_line
 from loka.distributed.replicas import require_alike
 from loka.distributed.tables.embedding_bags import quiet, torchrec, with_embedding_bags
 from loka.nn.unwrap import named_modules, unwrap

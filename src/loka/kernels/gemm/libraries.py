@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 import torch
 
-from loka.core.timing import first_line
+from loka.core.exceptions import first_line
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -41,11 +41,11 @@ import math
 import torch
 
 from loka.core.device import synchronize
+from loka.core.exceptions import first_line
 from loka.core.numerics.hot_columns import append
 from loka.core.numerics.reference import Quantized, accumulation_bound, dequantize, half_step, quantize, scaled_mm
 from loka.core.problem import DTYPES, Problem, target_of
 from loka.core.recipe import Gemm
-from loka.core.timing import first_line
 from loka.kernels.gemm.registry import Candidate, candidate_named
 from loka.kernels.quantize.quantizer import append_residuals, quantize_operand
 

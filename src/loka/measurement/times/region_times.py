@@ -29,12 +29,13 @@ from loka.compiler import install
 from loka.compiler.joint_sites import ARMS, misfit
 from loka.compiler.listing import regions
 from loka.core.compiling import compile_in_place
+from loka.core.exceptions import first_line
 from loka.core.problem import DTYPES, linear_problem, target_of
 from loka.core.recipe import Gemm
 from loka.core.records.report import CHAINED, HP, REGION, REGION_INT8, Measurement
 from loka.core.records.stats import LinearStats
 from loka.core.signature import LinearShape
-from loka.core.timing import first_line, is_broken, time_interleaved
+from loka.core.timing import is_broken, time_interleaved
 from loka.graph.attach import attach
 from loka.kernels.gemm.registry import candidate_named
 from loka.kernels.quantize.fp8_weights import fp8_weights

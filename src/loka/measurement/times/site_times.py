@@ -14,12 +14,13 @@ from typing import TypeVar
 import torch
 
 from loka.core.error import Estimate, sqnr_db
+from loka.core.exceptions import first_line
 from loka.core.numerics.reference import Quantized
 from loka.core.problem import DTYPES, Problem
 from loka.core.recipe import Gemm
 from loka.core.records.report import HP
 from loka.core.storage.codec import sparse
-from loka.core.timing import Timing, first_line, is_broken, time_interleaved
+from loka.core.timing import Timing, is_broken, time_interleaved
 from loka.kernels.gemm.registry import Candidate, candidate_named
 from loka.kernels.gemm.run import ScaledGemm, run_gemm, scaled_gemm
 from loka.kernels.quantize.quantizer import quantize_operand

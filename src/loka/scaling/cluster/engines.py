@@ -20,9 +20,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from loka.core.exceptions import LokaError
+from loka.core.exceptions import LokaError, first_line
 from loka.core.signature import child_path
-from loka.core.timing import first_line
 from loka.distributed.gradient_wire import done_with
 from loka.distributed.tables.lookups import TABLES
 from loka.graph.flops import flop_formulas

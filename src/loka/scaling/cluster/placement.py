@@ -12,9 +12,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from loka.core.exceptions import LokaError
+from loka.core.exceptions import LokaError, first_line
 from loka.core.records.network import Network
-from loka.core.timing import first_line
 from loka.distributed.tables.embedding_bags import quiet, torchrec
 
 Placer = Literal["size", "rows", "torchrec"]

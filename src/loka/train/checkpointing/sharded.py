@@ -26,13 +26,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from loka.core.exceptions import CheckpointRefused, FileRefused, truncated
+from loka.core.exceptions import CheckpointRefused, FileRefused, first_line, truncated
 from loka.core.exchange import rank_of, ranks_of
 from loka.core.storage.codec import decode, encode
 from loka.core.storage.files import is_own_file, sha256_of_file
 from loka.core.storage.record_file import RecordFile
 from loka.core.storage.untrusted import open_regular
-from loka.core.timing import first_line
 from loka.train.checkpointing.state import unfit_state
 from loka.train.checkpointing.step_folders import (
     UNFINISHED,

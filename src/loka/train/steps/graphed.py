@@ -24,9 +24,10 @@ from torch import nn
 from torch.optim import Optimizer
 
 from loka.core.device import moved
+from loka.core.exceptions import first_line
 from loka.core.exchange import gather, ranks_of
 from loka.core.recording import Recording, capture_stream, record, synced
-from loka.core.timing import first_line, still_usable
+from loka.core.timing import still_usable
 from loka.nn.fsdp_units import units_of
 from loka.train.steps.capture import Undo, address, not_capturable
 

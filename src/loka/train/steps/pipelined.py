@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from loka.core.device import synchronize
-from loka.core.timing import first_line
+from loka.core.exceptions import first_line
 from loka.data.batch import Batch
 from loka.distributed.tables.embedding_bags import EmbeddingBags, embedding_bags_in, quiet, torchrec
 from loka.nn import unwrap

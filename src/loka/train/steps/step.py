@@ -21,7 +21,7 @@ from torch import nn
 from torch.nn import functional
 from torch.optim import Optimizer
 
-from loka.core.timing import first_line
+from loka.core.exceptions import first_line
 from loka.data.batch import Batch
 from loka.distributed.dense_sharding import average_gradients, is_sharded, replicated_tables
 from loka.distributed.tables.sharded_tables import sharded_modules

@@ -14,8 +14,8 @@ import torch
 from torch import nn
 
 from loka.core.error import Estimate
-from loka.core.exceptions import LokaError
-from loka.core.timing import first_line, time_interleaved
+from loka.core.exceptions import LokaError, first_line
+from loka.core.timing import time_interleaved
 from loka.data.batch import Batch
 from loka.train.steps.blocks import compiled, compiled_parts
 

@@ -22,11 +22,10 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from loka.core.exceptions import LokaError
+from loka.core.exceptions import LokaError, first_line
 from loka.core.numerics.reference import Quantized
 from loka.core.problem import DTYPES, Problem
 from loka.core.recipe import Granularity, Recipe
-from loka.core.timing import first_line
 from loka.kernels.gemm.kernel import Kernel, Multiples
 from loka.kernels.gemm.layouts import column_major, padded_rows, scalar, vector
 from loka.kernels.gemm.legality import (

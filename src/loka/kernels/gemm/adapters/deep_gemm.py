@@ -18,10 +18,10 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from loka.core.exceptions import first_line
 from loka.core.numerics.reference import Quantized
 from loka.core.problem import DTYPES, Problem
 from loka.core.recipe import RECIPES, Cast, Gemm, Granularity, Recipe
-from loka.core.timing import first_line
 from loka.kernels.gemm.kernel import Kernel, Multiples
 from loka.kernels.gemm.layouts import column_major, row_major
 from loka.kernels.gemm.legality import misaligned, not_bfloat16, not_e4m3, not_hopper, undefined
