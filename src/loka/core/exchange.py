@@ -83,9 +83,9 @@ def broadcast(data: bytes, group: dist.ProcessGroup | None) -> bytes:
     return sent.cpu().numpy().tobytes()
 
 
-def broadcast_json(value: Any) -> Any:
-    """Rank 0's JSON value, on every rank."""
-    return json.loads(broadcast(json.dumps(value).encode(), None))
+def broadcast_json(value: Any, group: dist.ProcessGroup | None = None) -> Any:
+    """The first rank's JSON value, on every rank."""
+    return json.loads(broadcast(json.dumps(value).encode(), group))
 
 
 def follow(key: str, decide: Callable[[], str]) -> str:

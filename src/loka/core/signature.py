@@ -9,6 +9,7 @@ from loka.core.storage.codec import record, sparse
 
 MODEL_OPTIONS = "on the command line its --model, and --mods or --no-mods"
 """Of the ways out of errors about another model: what says there which model is built."""
+AS_PROBED = f"build the model as it was probed ({MODEL_OPTIONS}), or probe, measure and plan this one"
 
 
 def child_path(path: str, name: str) -> str:

@@ -10,7 +10,7 @@ from torch.nn.utils import parametrize
 
 from loka.core.exceptions import NotConverted
 from loka.core.records.report import HP
-from loka.core.signature import MODEL_OPTIONS, LinearShape, WeightUse
+from loka.core.signature import AS_PROBED, LinearShape, WeightUse
 from loka.graph.owner import OwnerForward
 from loka.kernels.gemm.registry import candidate_named
 from loka.nn.attention import AttentionForward, projection_keys
@@ -20,7 +20,6 @@ from loka.nn.site import Site, SiteForward, install, refuse_replaced, remove, si
 from loka.nn.site_ops import Candidates
 from loka.nn.unwrap import named_modules
 
-_AS_PROBED = f"build the model as it was probed ({MODEL_OPTIONS}), or probe, measure and plan this one"
 _PLAN_AGAIN = "plan from a report in which this candidate was measured, which knows them"
 
 
@@ -61,7 +60,7 @@ def attach(
     for path, chosen in candidates.items():
         use = use_of(path, layers[path])
         if use.caller not in modules:
-            raise NotConverted(f"{path}: the model has no module {use.caller!r}, which calls it", way_out=_AS_PROBED)
+            raise NotConverted(f"{path}: the model has no module {use.caller!r}, which calls it", way_out=AS_PROBED)
         centre = _centre(path, chosen[0], layers[path], centres or {})
         hot = _hot(path, chosen[0], layers[path], (hot_columns or {}).get(path, ()))
         by_caller.setdefault(use.caller, {})[use] = make(path, chosen, device, join=join, centre=centre, hot=hot)
@@ -161,7 +160,7 @@ def _forward(
         assert isinstance(module, nn.MultiheadAttention)
         foreign = [key for key in local if key not in projection_keys(module)]
         if foreign:
-            raise NotConverted(f"{caller}: attention does not multiply by {', '.join(foreign)}", way_out=_AS_PROBED)
+            raise NotConverted(f"{caller}: attention does not multiply by {', '.join(foreign)}", way_out=AS_PROBED)
         return AttentionForward(module, local)
     owners: dict[str, tuple[nn.Module, str, str]] = {}
     names: set[str] = set()
@@ -184,7 +183,7 @@ def _owner(modules: Mapping[str, nn.Module], key: str) -> tuple[nn.Module, str, 
         if names:
             name = max(names, key=len)
             return modules[path], name, prefix + name
-    raise NotConverted(f"the model has no parameter for {key}", way_out=_AS_PROBED)
+    raise NotConverted(f"the model has no parameter for {key}", way_out=AS_PROBED)
 
 
 def _tensors(module: nn.Module) -> list[str]:

@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterable
 
 from loka.core.error import Estimate
-from loka.core.exceptions import LokaError
+from loka.core.exceptions import LokaError, truncated
 from loka.core.recipe import RECIPES, Gemm, recipe_in
 from loka.core.records.plan import Plan
 from loka.core.records.report import HP, Report
@@ -61,4 +61,4 @@ def _others(predicted: Iterable[tuple[str, str, Estimate]], stats: Stats) -> lis
         here = predicted_kl(layer, recipe) if layer is not None and recipe is not None else None
         if recipe is not None and (here is None or not math.isclose(here.value, there.value, rel_tol=_SAME)):
             lines.append(f"{path}: {candidate} costs KL/H {there} there, and {here or 'nothing known'} by these")
-    return lines[:6]
+    return truncated(lines, 6)

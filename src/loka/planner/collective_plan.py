@@ -5,7 +5,6 @@ data-parallel replicas would then compute different things. So rank 0's plan is 
 every rank has shown that it fits them. What is sent is JSON in byte tensors; nothing is unpickled.
 """
 
-import json
 from typing import Any
 
 import torch
@@ -13,7 +12,7 @@ import torch.distributed as dist
 
 from loka.core.device import Fingerprint, fingerprint
 from loka.core.exceptions import PlanMismatch
-from loka.core.exchange import broadcast, gather, global_rank, ranks_of
+from loka.core.exchange import broadcast_json, gather_json, global_rank, has_group, ranks_of
 from loka.core.records.plan import Plan
 from loka.core.signature import ModelSignature
 from loka.core.storage.codec import decode, encode
@@ -30,10 +29,10 @@ def agree(plan: Plan, *, group: dist.ProcessGroup | None = None) -> Plan:
         PlanMismatch: a rank differs; on all ranks, with the ranks and their differences.
         ValueError: this process is not in `group`.
     """
-    if not dist.is_available() or not dist.is_initialized():
+    if not has_group():
         return plan
     ranks_of(group)  # raises outside of it
-    claims = [json.loads(text) for text in gather(_encode(_claim(plan)), group)]
+    claims = gather_json(_claim(plan), group)
     differences = [
         f"rank {global_rank(group, rank)}: {line}"
         for rank, claim in enumerate(claims)
@@ -46,7 +45,7 @@ def agree(plan: Plan, *, group: dist.ProcessGroup | None = None) -> Plan:
             way_out="give every rank the same model with the same mods, the same GPU and library "
             "versions, and a plan measured there",
         )
-    return Plan.from_json(json.loads(broadcast(_encode(plan.to_json()), group)))
+    return Plan.from_json(broadcast_json(plan.to_json(), group))
 
 
 def _claim(plan: Plan) -> dict[str, Any]:
@@ -63,7 +62,3 @@ def _differences(claim: dict[str, Any], first: dict[str, Any]) -> list[str]:
     here = decode(Fingerprint, claim["here"])
     lines += [f"machine: {line}" for line in here.differences(planned, driver=False)]
     return lines
-
-
-def _encode(content: dict[str, Any]) -> bytes:
-    return json.dumps(content, allow_nan=False).encode()  # in order: that of the model's layers

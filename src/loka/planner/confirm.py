@@ -19,7 +19,7 @@ from torch import nn
 
 from loka.core.compiling import allow_programs
 from loka.core.error import Estimate
-from loka.core.exceptions import LokaError, first_line
+from loka.core.exceptions import LokaError, first_line, truncated
 from loka.core.records.plan import Decision, Plan
 from loka.core.records.report import HP
 from loka.core.table import format_table
@@ -166,7 +166,7 @@ def _copy(model: nn.Module, step: Callable[[Any], object]) -> nn.Module:
     if found := read_of(model, lambda: step(made)):
         raise LokaError(
             "a step of a copy reads the original's weights, so both arms would run the same",
-            why=found[:5],
+            why=truncated(found, 5),
             way_out="let the step use the model that it is given, and no lambda, hook or global hold this one",
         )
     return made

@@ -12,12 +12,12 @@ from loka.compiler.joint_sites import unjoined
 from loka.compiler.long_sums import SPLIT, splits_long_sums
 from loka.core.compiling import allow_programs
 from loka.core.device import LIBRARIES, fingerprint
-from loka.core.exceptions import NoKernelFits, NotConverted, PlanMismatch, WrongResults
+from loka.core.exceptions import NoKernelFits, NotConverted, PlanMismatch, WrongResults, truncated
 from loka.core.problem import linear_problem
 from loka.core.recipe import Gemm
 from loka.core.records.plan import Decision, Plan, require_plan
 from loka.core.records.report import HP
-from loka.core.signature import MODEL_OPTIONS, LinearShape
+from loka.core.signature import AS_PROBED, LinearShape
 from loka.graph.attach import attach, detach
 from loka.kernels.gemm.registry import candidate_named, require_supported
 from loka.kernels.gemm.self_check import self_check
@@ -130,7 +130,7 @@ def _check_model(model: nn.Module, plan: Plan) -> None:
         raise PlanMismatch(
             f"this plan was made for {plan.model.name} with other linear layers than this {class_name(model)} has",
             why=differences,
-            way_out=f"build the model as it was probed ({MODEL_OPTIONS}), or probe, measure and plan this one",
+            way_out=AS_PROBED,
         )
 
 
@@ -184,8 +184,8 @@ def _check_results(model: nn.Module, low: Iterable[Decision]) -> None:
         for (name, gemm), where in sites.items():
             found = self_check(name, gemm=gemm, device=device)
             if found is not None:
-                more = f" and {len(where) - 1} more" if len(where) > 1 else ""
-                evidence.append(f"{name} for {gemm} on {device} (planned at {where[0]}{more}): {found}")
+                planned = " ".join(truncated(where, 1))
+                evidence.append(f"{name} for {gemm} on {device} (planned at {planned}): {found}")
     if evidence:
         raise WrongResults(
             "a kernel of this plan returns wrong numbers here",

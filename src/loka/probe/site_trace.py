@@ -47,14 +47,14 @@ Observer = Callable[[SiteCall, torch.Tensor], None]
 class SiteNames:
     """Names of sites by where they stand; they stay the same over all steps of a probe.
 
-    `layers` are the sites seen so far that are no linear layer's own call.
+    `layers` are the sites seen so far that are no linear layer's own call, of which `traced` were seen before.
     """
 
-    def __init__(self, linears: dict[str, nn.Linear], known: dict[str, LinearShape]) -> None:
+    def __init__(self, linears: dict[str, nn.Linear], traced: dict[str, LinearShape]) -> None:
         self._names = {WeightUse(caller=p, key=_weight(p), form="linear"): p for p in linears}
-        self._names |= {shape.use: path for path, shape in known.items() if shape.use is not None}
-        self._taken = {*linears, *known}
-        self.layers = {path: shape for path, shape in known.items() if shape.use is not None}
+        self._names |= {shape.use: path for path, shape in traced.items() if shape.use is not None}
+        self._taken = {*linears, *traced}
+        self.layers = dict(traced)
 
     def name(self, use: WeightUse, own: Callable[[str], bool]) -> str:
         """`own`: whether a parameter's name is that of its module's `weight`."""

@@ -30,6 +30,7 @@ from loka.distributed import Fp8AllGather
 from loka.distributed.tables.sharded_tables import sharded_modules
 from loka.nn import unwrap
 from loka.nn.fsdp_units import reshard
+from loka.probe.model_effects.untouched import evaluating
 from loka.train.ahead import ahead_of
 from loka.train.checkpointing.checkpoint import Checkpoint, CheckpointNotSaved, holds_checkpoints, load_newest
 from loka.train.checkpointing.rhythm import Rhythm
@@ -320,12 +321,11 @@ def evaluate(
     """
     there = torch.device(device)
     model.to(there)
-    training = [module for module in model.modules() if module.training]
     logits, labels = [], []
     total = -(-source.rows // batch_size)
-    model.eval()
     try:
         with (
+            evaluating(model),
             torch.no_grad(),
             matrix_precision(precision, there),
             closing(ahead_of(source.batches(batch_size), there)) as batches,
@@ -335,8 +335,6 @@ def evaluate(
                 logits.append(predict(model, inputs, precision, tasks=tasks_in(batch)))
                 labels.append(batch.label.clone())  # pageable: pinned memory is for the batches to come
     finally:
-        for module in training:
-            module.training = True
         reshard(model)  # what FSDP2's root keeps gathered would hide the weights from who looks at them next
     if not logits:
         raise DataRefused("the source to evaluate on gave no rows", way_out="check its row range")

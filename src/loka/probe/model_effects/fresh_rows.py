@@ -201,8 +201,7 @@ def _run(batch: Any, number: int, sensitivity: Sensitivity, reading: Reading, ro
             sensitivity.see(site.path, site.weight, site.x, output, site.rows)
 
     linears, _ = find_linears(model)
-    traced = {path: shape for path, shape in stats.model.layers.items() if shape.use is not None}
-    names = SiteNames(linears, traced)
+    names = SiteNames(linears, stats.model.traced)
     trace = SiteTrace(
         model, names, linears=linears, filter=None, observe=observe, account=False, hooks=sensitivity.hooks
     )

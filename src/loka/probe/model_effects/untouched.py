@@ -6,6 +6,7 @@ from collections.abc import Iterator
 import torch
 from torch import nn
 
+from loka.core.exceptions import truncated
 from loka.nn.unwrap import named_modules
 
 _NAMED = 4
@@ -75,5 +76,4 @@ def batch_norms(model: nn.Module) -> str:
     ]
     if not paths:
         return ""
-    more = f" and {len(paths) - _NAMED} more" if len(paths) > _NAMED else ""
-    return f"; BatchNorm takes its statistics over the batch ({', '.join(paths[:_NAMED])}{more})"
+    return f"; BatchNorm takes its statistics over the batch ({', '.join(truncated(paths, _NAMED))})"

@@ -12,10 +12,11 @@ from typing import Any
 from torch import nn
 
 from loka.core.error import Estimate
-from loka.core.exceptions import LokaError, PlanMismatch, UnknownName
+from loka.core.exceptions import LokaError, PlanMismatch, UnknownName, truncated
 from loka.core.records.across import Across, AcrossRow, Swing
 from loka.core.records.network import Network, Quantity
 from loka.core.records.plan import Plan
+from loka.core.signature import AS_PROBED
 from loka.nn.linears import signature
 from loka.nn.unwrap import unwrap
 from loka.scaling.cluster.alpha_beta import quantity_of
@@ -245,7 +246,7 @@ def _check_plan(plan: Plan | None, model: nn.Module) -> None:
         return
     lines = signature(unwrap(model), like=plan.model).differences(plan.model)
     if lines:
-        raise PlanMismatch("the plan is of another model", why=lines[:8], way_out="probe, measure and plan this model")
+        raise PlanMismatch("the plan is of another model", why=truncated(lines, 8), way_out=AS_PROBED)
 
 
 def default_gpus(network: Network) -> tuple[int, ...]:

@@ -26,7 +26,7 @@ from loka.core.numerics.label_rate import entropy, require_shares, task_rates
 from loka.core.records.parts import WHOLE
 from loka.core.records.plan import Plan
 from loka.core.records.report import HP
-from loka.core.signature import MODEL_OPTIONS, LinearShape
+from loka.core.signature import AS_PROBED, LinearShape
 from loka.data.batch import Batch
 from loka.graph.attach import attach, detach
 from loka.nn.linears import signature
@@ -122,9 +122,7 @@ def joint_effect(
     differences = signature(model, like=plan.model).differences(plan.model)
     if differences:
         raise PlanMismatch(
-            f"this plan was made for {plan.model.name} with other linear layers",
-            why=differences,
-            way_out=f"build the model as it was probed ({MODEL_OPTIONS})",
+            f"this plan was made for {plan.model.name} with other linear layers", why=differences, way_out=AS_PROBED
         )
     if site_forwards(model):
         raise NotConverted("this model already runs a plan", way_out="loka.revert(model) first")
