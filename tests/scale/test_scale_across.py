@@ -202,6 +202,9 @@ def test_a_slower_network_never_makes_a_step_faster(prepared, engine, planned, f
 def test_the_plan_of_another_model():
     with pytest.raises(PlanMismatch, match="of another model"):
         across(tower(depth=2), plan=plan_of(tower()))
+    with pytest.raises(PlanMismatch) as refused:
+        across(tower(depth=12), plan=plan_of(tower()))
+    assert (len(refused.value.why), refused.value.why[-1]) == (9, "and 1 more")
 
 
 def test_a_plan_at_other_shapes_is_not_carried_over():

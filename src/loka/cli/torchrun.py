@@ -23,7 +23,7 @@ from loka.distributed import shard_dense
 from loka.distributed.tables.lookups import TABLES
 from loka.distributed.tables.sharded_tables import EXCHANGES, shard_tables
 from loka.train import TrainConfig
-from loka.train.checkpointing.state import layout
+from loka.train.checkpointing.identity import layout
 from loka.train.ranks import require_alike_told
 from loka.train.steps.blocks import blocks_of
 from loka.train.steps.graphed import release_collectives

@@ -7,7 +7,6 @@ log lines. A run that is killed and resumed ends with the same bits as one that 
 
 import math
 import time
-import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
@@ -20,22 +19,20 @@ import torch
 from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
-from loka.core.exceptions import CheckpointRefused, DataRefused, NonFinite
+from loka.core.exceptions import DataRefused, NonFinite
 from loka.core.exchange import ranks_of
 from loka.core.progress import Track, untracked
 from loka.core.records.plan import Plan
-from loka.core.storage.files import canonical
 from loka.data.batch import Batch, Source, tasks_of
 from loka.distributed import Fp8AllGather
-from loka.distributed.tables.sharded_tables import sharded_modules
-from loka.nn import unwrap
 from loka.nn.fsdp_units import reshard
 from loka.probe.model_effects.untouched import evaluating
 from loka.train.ahead import ahead_of
-from loka.train.checkpointing.checkpoint import Checkpoint, CheckpointNotSaved, holds_checkpoints, load_newest
+from loka.train.checkpointing.identity import run_identity, shared_by_ranks
 from loka.train.checkpointing.rhythm import Rhythm
+from loka.train.checkpointing.saves import Saves
 from loka.train.checkpointing.sharded import require_one_folder
-from loka.train.checkpointing.state import identity_of, layout, plan_text, rows_identity, shared_by_ranks
+from loka.train.checkpointing.state import plan_text
 from loka.train.config import Precision, TrainConfig
 from loka.train.interrupt import deferred_interrupt
 from loka.train.length import Length, batches_from, last_parts, unused_batches
@@ -173,28 +170,32 @@ def train(
     length = Length.of(source, config)
     # What all ranks do together has to come at the same steps on each.
     rhythm = Rhythm(config.checkpoint_every)
-    saves = rhythm if checkpoints else "no checkpoints"
+    saving = rhythm if checkpoints else "no checkpoints"
     parts = f", the last batches in {last_parts(source, config, length)} parts" if config.accumulate > 1 else ""
-    require_same_steps(f"{length.steps} steps{parts}, a log line every {config.log_every}, {saves}")
-    identity = {
-        "config": config.identity(ranks=ranks_of()),
-        "source": rows_identity(source),
-        "model": layout(unwrap(model) if ranks_of() > 1 or sharded_modules(model) else model),
-        "plan": identity_of(plan),
-        "beside": callback.identity(),
-        "segments": segments.identity() if segments else None,
-        "extra": dict(identity_extra or {}),
-    }
-    canonical(identity)  # fails now, not at the first save, when a value is not JSON
+    require_same_steps(f"{length.steps} steps{parts}, a log line every {config.log_every}, {saving}")
+    identity = run_identity(
+        model,
+        source,
+        config,
+        plan=plan,
+        beside=callback.identity(),
+        segments=segments.identity() if segments else None,
+        extra=identity_extra or {},
+    )
     way_out = "give all ranks one model, plan, kind of rows, torch, and TrainConfig, whose seed alone may differ"
     require_alike_told(shared_by_ranks(identity, source), way_out=way_out)
     torch.manual_seed(config.seed)
-    found = _open(checkpoints, identity, length.steps, resume=resume) if checkpoints else None
+    saves = Saves(checkpoints, rhythm, identity=identity)
+    found = saves.newest(length.steps, resume=resume)
     run = Run(model, config, steps=length.steps, segments=segments, tasks=tasks_of(source), say=say, before=found)
 
     def unused() -> Iterator[Batch]:
         found = unused_batches(source, config, length, step=run.step)
         return run.coming.beside(found) if run.coming is not None else found
+
+    def write(folder: Path) -> None:
+        beside = {"given_plan": plan_text(plan), "beside": callback.state()}
+        run.save(folder, beside=beside, identity=identity)
 
     run.unused = unused
     if plan and not found:
@@ -202,33 +203,10 @@ def train(
     if found:
         run.restore(found, plan)
         callback.restore(found.state["beside"])
-    saved = first_step = run.step
-    unsaved: list[str] = []
+    first_step = run.step
     between_steps = True
-    log = _Log(run)
+    log = _Log(run, check)
     started, first_rows = time.perf_counter(), run.running.rows
-
-    def finish_checks() -> None:
-        if check:
-            check(model)
-        log.require_finite()
-
-    def save_now(*, last: bool) -> None:
-        nonlocal saved
-        run.save_due = False
-        if not checkpoints or saved == run.step:
-            return
-        beside = {"given_plan": plan_text(plan), "beside": callback.state()}
-        try:
-            with rhythm.saving():
-                run.save(checkpoints, beside=beside, identity=identity)
-        except CheckpointNotSaved as error:
-            if last:
-                raise
-            unsaved.append(str(error))
-            warnings.warn(f"{error}\nTraining goes on.", RuntimeWarning, stacklevel=3)
-        else:
-            saved = run.step
 
     failed: BaseException | None = None
     exact = matrix_precision(config.precision, run.device)
@@ -250,22 +228,23 @@ def train(
                     require_as_one(run.replicas, saved=checkpoints is not None)
                 callback.after(run)
                 last = run.step == length.steps
-                if run.step % config.log_every == 0 or last:
-                    together(finish_checks)
+                if last or run.step % config.log_every == 0:
+                    together(log.require_finite)
                     line = log.line()
                     if on_log:
                         on_log(line)
-                if checkpoints and (last or run.save_due or rhythm.due(run.step)):
-                    together(finish_checks)
-                    save_now(last=last)
+                if saves.due(run.step, now=last or run.save_due):
+                    together(log.require_finite)
+                    run.save_due = False
+                    saves.save(run.step, write, last=last)
                 if on_step:
                     on_step(run.step)
                 run.interrupt.check()
         except KeyboardInterrupt as error:
             failed = error
             if between_steps and ranks_of() == 1:  # several get the signal at different steps
-                save_now(last=True)
-            error.args = (_standing(checkpoints, saved if saved or found else None),)
+                saves.save(run.step, write, last=True)
+            error.args = (str(saves),)
             raise
         except BaseException as error:
             failed = error
@@ -290,20 +269,12 @@ def train(
         skipped_checkpoints=found.skipped if found else (),
         plan=run.plan,
         step_reason=reason or "; ".join(others) or None,
-        unsaved=tuple(unsaved),
+        unsaved=tuple(saves.failed),
         average=run.average,
         final_rate=run.rate_factor,
         gathering=run.gathering,
         exchange=exchange,
     )
-
-
-def _standing(checkpoints: Path | None, step: int | None) -> str:
-    if checkpoints is None:
-        return "no checkpoint of this run was saved: it has no folder for them"
-    if step is None:
-        return f"no step was completed, and {checkpoints} holds no checkpoint"
-    return f"step {step} is saved in {checkpoints}, and the same command goes on from there"
 
 
 def evaluate(
@@ -319,19 +290,19 @@ def evaluate(
 
     The model runs in eval mode without gradients; the mode of each module is put back.
     """
-    there = torch.device(device)
-    model.to(there)
+    target = torch.device(device)
+    model.to(target)
     logits, labels = [], []
     total = -(-source.rows // batch_size)
     try:
         with (
             evaluating(model),
             torch.no_grad(),
-            matrix_precision(precision, there),
-            closing(ahead_of(source.batches(batch_size), there)) as batches,
+            matrix_precision(precision, target),
+            closing(ahead_of(source.batches(batch_size), target)) as batches,
         ):
             for batch in track(batches, "evaluate", total):
-                inputs = arguments(batch.to(there))
+                inputs = arguments(batch.to(target))
                 logits.append(predict(model, inputs, precision, tasks=tasks_in(batch)))
                 labels.append(batch.label.clone())  # pageable: pinned memory is for the batches to come
     finally:
@@ -341,24 +312,15 @@ def evaluate(
     return torch.cat(logits).cpu().numpy(), torch.cat(labels).cpu().float().numpy()
 
 
-def _open(folder: Path, identity: Mapping[str, Any], steps: int, *, resume: bool) -> Checkpoint | None:
-    if resume:
-        return load_newest(folder, identity=identity, steps=steps)
-    if holds_checkpoints(folder):
-        raise CheckpointRefused(
-            f"{folder} already holds checkpoints",
-            why=["a new run would mix its steps with theirs"],
-            way_out="choose another folder, delete this one, or pass resume=True",
-        )
-    return None
-
-
 class _Log:
-    def __init__(self, run: Run) -> None:
+    def __init__(self, run: Run, check: Callable[[nn.Module], None] | None) -> None:
+        self.check = check
         self.run, self.step, self.rows = run, run.step, run.running.rows
         self.sums, self.time = run.running.losses_and_clicks(), time.perf_counter()
 
     def require_finite(self) -> None:
+        if self.check:
+            self.check(self.run.model)
         sums = self.run.running.losses_and_clicks().values()
         if not all(math.isfinite(losses) for losses, _ in sums):
             raise NonFinite(

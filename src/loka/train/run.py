@@ -42,6 +42,7 @@ from loka.train.ahead import Ahead
 from loka.train.average import Weights, averaged_weights, due
 from loka.train.checkpointing import state as run_state
 from loka.train.checkpointing.checkpoint import Checkpoint, save
+from loka.train.checkpointing.identity import plan_identity
 from loka.train.checkpointing.resharding import own_state, restore_sharded, tensors_of
 from loka.train.checkpointing.sharded import save_sharded
 from loka.train.config import TrainConfig
@@ -288,7 +289,7 @@ class Run:
     def restore(self, found: Checkpoint, given: Plan | None = None) -> None:
         """Goes on where it was saved, by the plan that ran then: by `given`, where that is the same."""
         saved = run_state.plan_in(found.state)
-        same = run_state.identity_of(saved) == run_state.identity_of(given)
+        same = plan_identity(saved) == plan_identity(given)
         if saved is not None:
             self.adopt(given if same else saved)
         put_back = restore_sharded if found.sharded else run_state.restore

@@ -13,7 +13,7 @@ from torch import nn
 
 from loka.core.exceptions import truncated
 from loka.nn.unwrap import require_initialized
-from loka.train.checkpointing.state import layout
+from loka.train.checkpointing.identity import layout
 
 _SHOWN = 8
 

@@ -11,7 +11,8 @@ from loka.core.exceptions import CheckpointRefused
 from loka.core.numerics.label_rate import LabelRate
 from loka.train import CheckpointNotSaved, load_newest, newest_step, save
 from loka.train.checkpointing.checkpoint import holds_checkpoints, load_one
-from loka.train.checkpointing.state import capture, layout, rate_in, restore, restore_model
+from loka.train.checkpointing.identity import layout
+from loka.train.checkpointing.state import capture, rate_in, restore, restore_model
 from loka.train.running import RunningTasks, label_rates
 
 

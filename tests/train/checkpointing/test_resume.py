@@ -13,7 +13,7 @@ from torch import nn
 from loka.core.exceptions import CheckpointRefused, NotWritten
 from loka.core.storage.alone import InUse
 from loka.train import TrainConfig, train
-from loka.train.checkpointing.state import layout
+from loka.train.checkpointing.identity import layout
 from loka.train.interrupt import Terminated
 
 CONFIG = TrainConfig(batch_size=64, epochs=2, precision="fp32", checkpoint_every=4, log_every=5)

@@ -23,9 +23,9 @@ from loka.core.exchange import ranks_of
 from loka.core.signature import MODEL_OPTIONS
 from loka.core.storage.files import sha256_of_file
 from loka.core.storage.record_file import RecordFile
+from loka.train.checkpointing.identity import layout
 from loka.train.checkpointing.resharding import taken_over, whole_state
 from loka.train.checkpointing.sharded import damage, is_sharded, read_manifest, read_own, require_same_run
-from loka.train.checkpointing.state import layout
 from loka.train.checkpointing.step_folders import (
     CheckpointNotSaved,
     altered,
