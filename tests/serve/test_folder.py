@@ -1,4 +1,6 @@
 import json
+import os
+import pickle
 import shutil
 import sys
 from dataclasses import replace
@@ -12,6 +14,7 @@ from torch import nn
 import loka
 from loka.core.exceptions import FileRefused, NoKernelFits, NotWritten, PlanMismatch, ServeRefused
 from loka.core.recipe import Gemm
+from loka.core.storage.alone import InUse
 from loka.core.storage.files import sha256_of_file
 from loka.serve import freeze, load
 from loka.serve.card import Folder
@@ -61,7 +64,7 @@ def test_loaded_equals_saved_and_can_be_refreshed(candidate, tmp_path):
 
 def test_a_folder_that_is_a_file_is_told_and_stands(tmp_path):
     (file := tmp_path / "notes.txt").write_text("kept")
-    with pytest.raises(NotWritten, match=r"(?s)cannot write .*notes\.txt\n.*Not a directory.*Way out"):
+    with pytest.raises(NotWritten, match=r"(?s)cannot write .*notes\.txt\n.*File exists.*Way out"):
         saved(file)
     assert file.read_text() == "kept"
 
@@ -242,6 +245,62 @@ def test_a_save_that_fails_leaves_the_folder_as_it_was(at, tmp_path, monkeypatch
     server.save(tmp_path)
     assert {path.name for path in tmp_path.iterdir()} == set(before)
     assert torch.equal(load(tmp_path, tower())(rows(50)).output, server(rows(50)).output)
+
+
+@pytest.mark.parametrize("error", [OSError(5, "Input/output error"), KeyboardInterrupt()])
+@pytest.mark.parametrize("shadow", [0.0, 1.0])
+def test_a_save_that_ends_between_its_renames_leaves_the_folder_as_it_was(error, shadow, tmp_path, monkeypatch):
+    """The card was gone by then, and what was new was removed with the rest."""
+    saved(tmp_path, shadow=shadow)
+    other, replaced = frozen(tower(1), BOTH, shadow=1.0 - shadow), os.replace
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    for left in range(7):  # 3 or 4 files of before, and 4 or 3 that are new
+        turns = iter([False] * left + [True])
+
+        def ends(source, target, turns=turns):
+            if ".unfinished" not in str(source) and next(turns, False):
+                raise error
+            replaced(source, target)
+
+        monkeypatch.setattr("os.replace", ends)
+        with pytest.raises(NotWritten if isinstance(error, OSError) else KeyboardInterrupt):
+            other.save(tmp_path)
+        assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+    other.save(tmp_path)
+    assert torch.equal(load(tmp_path, tower())(rows(50)).output, other(rows(50)).output)
+
+
+def test_a_second_process_that_saves_into_a_folder_is_refused(tmp_path, monkeypatch):
+    """It removed what the first one had written so far."""
+    first, second, write = frozen(tower(), BOTH), frozen(tower(1), BOTH), loka.serve.saving.write_tensors
+
+    def meanwhile(path, tensors):
+        write(path, tensors)
+        monkeypatch.undo()
+        with pytest.raises(InUse, match="another process is saving"):
+            second.save(tmp_path)
+
+    monkeypatch.setattr("loka.serve.saving.write_tensors", meanwhile)
+    for server in (first, second):
+        server.save(tmp_path)
+        assert torch.equal(load(tmp_path, tower())(rows(50)).output, server(rows(50)).output)
+
+
+def test_a_process_of_another_default_dtype_compares_by_the_same_rows(tmp_path, caplog):
+    """Rows that are put between bounds were drawn in that dtype: sound folders were refused, or warned of."""
+    server, model = saved(tmp_path), tower(1)
+    torch.set_default_dtype(torch.float64)
+    try:
+        loaded = load(tmp_path, model)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert torch.equal(loaded(rows(50)).output, server(rows(50)).output)
+    assert not caplog.messages
+
+
+def test_a_server_is_not_pickled():
+    with pytest.raises(ServeRefused, match=r"(?s)neither pickled nor copied.*save\(folder\)"):
+        pickle.dumps(frozen(tower(), BOTH))
 
 
 def test_a_folder_in_the_place_of_a_file_is_told_while_the_card_is_there(tmp_path):

@@ -106,6 +106,16 @@ def test_a_server_that_fails_before_the_test():
     assert found.failed == math.ceil(found.arrived / 10)
 
 
+def test_an_interrupted_test_asks_no_more(monkeypatch):
+    asked, stop = [], iter([])  # next(stop) ends the waiting, as Ctrl-C does
+    monkeypatch.setattr("loka.serve.load_test.measure_capacity", lambda *_, **__: 1000.0)
+    monkeypatch.setattr("threading.Thread.join", lambda *_: next(stop))
+    with pytest.raises(StopIteration):
+        load_test(asked.append, rate=100.0, seconds=1.0, even=True)
+    time.sleep(0.3)
+    assert len(asked) < 5
+
+
 def test_settings_that_cannot_be():
     for options in ({"rate": 0.0}, {"rate": math.inf}, {"threads": 0}, {"load": -1.0}, {"grace": -1.0}):
         with pytest.raises(ServeRefused, match="no load test has"):

@@ -47,6 +47,8 @@ HEADROOM = 2.0
 
 @torch.inference_mode(False)
 @torch.no_grad()
+@torch.autocast("cuda", enabled=False)
+@torch.autocast("cpu", enabled=False)
 def freeze(
     model: nn.Module,
     plan: Plan | Mapping[int, Plan],

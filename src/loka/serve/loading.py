@@ -45,6 +45,8 @@ _ROUNDED_DB = 40.0  # other code of the same formula agrees to more; HardSwish a
 
 @torch.inference_mode(False)
 @torch.no_grad()
+@torch.autocast("cuda", enabled=False)
+@torch.autocast("cpu", enabled=False)
 @few_collections()
 def load(folder: Path | str, model: nn.Module, *, shadow: float = 0.0, graphs: bool | None = None) -> Server:
     """A server from a folder that `Server.save` wrote, on the device of `model`; its version is 1.

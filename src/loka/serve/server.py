@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
@@ -104,6 +104,13 @@ class Server:
         if graphs:  # Python's full collection is due after compiling: it stopped requests for 0.2 to 0.3 s
             gc.collect()
 
+    def __reduce__(self) -> NoReturn:
+        raise ServeRefused(
+            "a server is neither pickled nor copied",
+            why=["it holds locks, and its weights in high precision are not all in memory"],
+            way_out="save(folder), and loka.serve.load(folder, model) where it is to answer; threads may share one",
+        )
+
     @property
     def graphs(self) -> bool:
         """Whether answers come from CUDA graphs of compiled code."""
@@ -126,7 +133,7 @@ class Server:
     def save(self, folder: Path | str) -> None:
         """Writes the version that answers now into a folder, which `loka.serve.load` reads.
 
-        Raises NotWritten where the disk refuses; the folder is then as it was, or is no server's where a rename failed.
+        Raises NotWritten where the disk refuses, and InUse where another process saves there; the folder is as it was.
         """
         with self._saving:  # two into one folder would take each other's files for their own
             save_version(Path(folder), self.card, self.plan, self._apart_from_requests(), self.device)
