@@ -106,9 +106,8 @@ class Server:
 
     def __reduce__(self) -> NoReturn:
         raise ServeRefused(
-            "a server is neither pickled nor copied",
-            why=["it holds locks, and its weights in high precision are not all in memory"],
-            way_out="save(folder), and loka.serve.load(folder, model) where it is to answer; threads may share one",
+            "a server, which holds locks, is neither pickled nor copied",
+            way_out="save(folder), and loka.serve.load(folder, model) where it is to answer",
         )
 
     @property
