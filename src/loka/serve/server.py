@@ -35,7 +35,7 @@ from loka.serve.model.absent import for_compilers
 from loka.serve.model.programs import like
 from loka.serve.packaging.aot import Packaged, package_version
 from loka.serve.packaging.triton_folder import PACKAGE, Batching, add_version, config_of
-from loka.serve.rows import Request, joined, leaves, mapped, pad
+from loka.serve.rows import MOST_DRAWN, Request, joined, leaves, mapped, pad
 from loka.serve.run import Runner
 from loka.serve.saving import save_version
 from loka.serve.sites import Observer, answering, observed_by
@@ -273,7 +273,7 @@ class Server:
         with self._changing:
             whole = self._with_kept(state, keep)
             precise = load_precise(self._skeleton, whole, self.device)
-            rows = self.card.form.check_rows(self.device)
+            rows = self.card.form.check_rows(self.device, MOST_DRAWN)
             weights = record_weights(precise, self.plan, lambda tree: self._run(tree, rows), joined=self.graphs)
             lost = [name for name in self.card.sites if name not in weights]
             if lost:
