@@ -39,7 +39,7 @@ def save_version(folder: Path, card: Card, plan: Plan, version: Version, device:
     staged = folder / _STAGED
     with writing(folder), alone_with(folder / CARD, "saving"):
         shutil.rmtree(staged, ignore_errors=True)  # of a process that was killed
-        staged.mkdir()
+        staged.mkdir(parents=True)
         try:
             plan.save(staged / PLAN)
             write_tensors(staged / WEIGHTS, _content(card, version, device))
