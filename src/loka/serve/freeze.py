@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from loka.core.device import fingerprint
+from loka.core.device import fingerprint, no_autocast
 from loka.core.error import decibels
 from loka.core.exceptions import LokaError, ServeRefused
 from loka.core.numerics.reference import scale_of
@@ -47,8 +47,7 @@ HEADROOM = 2.0
 
 @torch.inference_mode(False)
 @torch.no_grad()
-@torch.autocast("cuda", enabled=False)
-@torch.autocast("cpu", enabled=False)
+@no_autocast()
 def freeze(
     model: nn.Module,
     plan: Plan | Mapping[int, Plan],

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from loka.core.compiling import few_collections, hash_of_triton
-from loka.core.device import fingerprint
+from loka.core.device import fingerprint, no_autocast
 from loka.core.error import sqnr_db
 from loka.core.exceptions import FileRefused, PlanMismatch, ServeRefused
 from loka.core.numerics.reference import Quantized
@@ -46,8 +46,7 @@ _ROUNDED_DB = 40.0  # other code of the same formula agrees to more; HardSwish a
 
 @torch.inference_mode(False)
 @torch.no_grad()
-@torch.autocast("cuda", enabled=False)
-@torch.autocast("cpu", enabled=False)
+@no_autocast()
 @few_collections()
 def load(folder: Path | str, model: nn.Module, *, shadow: float = 0.0, graphs: bool | None = None) -> Server:
     """A server from a folder that `Server.save` wrote, on the device of `model`; its version is 1.
