@@ -1,4 +1,6 @@
 import json
+import os
+import pickle
 import shutil
 import sys
 from dataclasses import replace
@@ -12,6 +14,7 @@ from torch import nn
 import loka
 from loka.core.exceptions import FileRefused, NoKernelFits, NotWritten, PlanMismatch, ServeRefused
 from loka.core.recipe import Gemm
+from loka.core.storage.alone import InUse
 from loka.core.storage.files import sha256_of_file
 from loka.serve import freeze, load
 from loka.serve.card import Folder
@@ -61,7 +64,7 @@ def test_loaded_equals_saved_and_can_be_refreshed(candidate, tmp_path):
 
 def test_a_folder_that_is_a_file_is_told_and_stands(tmp_path):
     (file := tmp_path / "notes.txt").write_text("kept")
-    with pytest.raises(NotWritten, match=r"(?s)cannot write .*notes\.txt\n.*Not a directory.*Way out"):
+    with pytest.raises(NotWritten, match=r"(?s)cannot write .*notes\.txt\n.*File exists.*Way out"):
         saved(file)
     assert file.read_text() == "kept"
 
@@ -227,21 +230,60 @@ def test_a_missing_kernel_is_refused(tmp_path, monkeypatch):
     registry.require_supported.cache_clear()
 
 
-@pytest.mark.parametrize("at", ["write_tensors", "Folder.save"])
-def test_a_save_that_fails_leaves_the_folder_as_it_was(at, tmp_path, monkeypatch):
-    """The server of yesterday was without a card as soon as today's began to be written, full disk or not."""
-    server = saved(tmp_path)
+@pytest.mark.parametrize("shadow", [0.0, 1.0])
+def test_a_save_that_fails_leaves_the_folder_as_it_was(shadow, tmp_path, monkeypatch):
+    """Wherever it does: once the card was gone, what was new was removed with the rest."""
+    saved(tmp_path, shadow=shadow)
+    other, replaced = frozen(tower(1), BOTH, shadow=1.0 - shadow), os.replace
     before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
-    server.refresh(tower(1).state_dict())
-    with monkeypatch.context() as full:
-        full.setattr(f"loka.serve.saving.{at}", lambda *_: (_ for _ in ()).throw(NotWritten("full")))
-        with pytest.raises(NotWritten):
-            server.save(tmp_path)
-    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
     (tmp_path / ".saving").mkdir()  # of a process that was killed
-    server.save(tmp_path)
-    assert {path.name for path in tmp_path.iterdir()} == set(before)
-    assert torch.equal(load(tmp_path, tower())(rows(50)).output, server(rows(50)).output)
+    for done in range(10):  # 3 or 4 files are written, as many put in place, and 4 or 3 of before put aside
+        turns = iter([False] * done + [True])
+
+        def fails(source, target, turns=turns):
+            if next(turns, False):
+                raise OSError(5, "Input/output error")
+            replaced(source, target)
+
+        monkeypatch.setattr("os.replace", fails)
+        with pytest.raises(NotWritten):
+            other.save(tmp_path)
+        assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+    other.save(tmp_path)
+    assert torch.equal(load(tmp_path, tower())(rows(50)).output, other(rows(50)).output)
+
+
+def test_a_second_process_that_saves_into_a_folder_is_refused(tmp_path, monkeypatch):
+    """It removed what the first one had written so far."""
+    first, second, write = frozen(tower(), BOTH), frozen(tower(1), BOTH), loka.serve.saving.write_tensors
+
+    def meanwhile(path, tensors):
+        write(path, tensors)
+        monkeypatch.undo()
+        with pytest.raises(InUse, match="another process is saving"):
+            second.save(tmp_path)
+
+    monkeypatch.setattr("loka.serve.saving.write_tensors", meanwhile)
+    for server in (first, second):
+        server.save(tmp_path)
+        assert torch.equal(load(tmp_path, tower())(rows(50)).output, server(rows(50)).output)
+
+
+def test_a_process_of_another_default_dtype_compares_by_the_same_rows(tmp_path, caplog):
+    """Rows that are put between bounds were drawn in that dtype: sound folders were refused, or warned of."""
+    server, model = saved(tmp_path), tower(1)
+    torch.set_default_dtype(torch.float64)
+    try:
+        loaded = load(tmp_path, model)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert torch.equal(loaded(rows(50)).output, server(rows(50)).output)
+    assert not caplog.messages
+
+
+def test_a_server_is_not_pickled():
+    with pytest.raises(ServeRefused, match=r"(?s)neither pickled nor copied.*save\(folder\)"):
+        pickle.dumps(frozen(tower(), BOTH))
 
 
 def test_a_folder_in_the_place_of_a_file_is_told_while_the_card_is_there(tmp_path):

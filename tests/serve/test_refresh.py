@@ -232,11 +232,34 @@ def test_buffers_and_shared_weights(tmp_path):
         other.offset.copy_(model.offset)  # in no state dict: it stays
         found, expected = server(x).output, converted(other, plan)(x)
     assert all(map(torch.equal, found, expected))
+    with pytest.raises(ServeRefused, match="_extra_state is missing"):
+        server.refresh(dict(other.named_parameters()) | dict(other.named_buffers()))
     untied = other.state_dict() | {"second.weight": 2 * other.second.weight}
     with pytest.raises(ServeRefused, match=r"first.weight and second.weight are one weight in the model, and differ"):
         server.refresh(untied)
     server.save(tmp_path)
     assert torch.equal(load(tmp_path, model)(x).output.two, expected.two)
+
+
+class Routed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.experts = nn.ModuleList(nn.Linear(16, 16) for _ in range(8))
+
+    def forward(self, x):
+        y, chosen = torch.zeros_like(x), x[:, :8].argmax(1)
+        for place in chosen.unique():
+            y[chosen == place] = self.experts[place](x[chosen == place])
+        return y
+
+
+def test_experts_that_run_for_their_rows_alone_are_found_by_many():
+    """Four rows reach four of eight at most."""
+    model, other, x = Routed(), Routed().requires_grad_(False), torch.randn(64, 16)
+    plan = plan_for(model, {f"experts.{place}": ROW for place in range(8)})
+    server = freeze(model, plan, calibration=[x], buckets=(64,))
+    server.refresh(other.state_dict())
+    assert torch.equal(server(x).output, converted(other, plan)(x))
 
 
 def test_the_shadow_check_reports_the_difference():

@@ -6,7 +6,8 @@ import functools
 import importlib.metadata
 import shutil
 import subprocess
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
@@ -23,6 +24,14 @@ LIBRARIES = {
     "cublaslt": "nvmath-python",
     "triton": "triton",
 }
+
+
+@contextmanager
+def no_autocast() -> Iterator[None]:
+    """Inside, or in a function that this decorates, no caller's autocast counts. torch's own decorator keeps what it
+    found in one place for all threads, and gives one of them what another one had."""
+    with torch.autocast("cuda", enabled=False), torch.autocast("cpu", enabled=False):
+        yield
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -62,13 +62,13 @@ def load_precise(
     """
     wanted = skeleton.state_dict(keep_vars=True)
     tensors = {key: value for key, value in wanted.items() if isinstance(value, torch.Tensor)}
-    wrong = [f"{key} is missing" for key in tensors if key not in state]
+    wrong = [f"{key} is missing" for key in wanted if key not in state]
     wrong += [f"{key} is not in the model" for key in state if key not in wanted]
     given = {key: (_form if key in dropped else _given)(state[key]) for key in tensors if key in state}
     wrong += [
         f"{key} is {has}, the model has {form}" for key, has in given.items() if has != (form := _form(tensors[key]))
     ]
-    copies = OrderedDict[str, Any]((key, state.get(key, value)) for key, value in wanted.items())
+    copies = OrderedDict[str, Any]((key, state.get(key)) for key in wanted)
     versions = getattr(
         state, "_metadata", getattr(wanted, "_metadata", None)
     )  # the versions of the form in which modules write their state

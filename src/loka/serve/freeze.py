@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from loka.core.device import fingerprint
+from loka.core.device import fingerprint, no_autocast
 from loka.core.error import decibels
 from loka.core.exceptions import LokaError, ServeRefused
 from loka.core.numerics.reference import scale_of
@@ -30,7 +30,7 @@ from loka.serve.graphs import wants_graphs
 from loka.serve.model.independence import alike, check_independent, check_sizes
 from loka.serve.model.private import check_apart, kinds_of, own_copy, tried, written_attributes
 from loka.serve.race import fastest
-from loka.serve.rows import Request, digest, form_of, leaves, mapped
+from loka.serve.rows import MOST_DRAWN, Request, digest, form_of, leaves, mapped
 from loka.serve.run import Runner
 from loka.serve.server import Server
 from loka.serve.sites import FrozenSite, FrozenWeight, input_cast, scale_source
@@ -47,6 +47,7 @@ HEADROOM = 2.0
 
 @torch.inference_mode(False)
 @torch.no_grad()
+@no_autocast()
 def freeze(
     model: nn.Module,
     plan: Plan | Mapping[int, Plan],
@@ -122,7 +123,7 @@ def freeze(
     scratch = written_attributes(precise, lambda: run(precise, rows[0]))
     check_apart(model, lambda: run(precise, rows[0]))
     graphs = wants_graphs(graphs, device, scratch)
-    weights = _weights(precise, skeleton, plan, run, form.check_rows(device), joined=graphs)
+    weights = _weights(precise, skeleton, plan, run, form.check_rows(device, MOST_DRAWN), joined=graphs)
     weights = _reached(weights, found)
     scales = found.scales(fp8)
     plain = _run_all(precise, rows, run)

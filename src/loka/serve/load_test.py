@@ -184,9 +184,11 @@ def _run(
                 latencies.append(time.perf_counter() - began - due[turn])
 
     workers = [threading.Thread(target=work, daemon=True) for _ in range(threads)]
-    for worker in workers:
-        worker.start()
-    for worker in workers:
-        worker.join(max(limit - (time.perf_counter() - began), 0))
-    closed.set()
+    try:
+        for worker in workers:
+            worker.start()
+        for worker in workers:
+            worker.join(max(limit - (time.perf_counter() - began), 0))
+    finally:
+        closed.set()  # where Ctrl-C ends it, too: no request is asked from then on
     return list(latencies), list(errors)

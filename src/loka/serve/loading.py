@@ -9,12 +9,13 @@ import logging
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
 
 from loka.core.compiling import few_collections, hash_of_triton
-from loka.core.device import fingerprint
+from loka.core.device import fingerprint, no_autocast
 from loka.core.error import sqnr_db
 from loka.core.exceptions import FileRefused, PlanMismatch, ServeRefused
 from loka.core.numerics.reference import Quantized
@@ -45,6 +46,7 @@ _ROUNDED_DB = 40.0  # other code of the same formula agrees to more; HardSwish a
 
 @torch.inference_mode(False)
 @torch.no_grad()
+@no_autocast()
 @few_collections()
 def load(folder: Path | str, model: nn.Module, *, shadow: float = 0.0, graphs: bool | None = None) -> Server:
     """A server from a folder that `Server.save` wrote, on the device of `model`; its version is 1.
@@ -153,12 +155,18 @@ def _weights(
 def _filled(skeleton: nn.Module, state: Mapping[str, torch.Tensor], card: Card, device: torch.device) -> nn.Module:
     """A tree with the weights of `state`. Those that the card lists as dropped stay absent."""
     wanted = skeleton.state_dict(keep_vars=True)
-    whole = dict(state)
+    whole = _with_extra(skeleton, state)
     for key in card.dropped:
         if key in wanted:
             held = wanted[key]  # no parameter where the class has a state dict of its own
             whole[key] = held if isinstance(held, nn.Parameter) else absent(nn.Parameter(held, requires_grad=False))
     return load_precise(skeleton, whole, device, dropped=card.dropped)
+
+
+def _with_extra(skeleton: nn.Module, state: Mapping[str, torch.Tensor]) -> dict[str, Any]:
+    """With the state of the model's own that is no tensor, which no folder holds."""
+    own = skeleton.state_dict(keep_vars=True).items()
+    return {key: value for key, value in own if not isinstance(value, torch.Tensor)} | dict(state)
 
 
 def _check_dtypes(card: Card, skeleton: nn.Module, state: Mapping[str, torch.Tensor]) -> None:
@@ -244,4 +252,4 @@ def _precise(folder: Path, record: Folder, skeleton: nn.Module, device: torch.de
             way_out="load it with shadow=0, or freeze with a share and save again",
         )
     state = read_tensors(folder / PRECISE, sha256=record.files[PRECISE], way_out=_AGAIN)
-    return load_precise(skeleton, _below("state/", state), device)
+    return load_precise(skeleton, _with_extra(skeleton, _below("state/", state)), device)

@@ -180,7 +180,8 @@ def _put_between(
     inside = torch.minimum(torch.maximum(rows, least), most)
     if torch.equal(inside, rows):
         return rows
-    step = torch.rand(rows.shape, generator=generator, device="cpu") * (most - least).clamp(max=1.0)
+    share = torch.rand(rows.shape, generator=generator, dtype=torch.float32, device="cpu")
+    step = share * (most - least).clamp(max=1.0)
     moved = torch.where(rows < least, least + step, torch.where(rows > most, most - step, rows))
     return torch.minimum(torch.maximum(moved, least), most)
 
@@ -239,10 +240,16 @@ def pad(tensors: Sequence[torch.Tensor], rows: int, form: Form) -> list[torch.Te
         return [tensor.clone() for tensor in tensors]
     last = form.check_rows(tensors[0].device) if count == 0 else tensors
     place = 0 if count == 0 else count - 1
-    return [
-        torch.cat([tensor, row[place : place + 1].expand(rows - count, *tensor.shape[1:])])
-        for tensor, row in zip(tensors, last, strict=True)
-    ]
+    with _as_they_are(tensors):
+        return [
+            torch.cat([tensor, row[place : place + 1].expand(rows - count, *tensor.shape[1:])])
+            for tensor, row in zip(tensors, last, strict=True)
+        ]
+
+
+def _as_they_are(tensors: Sequence[torch.Tensor]) -> torch.autocast:
+    """Inside, a caller's autocast does not look at them: it refuses to join tensors of another half precision."""
+    return torch.autocast(tensors[0].device.type if tensors else "cpu", enabled=False)
 
 
 def mapped(output: Any, function: Callable[[torch.Tensor], torch.Tensor]) -> Any:
@@ -291,7 +298,8 @@ def joined(parts: Sequence[Any]) -> Any:
     if len(parts) == 1:
         return parts[0]
     columns = zip(*(leaves(part) for part in parts), strict=True)
-    whole = iter([torch.cat(column) for column in columns])
+    with _as_they_are(leaves(parts[0])):
+        whole = iter([torch.cat(column) for column in columns])
     return mapped(parts[0], lambda _: next(whole))
 
 

@@ -10,12 +10,14 @@ The card has the sha256 of each file and is put there last. The model's code is 
 
 import os
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 from torch import nn
 
 from loka.core.records.plan import Plan
+from loka.core.storage.alone import alone_with
 from loka.core.storage.files import file_behind, sha256_of_file, sync_folder, write_tensors, writing
 from loka.serve.card import Card, Folder
 from loka.serve.rows import leaves
@@ -25,38 +27,54 @@ from loka.serve.version import Version
 
 COMPARED = 64  # rows: what clamps and other rare branches do is seen in few of them
 CARD, PLAN, WEIGHTS, PRECISE = "card.json", "plan.json", "weights.safetensors", "precise.safetensors"
-_STAGED = ".saving"
+_FILES, _STAGED = (PLAN, WEIGHTS, PRECISE), ".saving"
 
 
 @torch.no_grad()
 def save_version(folder: Path, card: Card, plan: Plan, version: Version, device: torch.device) -> None:
     """What the folder held is replaced once all that is new lies beside it, on the disk.
 
-    Raises NotWritten where the disk refuses; the folder is then as it was, or has no card where a rename failed.
+    Raises NotWritten where the disk refuses, and InUse where another process saves there; the folder is as it was.
     """
     staged = folder / _STAGED
-    with writing(folder):
+    with writing(folder), alone_with(folder / CARD, "saving"):
         shutil.rmtree(staged, ignore_errors=True)  # of a process that was killed
         staged.mkdir(parents=True)
+        try:
+            plan.save(staged / PLAN)
+            write_tensors(staged / WEIGHTS, _content(card, version, device))
+            if version.precise is not None:
+                write_tensors(staged / PRECISE, _state(version.precise))
+            files = {name: sha256_of_file(staged / name) for name in _FILES if (staged / name).exists()}
+            Folder(card=card, files=files).save(staged / CARD)
+            for name in (*_FILES, CARD):
+                file_behind(folder / name)  # raises for what is no file
+            _put_in_place(staged, folder)
+        finally:
+            shutil.rmtree(staged, ignore_errors=True)
+
+
+def _put_in_place(staged: Path, folder: Path) -> None:
+    """Moves the files of `staged` into `folder`; where that is interrupted, those of before lie there again."""
+    before, new = staged / "before", [name for name in (CARD, *_FILES) if (staged / name).exists()]
+    before.mkdir()
     try:
-        plan.save(staged / PLAN)
-        write_tensors(staged / WEIGHTS, _content(card, version, device))
-        written = [PLAN, WEIGHTS]
-        if version.precise is not None:
-            write_tensors(staged / PRECISE, _state(version.precise))
-            written.append(PRECISE)
-        files = {name: sha256_of_file(staged / name) for name in written}
-        Folder(card=card, files=files).save(staged / CARD)
-        with writing(folder):
-            for name in (*written, PRECISE, CARD):
-                file_behind(folder / name)  # raises for a folder, which stops a rename only once the card is gone
-            for name in (CARD, PRECISE):  # without a card a mixture is no server
+        _move(folder, before, (CARD, *_FILES))  # without a card a mixture is no server
+        _move(staged, folder, (*_FILES, CARD))
+    except BaseException:  # Ctrl-C, too
+        for name in new:
+            if not (staged / name).exists():
                 (folder / name).unlink(missing_ok=True)
-            for name in (*written, CARD):
-                os.replace(staged / name, folder / name)
-            sync_folder(folder)
-    finally:
-        shutil.rmtree(staged, ignore_errors=True)
+        _move(before, folder, (*_FILES, CARD))
+        raise
+    sync_folder(folder)
+
+
+def _move(source: Path, target: Path, names: Sequence[str]) -> None:
+    """Those of the files that are there."""
+    for name in names:
+        if os.path.lexists(source / name):
+            os.replace(source / name, target / name)
 
 
 def _content(card: Card, version: Version, device: torch.device) -> dict[str, torch.Tensor]:

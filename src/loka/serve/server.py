@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
@@ -35,7 +35,7 @@ from loka.serve.model.absent import for_compilers
 from loka.serve.model.programs import like
 from loka.serve.packaging.aot import Packaged, package_version
 from loka.serve.packaging.triton_folder import PACKAGE, Batching, add_version, config_of
-from loka.serve.rows import Request, joined, leaves, mapped, pad
+from loka.serve.rows import MOST_DRAWN, Request, joined, leaves, mapped, pad
 from loka.serve.run import Runner
 from loka.serve.saving import save_version
 from loka.serve.sites import Observer, answering, observed_by
@@ -104,6 +104,12 @@ class Server:
         if graphs:  # Python's full collection is due after compiling: it stopped requests for 0.2 to 0.3 s
             gc.collect()
 
+    def __reduce__(self) -> NoReturn:
+        raise ServeRefused(
+            "a server, which holds locks, is neither pickled nor copied",
+            way_out="save(folder), and loka.serve.load(folder, model) where it is to answer",
+        )
+
     @property
     def graphs(self) -> bool:
         """Whether answers come from CUDA graphs of compiled code."""
@@ -126,7 +132,7 @@ class Server:
     def save(self, folder: Path | str) -> None:
         """Writes the version that answers now into a folder, which `loka.serve.load` reads.
 
-        Raises NotWritten where the disk refuses; the folder is then as it was, or is no server's where a rename failed.
+        Raises NotWritten where the disk refuses, and InUse where another process saves there; the folder is as it was.
         """
         with self._saving:  # two into one folder would take each other's files for their own
             save_version(Path(folder), self.card, self.plan, self._apart_from_requests(), self.device)
@@ -267,7 +273,7 @@ class Server:
         with self._changing:
             whole = self._with_kept(state, keep)
             precise = load_precise(self._skeleton, whole, self.device)
-            rows = self.card.form.check_rows(self.device)
+            rows = self.card.form.check_rows(self.device, MOST_DRAWN)
             weights = record_weights(precise, self.plan, lambda tree: self._run(tree, rows), joined=self.graphs)
             lost = [name for name in self.card.sites if name not in weights]
             if lost:

@@ -3,6 +3,7 @@ import torch
 from served import BOTH, Tower, frozen, rows
 
 from loka.core.exceptions import ServeRefused
+from loka.serve import load
 
 
 def test_a_model_that_asks_how_many_rows_there_are_is_not_padded():
@@ -42,3 +43,20 @@ def test_requests_are_not_written_to():
     before = dense.clone()
     server((dense, ids))
     assert torch.equal(dense, before)
+
+
+class Halves(Tower):
+    def forward(self, dense, ids):
+        return super().forward(dense.float(), ids).half()
+
+
+def test_a_callers_autocast_of_another_half_precision(tmp_path):
+    """It refuses to join tensors of float16 under bfloat16, as padding and splitting do."""
+    model, (dense, ids) = Halves().eval(), rows(40)
+    request = dense.half(), ids
+    expected = frozen(model, BOTH, calibration=[request], buckets=(16,))(request).output
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        server = frozen(model, BOTH, calibration=[request], buckets=(16,))
+        server.save(tmp_path)
+        for each in (server, load(tmp_path, model)):
+            assert torch.equal(each(request).output, expected)

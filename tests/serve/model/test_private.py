@@ -11,7 +11,7 @@ import torch
 from served import ROW, plan_for
 from torch import nn
 
-from loka.core.exceptions import ServeRefused
+from loka.core.exceptions import LokaError, ServeRefused
 from loka.serve import freeze, load
 from loka.serve.rows import form_of
 
@@ -314,6 +314,13 @@ def test_a_model_that_cannot_be_copied_is_refused():
     model.guard = threading.Lock()
     with pytest.raises(ServeRefused, match=r"(?s)cannot be copied.*lock"):
         served(model)
+
+
+def test_modules_without_shapes_are_named():
+    model = Net()
+    plan, model.b = plan_for(model, {"a": ROW}), nn.LazyLinear(16)
+    with pytest.raises(LokaError, match=r"(?s)lazy modules.*b: LazyLinear"):
+        freeze(model, plan, calibration=X)
 
 
 class Drops(Net):

@@ -3,6 +3,7 @@ import shutil
 import subprocess
 import sys
 import time
+from collections import namedtuple
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
@@ -101,11 +102,20 @@ def test_a_package_runs_without_loka(candidate, autocast, tmp_path):
     check_beside(found.path, found.sha256)
 
 
+Heads = namedtuple("Heads", ["each", "sum"])
+
+
+class Named(Cross):
+    def forward(self, x):
+        return Heads(**super().forward(x))
+
+
 @pytest.mark.slow
 def test_raw_parameters_and_several_outputs(tmp_path):
+    """Of a named tuple, which torch writes into no file."""
     torch.manual_seed(0)
-    model = Cross().eval()
-    server = freeze(model, cross_plan(model, ROW), calibration=[torch.randn(64, 24)])
+    model = Named().eval()
+    server = freeze(model, cross_plan(Cross(), ROW), calibration=[torch.randn(64, 24)])
     found = server.package(tmp_path / "cross.pt2", batch=(64, 64))
     loaded = torch._inductor.aoti_load_package(str(found.path))
     x = torch.randn(64, 24)

@@ -13,7 +13,7 @@ from loka.core.timing import first_line
 from loka.graph.attach import detach
 from loka.nn.copying import private_copy, read_of
 from loka.nn.site import site_forwards
-from loka.nn.unwrap import kind_of, named_modules, named_parameters, unwrap
+from loka.nn.unwrap import kind_of, named_modules, named_parameters, require_initialized, unwrap
 
 
 def own_copy(model: nn.Module) -> nn.Module:
@@ -22,6 +22,7 @@ def own_copy(model: nn.Module) -> nn.Module:
     Raises ServeRefused where the model holds shards, lies on several devices, cannot be copied, or holds views of
     weights.
     """
+    require_initialized(model)
     parameters = [p for _, p in named_parameters(model)]
     sharded = [name for name, p in named_parameters(model) if hasattr(p, "device_mesh")]
     if sharded or any(getattr(p, "_fsdp_flattened", False) for p in parameters):

@@ -12,7 +12,7 @@ import os
 import shutil
 import tempfile
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -122,7 +122,16 @@ class _Exported(nn.Module):
         self.model, self.sites, self.run = model, nn.ModuleList(sites), run
 
     def forward(self, *columns: torch.Tensor) -> Any:
-        return self.run(self.model, columns)
+        return _plain(self.run(self.model, columns))
+
+
+def _plain(output: Any) -> Any:
+    """In tuples, lists and dicts: torch writes no other class into a file, as named tuples are."""
+    if isinstance(output, torch.Tensor):
+        return output
+    if isinstance(output, Mapping):
+        return {key: _plain(value) for key, value in output.items()}
+    return (list if isinstance(output, list) else tuple)(map(_plain, output))
 
 
 def unpackaged(plan: Plan) -> dict[str, str]:
