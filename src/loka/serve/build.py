@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from loka.core.exceptions import ServeRefused
+from loka.core.exceptions import ServeRefused, truncated
 from loka.core.problem import dtype_name
 from loka.core.records.plan import Plan
 from loka.core.records.report import HP
@@ -89,7 +89,7 @@ def load_precise(
         wrapped = next((name for name in ("module.", "_orig_mod.") if any(key.startswith(name) for key in state)), None)
         raise ServeRefused(
             "these weights are not served",
-            why=wrong[:10] + ([f"and {len(wrong) - 10} more"] if len(wrong) > 10 else []),
+            why=truncated(wrong, 10),
             way_out="give the whole state dict of the model that was frozen"
             + (f", without the {wrapped!r} that a wrapper puts before its keys" if wrapped else ""),
         )

@@ -27,7 +27,7 @@ from torch import nn
 from loka.compiler import install
 from loka.compiler.joint_sites import misfit, unjoined
 from loka.compiler.notes import FINITE, SCALES, record_of, uncounted, watched_by
-from loka.core.exceptions import ServeRefused, WrongResults
+from loka.core.exceptions import ServeRefused, WrongResults, truncated
 from loka.core.recording import Recording, record, synced
 from loka.core.timing import elapsed, timed_replay
 from loka.nn.site import install as install_forward
@@ -199,7 +199,7 @@ class Capturer:
         if scripted:
             raise ServeRefused(
                 "scripted modules hold their tensors apart from Python, where graphs put those of each version",
-                why=scripted[:5],
+                why=truncated(scripted, 5),
                 way_out="graphs=False, or the modules as they were before torch.jit.script",
             )
         self._buckets = tuple(buckets)

@@ -15,8 +15,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from loka.core.exceptions import ServeRefused
-from loka.core.timing import first_line
+from loka.core.exceptions import ServeRefused, first_line
 
 PERCENTILES = (50.0, 90.0, 99.0, 99.9)
 MOST_REQUESTS = 1_000_000

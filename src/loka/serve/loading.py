@@ -17,7 +17,7 @@ from torch import nn
 from loka.core.compiling import few_collections, hash_of_triton
 from loka.core.device import fingerprint, no_autocast
 from loka.core.error import sqnr_db
-from loka.core.exceptions import FileRefused, PlanMismatch, ServeRefused
+from loka.core.exceptions import FileRefused, PlanMismatch, ServeRefused, truncated
 from loka.core.numerics.reference import Quantized
 from loka.core.recipe import Gemm
 from loka.core.records.plan import Plan
@@ -180,7 +180,7 @@ def _check_dtypes(card: Card, skeleton: nn.Module, state: Mapping[str, torch.Ten
     if why:
         raise ServeRefused(
             f"this {card.model} has other dtypes than the one that was frozen",
-            why=why[:5] + ([f"and {len(why) - 5} more"] if len(why) > 5 else []),
+            why=truncated(why, 5),
             way_out="model.to(dtype), or .float(), as it was when it was frozen",
         )
 
@@ -192,7 +192,7 @@ def _other_modules(card: Card, kinds: Mapping[str, str]) -> list[str]:
         f"{path or 'the model'}: {kinds.get(path, 'nothing')}, frozen {card.modules.get(path, 'nothing')}"
         for path in paths
     ]
-    return lines[:10] + ([f"and {len(lines) - 10} more"] if len(lines) > 10 else [])
+    return truncated(lines, 10)
 
 
 def _check_same(

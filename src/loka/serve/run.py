@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from loka.serve.card import Card
 from loka.serve.rows import Form
 
 
@@ -22,3 +23,8 @@ class Runner:
         kind = tensors[0].device.type
         with torch.autocast(kind, dtype=self.autocast, enabled=self.autocast is not None):
             return self.form.call(module, tensors)
+
+
+def runner_of(card: Card) -> Runner:
+    """Runs rows as the model of `card` was frozen to."""
+    return Runner(form=card.form, autocast=None if card.autocast is None else getattr(torch, card.autocast))

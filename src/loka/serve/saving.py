@@ -21,7 +21,7 @@ from loka.core.storage.alone import alone_with
 from loka.core.storage.files import file_behind, sha256_of_file, sync_folder, write_tensors, writing
 from loka.serve.card import Card, Folder
 from loka.serve.rows import leaves
-from loka.serve.run import Runner
+from loka.serve.run import runner_of
 from loka.serve.sites import frozen_sites
 from loka.serve.version import Version
 
@@ -96,5 +96,5 @@ def _state(tree: nn.Module) -> dict[str, torch.Tensor]:
 
 def check_outputs(card: Card, tree: nn.Module, device: torch.device, rows: int = COMPARED) -> list[torch.Tensor]:
     """What the model, which is on `device`, returns for so many of the form's own rows."""
-    run = Runner(form=card.form, autocast=None if card.autocast is None else getattr(torch, card.autocast))
+    run = runner_of(card)
     return [leaf.clone() for leaf in leaves(run(tree, card.form.check_rows(device, rows)))]

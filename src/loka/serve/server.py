@@ -24,9 +24,8 @@ from typing import Any, NoReturn
 import torch
 from torch import nn
 
-from loka.core.exceptions import ServeRefused
+from loka.core.exceptions import ServeRefused, first_line, truncated
 from loka.core.records.plan import Plan
-from loka.core.timing import first_line
 from loka.serve.build import frozen_tree, load_precise, record_weights, share
 from loka.serve.by_rows import buckets_by_site
 from loka.serve.card import Card
@@ -36,7 +35,7 @@ from loka.serve.model.programs import like
 from loka.serve.packaging.aot import Packaged, package_version
 from loka.serve.packaging.triton_folder import PACKAGE, Batching, add_version, config_of
 from loka.serve.rows import MOST_DRAWN, Request, joined, leaves, mapped, pad
-from loka.serve.run import Runner
+from loka.serve.run import runner_of
 from loka.serve.saving import save_version
 from loka.serve.sites import Observer, answering, observed_by
 from loka.serve.version import Version
@@ -89,7 +88,7 @@ class Server:
         self._one = nullcontext() if graphs else threading.Lock()  # forward may keep what a call needs in attributes
         self._requests = itertools.count()
         self._shadow = shadow
-        self._run = Runner(form=card.form, autocast=None if card.autocast is None else getattr(torch, card.autocast))
+        self._run = runner_of(card)
         self._orders = self._orders_in(module)
         self._capturer = (
             Capturer(
@@ -320,7 +319,7 @@ class Server:
             if not matching or gone:
                 raise ServeRefused(
                     f"keep={pattern!r} cannot be kept",
-                    why=[f"{key} is kept in FP8 alone" for key in gone[:5]] or ["no key matches it"],
+                    why=truncated([f"{key} is kept in FP8 alone" for key in gone], 5) or ["no key matches it"],
                     way_out="give these weights too",
                 )
             whole |= {key: held[key] for key in matching if key not in whole}

@@ -8,8 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from loka.core.exceptions import LokaError, ServeRefused
-from loka.core.timing import first_line
+from loka.core.exceptions import LokaError, ServeRefused, first_line, truncated
 from loka.graph.attach import detach
 from loka.nn.copying import private_copy, read_of
 from loka.nn.site import site_forwards
@@ -28,7 +27,7 @@ def own_copy(model: nn.Module) -> nn.Module:
     if sharded or any(getattr(p, "_fsdp_flattened", False) for p in parameters):
         raise ServeRefused(
             "this model holds a shard of its weights",
-            why=sharded[:5],
+            why=truncated(sharded, 5),
             way_out="gather them into a model on one device, and give that",
         )
     if len({p.device for p in parameters}) != 1:
@@ -37,7 +36,7 @@ def own_copy(model: nn.Module) -> nn.Module:
     if views:
         raise ServeRefused(
             "this model holds weights by tensors that no state dict has: a refresh would leave them as they are",
-            why=views[:5] + ([f"and {len(views) - 5} more"] if len(views) > 5 else []),
+            why=truncated(views, 5),
             way_out="read the weight in forward, or make the tensor a parameter or a buffer that is saved; what is "
             "for training alone, such as an average's list, belongs outside of the model",
         )
@@ -56,7 +55,7 @@ def check_apart(original: nn.Module, call: Callable[[], Any]) -> None:
     if found := read_of(unwrap(original), call):
         raise ServeRefused(
             "a copy of this model reads the original's weights, which no refresh would reach",
-            why=found[:5],
+            why=truncated(found, 5),
             way_out="a lambda, a hook, a compiled method or a global holds the module: give it the module as an "
             "argument (a hook's first one), or make it a method, and compile the module as a whole",
         )

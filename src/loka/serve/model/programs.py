@@ -13,8 +13,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from loka.core.compiling import compiled_call
-from loka.core.exceptions import LokaError
-from loka.core.timing import first_line
+from loka.core.exceptions import LokaError, first_line
 from loka.nn.site import install, site_forwards
 from loka.nn.site_ops import site_forward
 from loka.nn.unwrap import named_modules

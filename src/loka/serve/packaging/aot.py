@@ -22,7 +22,7 @@ from torch import nn
 
 from loka.core.compiling import mend_compilers
 from loka.core.error import sqnr_db
-from loka.core.exceptions import LokaError, MissingLibrary, ServeRefused, WrongResults
+from loka.core.exceptions import LokaError, MissingLibrary, ServeRefused, WrongResults, truncated
 from loka.core.numerics.reference import Quantized, quantize
 from loka.core.recipe import Gemm
 from loka.core.records.plan import Plan
@@ -36,7 +36,7 @@ from loka.serve.card import Card
 from loka.serve.packaging.checksum import checksum_of, write_checksum
 from loka.serve.packaging.fresh import answers_of
 from loka.serve.rows import leaves
-from loka.serve.run import Runner
+from loka.serve.run import Runner, runner_of
 from loka.serve.sites import FrozenSite, HighPrecisionSite, as_rows, frozen_sites
 from loka.serve.version import Version
 from loka.serve.watch.agreement import AnswerError, disagreements, error_of, finite_in_both
@@ -84,8 +84,7 @@ class Packaged:
 
 
 def _listed(columns: Sequence[str]) -> str:
-    more = [f"and {len(columns) - 8} more"] if len(columns) > 8 else []
-    return "; ".join([*columns[:8], *more])
+    return "; ".join(truncated(columns, 8))
 
 
 class PackagedSite(nn.Module):
@@ -169,7 +168,7 @@ def package_version(
         )
     from torch._dynamo.convert_frame import compile_lock  # here, as it takes a while to import
 
-    run = Runner(form=card.form, autocast=None if card.autocast is None else getattr(torch, card.autocast))
+    run = runner_of(card)
     with writing(path):  # before compiling, which takes minutes
         real = file_behind(path)
         real.parent.mkdir(parents=True, exist_ok=True)
