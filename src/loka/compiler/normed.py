@@ -50,12 +50,12 @@ def _normed_gemm(
     """x8 [rows, N], 1 / rms [rows, N / block], and where `keep` z8 [rows, N] and steps [rows, N / block],
     else empty. a_scale: float32 [1], or [rows] in any shape; b_scale: float32, all one number."""
     epilogue = Epilogue(block=block, eps=eps, activation=Activation(activation))
-    made = gemm_normed(
+    result = gemm_normed(
         a, b, a_scale.reshape(-1), b_scale.reshape(-1).narrow(0, 0, 1), epilogue, keep=keep, fast=kernel != "torch"
     )
-    if made.z is None:
-        return made.data, made.inverse_rms, *_nothing(a)
-    return made.data, made.inverse_rms, *made.z
+    if result.z is None:
+        return result.data, result.inverse_rms, *_nothing(a)
+    return result.data, result.inverse_rms, *result.z
 
 
 def _normed_gemm_fake(

@@ -28,14 +28,14 @@ def private_copy(model: nn.Module, *, refused: type[LokaError] = LokaError) -> t
     memo: dict[int, Any] = {}
     try:
         with _WithoutGraphs():
-            made = copy.deepcopy(model, memo)
+            copied = copy.deepcopy(model, memo)
     except Exception as error:  # whatever the user's classes raise
         raise refused(
             "this model cannot be copied",
             why=[first_line(error)],
             way_out="keep locks, files and the like outside of it, or give their class a __deepcopy__",
         ) from error
-    return made, _views(model, memo.get(id(memo), []))  # where deepcopy keeps what it has copied
+    return copied, _views(model, memo.get(id(memo), []))  # where deepcopy keeps what it has copied
 
 
 def read_of(original: nn.Module, call: Callable[[], object]) -> list[str]:

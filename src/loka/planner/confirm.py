@@ -162,14 +162,14 @@ def _by_promise(plan: Plan) -> tuple[str, ...]:
 
 def _copy(model: nn.Module, step: Callable[[Any], object]) -> nn.Module:
     """A copy of the model. `step` runs on it once, eagerly, to make sure that it reads nothing of the original."""
-    made, _ = private_copy(model)
-    if found := read_of(model, lambda: step(made)):
+    copy, _ = private_copy(model)
+    if found := read_of(model, lambda: step(copy)):
         raise LokaError(
             "a step of a copy reads the original's weights, so both arms would run the same",
             why=truncated(found, 5),
             way_out="let the step use the model that it is given, and no lambda, hook or global hold this one",
         )
-    return made
+    return copy
 
 
 def _ready(model: nn.Module, step: Callable[[Any], object], compile: Callable[[nn.Module], Any]) -> Callable[[], None]:

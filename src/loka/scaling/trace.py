@@ -186,8 +186,8 @@ def _carried_on(model: nn.Module, batch: Any, rows: int, failed: Exception) -> T
 
 
 def _sizes(traced: Traced) -> dict[Any, float]:
-    found = {(place, call.path): float(call.rows) for place, call in enumerate(traced.calls)}
-    return found | {(place, one.op): one.flops for place, one in enumerate(traced.coverage.uncovered)}
+    found = {(index, call.path): float(call.rows) for index, call in enumerate(traced.calls)}
+    return found | {(index, one.op): one.flops for index, one in enumerate(traced.coverage.uncovered)}
 
 
 def _real(model: nn.Module, batch: Any, taken: int | None, rows: int) -> Traced:

@@ -147,14 +147,14 @@ def record_weights(
     found: dict[str, FrozenWeight] = {}
 
     def note(name: str, candidate: str, rows: torch.Tensor, weight: torch.Tensor) -> None:
-        made = freeze_weight(candidate, weight, rows.dtype, joined=joined)
-        before = found.setdefault(name, made)
-        if not torch.equal(before.low.data.view(torch.uint8), made.low.data.view(torch.uint8)):
+        frozen = freeze_weight(candidate, weight, rows.dtype, joined=joined)
+        before = found.setdefault(name, frozen)
+        if not torch.equal(before.low.data.view(torch.uint8), frozen.low.data.view(torch.uint8)):
             raise ServeRefused(
                 f"{name} multiplies by another weight from call to call, so none can be kept",
                 way_out="plan again with this site forced to 'hp'",
             )
-        if not bool(torch.isfinite(made.low.scale).all()):
+        if not bool(torch.isfinite(frozen.low.scale).all()):
             raise ServeRefused(f"the weight of {name} holds NaN or infinity", way_out="give a sound checkpoint")
 
     watch(precise, plan, note, call)

@@ -199,14 +199,14 @@ def _check_same(
     card: Card, found: list[torch.Tensor], saved: Mapping[str, torch.Tensor], folder: Path, others: list[str]
 ) -> None:
     """`others`: modules that differ, which is no matter where answers differ by rounding alone."""
-    for place, leaf in enumerate(found):
-        want = saved.get(str(place))
+    for index, leaf in enumerate(found):
+        want = saved.get(str(index))
         if want is None or len(saved) != len(found) or (want.shape, want.dtype) != (leaf.shape, leaf.dtype):
             raise ServeRefused(
                 f"this model returns other outputs than the one in {folder}",
                 way_out=f"give a {card.model} as it was when it was frozen",
             )
-    wanted = [saved[str(place)] for place in range(len(found))]
+    wanted = [saved[str(index)] for index in range(len(found))]
     found = [leaf.cpu() for leaf in found]
     why = disagreements(found, wanted, card.answers)
     if why:
@@ -215,7 +215,7 @@ def _check_same(
             why=[f"for the same {found[0].shape[0]} rows {reason}" for reason in why],
             way_out=f"give a {card.model} as it was when it was frozen: same code, options and buffers",
         )
-    blind = [place for place, leaf in enumerate(wanted) if leaf.is_floating_point() and not leaf.isfinite().any()]
+    blind = [index for index, leaf in enumerate(wanted) if leaf.is_floating_point() and not leaf.isfinite().any()]
     if blind:
         _LOG.warning(
             "%s: outputs %s are NaN or infinite for all rows that this %s was compared by, which tell nothing of them",
@@ -224,8 +224,8 @@ def _check_same(
             card.model,
         )
     apart = {
-        place: sqnr_db(*finite_in_both(*pair))
-        for place, pair in enumerate(zip(found, wanted, strict=True))
+        index: sqnr_db(*finite_in_both(*pair))
+        for index, pair in enumerate(zip(found, wanted, strict=True))
         if not same_bits(*pair)
     }
     if others and any(agreement < _ROUNDED_DB for agreement in apart.values()):

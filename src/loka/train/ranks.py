@@ -63,7 +63,7 @@ def together(work: Callable[[], T], say: Callable[[T], str] = str) -> tuple[T, l
 
 def all_or_none(work: Callable[[], T]) -> T:
     """What `work` returns, where it raises on no rank. A collective; raises as `together`."""
-    return together(work, lambda made: "")[0]
+    return together(work, lambda result: "")[0]
 
 
 @contextmanager
@@ -122,8 +122,8 @@ def by_the_first(work: Callable[[Callable[[], object]], str], *, idle: Callable[
 
 def require_alike_told(fields: Mapping[str, Any], *, way_out: str) -> None:
     """Raises LokaError on all ranks where what they were given differs: JSON values by name. A collective."""
-    _, told = together(lambda: _flat(fields), json.dumps)
-    first, *others = map(json.loads, told)
+    _, texts = together(lambda: _flat(fields), json.dumps)
+    first, *others = map(json.loads, texts)
     differences = [
         f"rank {rank}: {name} is {theirs.get(name)!r}, and {first.get(name)!r} on rank 0"
         for rank, theirs in enumerate(others, 1)
@@ -148,12 +148,12 @@ def _flat(fields: Mapping[str, Any], within: str = "") -> dict[str, Any]:
 
 def require_same_steps(what: str) -> None:
     """Raises DataRefused on all ranks where `what`, the steps that a rank is about to take, differs. A collective."""
-    _, told = together(lambda: what)
-    if len(set(told)) > 1:
+    _, messages = together(lambda: what)
+    if len(set(messages)) > 1:
         raise DataRefused(
             "the ranks would take different numbers of steps or parts of them, or log or save at different ones, and "
             "wait for each other",
-            why=[f"rank {rank}: {theirs}" for rank, theirs in enumerate(told)],
+            why=[f"rank {rank}: {theirs}" for rank, theirs in enumerate(messages)],
             way_out="give all equally many rows (or set max_rows), one log_every and checkpoint_every, and "
             "all a folder for checkpoints or none",
         )
@@ -168,8 +168,8 @@ def require_as_one(weights: Iterable[torch.Tensor], *, saved: bool) -> None:
         return
     replicas = [weight for weight in weights if not hasattr(weight, "placements")]  # DTensors are one for all
     sums = [float(weight.detach().double().sum()) for weight in replicas]
-    _, told = together(lambda: [value.hex() for value in sums], json.dumps)
-    if len(set(told)) == 1:
+    _, every = together(lambda: [value.hex() for value in sums], json.dumps)
+    if len(set(every)) == 1:
         return
     what = "the ranks' weights differ after their first step: each trains a model of its own"
     way_out = (

@@ -246,18 +246,18 @@ class Run:
             return "".join(map(str, refusals))
 
         try:
-            _, told = together(work)
-            if not any(told):
+            _, messages = together(work)
+            if not any(messages):
                 return
         except BaseException:
             self._revert()  # another rank raised what is no refusal
             raise
-        if refusals and len(set(told)) == 1:
+        if refusals and len(set(messages)) == 1:
             raise refusals[0]
         self._revert()
         raise PlanMismatch(
             "some ranks cannot run the plan",
-            why=[f"rank {rank}: {why}" for rank, why in enumerate(told) if why],
+            why=[f"rank {rank}: {why}" for rank, why in enumerate(messages) if why],
             way_out="give all ranks the same model, libraries and kind of GPU",
         )
 

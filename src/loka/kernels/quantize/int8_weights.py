@@ -23,23 +23,23 @@ CAST = Cast(Format.INT8, Granularity.ROW)
 def _int8_weights(weights: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Of each weight [N, K] in turn row int8 [N16, K16], padded with zeros to multiples of 16, and scale
     float32 [N16]; that of a row which is not finite is not finite."""
-    made: dict[int, list[torch.Tensor]] = {}
+    results: dict[int, list[torch.Tensor]] = {}
     for indices in groups_of(weights) if weights[0].is_cuda else ():
-        lying = [index for index in indices if weights[index].stride(1) == 1]
-        if lying:
+        contiguous = [index for index in indices if weights[index].stride(1) == 1]
+        if contiguous:
             from loka.kernels.quantize.triton.int8_weights import quantize_rows_fused
 
-            several = [weights[index].detach() for index in lying]
+            several = [weights[index].detach() for index in contiguous]
             copies = [_unwritten(weight) for weight in several]
             quantize_rows_fused(several, copies)
-            made.update(zip(lying, copies, strict=True))
+            results.update(zip(contiguous, copies, strict=True))
     for index, weight in enumerate(weights):
-        if index not in made:
+        if index not in results:
             side = Side(cast=CAST, padded=padded_sides(weight))
             copy, _ = quantize_pair(weight.detach(), row=side, column=None)
             assert copy is not None
-            made[index] = [copy.data, copy.scale.view(-1)]
-    return [tensor for index in range(len(weights)) for tensor in made[index]]
+            results[index] = [copy.data, copy.scale.view(-1)]
+    return [tensor for index in range(len(weights)) for tensor in results[index]]
 
 
 def _unwritten(weight: torch.Tensor) -> list[torch.Tensor]:

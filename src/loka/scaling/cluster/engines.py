@@ -20,7 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from loka.core.exceptions import LokaError, first_line
+from loka.core.exceptions import LokaError, first_line, truncated
 from loka.core.signature import child_path
 from loka.distributed.gradient_wire import done_with
 from loka.distributed.tables.lookups import TABLES
@@ -377,7 +377,7 @@ def _units(model: nn.Module, patterns: Sequence[str]) -> tuple[str, ...]:
             if not any(_fits(path, pattern) for path in held):
                 raise LokaError(
                     f"no module with parameters has a path like {pattern!r}",
-                    why=[f"there are {', '.join(list(held)[:12])}{', ...' if len(held) > 12 else ''}"],
+                    why=[f"there are {', '.join(truncated(list(held), 12))}"],
                     way_out="a path or pattern such as 'layers.*', or none, for the layers of all lists",
                 )
         return tuple(path for path in held if any(_fits(path, one) for one in patterns))

@@ -32,7 +32,7 @@ def own_copy(model: nn.Module) -> nn.Module:
         )
     if len({p.device for p in parameters}) != 1:
         raise ServeRefused("this model's weights are not on one device", way_out="model.to(device) first")
-    made, views = private_copy(unwrap(model), refused=ServeRefused)
+    copy, views = private_copy(unwrap(model), refused=ServeRefused)
     if views:
         raise ServeRefused(
             "this model holds weights by tensors that no state dict has: a refresh would leave them as they are",
@@ -40,9 +40,9 @@ def own_copy(model: nn.Module) -> nn.Module:
             way_out="read the weight in forward, or make the tensor a parameter or a buffer that is saved; what is "
             "for training alone, such as an average's list, belongs outside of the model",
         )
-    if site_forwards(made):
-        detach(made)
-    return made.eval().requires_grad_(False)
+    if site_forwards(copy):
+        detach(copy)
+    return copy.eval().requires_grad_(False)
 
 
 def kinds_of(model: nn.Module) -> dict[str, str]:

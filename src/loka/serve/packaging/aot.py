@@ -76,15 +76,11 @@ class Packaged:
             f"sites in regions: {self.equal:.1%} of the outputs are equal bit for bit to those of the model run "
             f"eagerly, the others differ by at most {self.max_abs:.2e} ({self.mean_abs:.2e} on average over all; "
             f"{self.sqnr_db:.1f} dB)\n"
-            f"called by place with {_listed(self.takes)}: these dtypes, contiguous, all of as many rows B. It looks at "
-            f"none of that and answers the rest with nonsense; AOTI_RUNTIME_CHECK_INPUTS=1 refuses it"
-            f"{', and single rows' if self.batch[0] == 1 < self.batch[1] else ''}\n"
+            f"called by place with {'; '.join(truncated(self.takes, 8))}: these dtypes, contiguous, all of as many "
+            f"rows B. It looks at none of that and answers the rest with nonsense; AOTI_RUNTIME_CHECK_INPUTS=1 "
+            f"refuses it{', and single rows' if self.batch[0] == 1 < self.batch[1] else ''}\n"
             f"sha256 {self.sha256}, in {checksum_of(self.path).name} too"
         )
-
-
-def _listed(columns: Sequence[str]) -> str:
-    return "; ".join(truncated(columns, 8))
 
 
 class PackagedSite(nn.Module):

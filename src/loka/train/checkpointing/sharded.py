@@ -83,20 +83,20 @@ def require_one_folder(folder: Path) -> None:
 
     Rank 0 makes a folder in it that the others look for, for `_SHOWN` seconds: another machine that found no `folder`
     before keeps that answer for a while, where a file system is shared over a network. Where rank 0 cannot make it, on
-    a full disk say, nothing is told.
+    a full disk say, nothing is compared.
     """
     _, names = together(lambda: f"{UNFINISHED}{secrets.token_hex(8)}")
     mark = folder / names[0]
 
-    def made() -> bool:
+    def mark_folder() -> bool:
         with contextlib.suppress(OSError):
             if first_rank():
                 mark.mkdir()
             return True
         return False
 
-    _, can_be_made = together(made)
-    if can_be_made[0] == str(False):
+    _, marked = together(mark_folder)
+    if marked[0] == str(False):
         return
     _, seen = together(lambda: _seen_in_time(mark))
     if first_rank():
@@ -158,7 +158,7 @@ def save_sharded(
 
     def finish() -> None:
         if first_rank():
-            files = {name: decode(File, found) for one in map(json.loads, told) for name, found in one.items()}
+            files = {name: decode(File, found) for one in map(json.loads, file_lists) for name, found in one.items()}
             manifest = Manifest(step, steps, ranks_of(), files, tuple(map(json.loads, identities)))
             manifest.save(unfinished / "manifest.json")
             put_in_place(unfinished, target)
@@ -168,7 +168,7 @@ def save_sharded(
         together(begin)
         together(seen)
         _write_tensors(unfinished, tensors)
-        _, told = together(write, json.dumps)
+        _, file_lists = together(write, json.dumps)
         _, identities = together(lambda: dict(identity), json.dumps)
         together(finish)
     except (OSError, RankFailed) as error:  # but no RuntimeError: a rank that is gone ends the run
@@ -266,13 +266,13 @@ def read_tensors(path: Path, wanted: Callable[[Mapping[str, Any]], Mapping[str, 
     reader = dcp.FileSystemReader(path)
 
     def targets() -> Mapping[str, torch.Tensor]:
-        there = _metadata(path).state_dict_metadata
-        into = wanted(there)
+        saved = _metadata(path).state_dict_metadata
+        into = wanted(saved)
         lines = [
             f"{name}: {tuple(tensor.shape)} here, "
-            + (f"{tuple(there[name].size)} there" if name in there else "not in the checkpoint")
+            + (f"{tuple(saved[name].size)} there" if name in saved else "not in the checkpoint")
             for name, tensor in into.items()
-            if name not in there or there[name].size != tensor.shape
+            if name not in saved or saved[name].size != tensor.shape
         ]
         if lines:
             raise unfit_state(path, truncated(lines, 20))
