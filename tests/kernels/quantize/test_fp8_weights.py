@@ -15,9 +15,10 @@ from hypothesis import strategies as st
 from sweeps import sweep
 
 from loka.core.numerics.reference import quantize
+from loka.core.problem import FLOATS
 from loka.kernels.launches import launches, reset_launches
 from loka.kernels.quantize import int8_weights as int8_module
-from loka.kernels.quantize.fp8_weights import DTYPES, GROUP, cast_rows, fp8_weights, room_for_rows
+from loka.kernels.quantize.fp8_weights import GROUP, cast_rows, fp8_weights, room_for_rows
 from loka.kernels.quantize.weight_copies import Copies, quantize_weight, unwritten
 
 NUMBERS = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).double()  # by their bytes
@@ -84,7 +85,7 @@ def run_fused(fused, weights, transposed, device):
 @settings(max_examples=60)
 @given(
     shape=st.tuples(st.integers(1, 70), st.integers(1, 70)),
-    dtype=st.sampled_from(DTYPES),
+    dtype=st.sampled_from(FLOATS),
     layout=st.sampled_from(sorted(LAYOUTS)),
     size=st.integers(-150, 128),
     transposed=st.booleans(),
@@ -122,7 +123,7 @@ def test_the_twin_is_plain_arithmetic(shape, dtype, layout, size, transposed, se
         assert torch.equal(as_bytes(column), data.t())
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf, "a NaN with a sign"], ids=str)
 def test_what_is_not_finite_makes_all_of_its_weight_nan(bad, dtype, fused, device):
     """Wherever it lies; and no weight beside it is touched."""
@@ -139,7 +140,7 @@ def test_what_is_not_finite_makes_all_of_its_weight_nan(bad, dtype, fused, devic
         assert twin.row.float().isfinite().all()
 
 
-@pytest.mark.parametrize("dtype", sweep(DTYPES, [torch.bfloat16]), ids=str)
+@pytest.mark.parametrize("dtype", sweep(FLOATS, [torch.bfloat16]), ids=str)
 def test_exact_weights_match_the_twin_bit_for_bit(dtype, fused, device):
     shapes = [(13, 1), (1, 13), (1, 1), (70, 150), (64, 128), (3, 200), (65, 16), (48, 80)]
     weights = [representable(*shape, dtype, exponent=i - 3, seed=i) for i, shape in enumerate(shapes)]
@@ -157,7 +158,7 @@ def test_exact_weights_match_the_twin_bit_for_bit(dtype, fused, device):
             assert torch.equal(whole[: weight.shape[0], : weight.shape[1]], weight.float())
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
 @pytest.mark.parametrize("layout", ["contiguous", "transposed"])
 def test_rounded_weights_match_the_twin(dtype, layout, fused, device):
     weight = torch.randn(70, 152, generator=torch.Generator().manual_seed(0))
@@ -216,7 +217,7 @@ def test_a_weight_may_span_more_than_32_bits(fused, device):
     same(copies, quantize_weight(weight.cpu(), transposed=True))
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
 def test_rows_by_a_maximum_that_is_known(dtype, fused, device):
     """As of a shard: the scale is that of the whole weight, of which another rank may hold the largest."""
     sides = ((9, 64), (70, 32), (1, 16))
@@ -316,14 +317,14 @@ def test_a_compiled_graph_has_it_whole_with_symbolic_sizes():
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("dtype", [*DTYPES, None], ids=str)
+@pytest.mark.parametrize("dtype", [*FLOATS, None], ids=str)
 def test_many_weights_on_the_gpu(dtype):
     """Bit for bit; None: every dtype in one list."""
     shapes = [(1, 8192), (4097, 3), (1000, 1003), (16, 16), (80, 2064), (512, 3456), (3456, 512), (2048, 2048)]
     weights = []
     for place, (shape, layout) in enumerate((s, layout) for s in shapes for layout in sorted(LAYOUTS)):
         weight = torch.randn(*shape) * torch.exp(2 * torch.randn(*shape)) * 2.0 ** (place % 20 - 10)
-        weights.append(LAYOUTS[layout](weight.to(dtype or DTYPES[place % 3])))
+        weights.append(LAYOUTS[layout](weight.to(dtype or FLOATS[place % 3])))
     wanted = [place % 3 != 1 for place in range(len(weights))]
     got = in_threes(fp8_weights([moved(weight, torch.device("cuda")) for weight in weights], wanted))
     for one, weight, turn in zip(got, weights, wanted, strict=True):
@@ -335,7 +336,7 @@ def test_a_graph_follows_weights_that_change_in_place():
     generator = torch.Generator("cuda").manual_seed(0)
     shapes = [(64, 64), (100, 30), (512, 1024), (256, 13)] * 5
     weights = [
-        torch.randn(*shape, device="cuda", generator=generator, dtype=DTYPES[place % 3])
+        torch.randn(*shape, device="cuda", generator=generator, dtype=FLOATS[place % 3])
         for place, shape in enumerate(shapes)
     ]
     wanted = [place % 2 == 0 for place in range(len(weights))]
