@@ -82,6 +82,12 @@ def test_nothing_loads_what_can_execute():
             assert "weights_only=True" in call, path
 
 
+def test_tests_have_names_of_their_own():
+    """They are imported by their names alone: of two alike the second is not found, or another file's helpers are."""
+    counts = Counter(path.name for path in (ROOT / "tests").rglob("test_*.py"))
+    assert not [name for name, count in counts.items() if count > 1]
+
+
 def test_the_checkout_stays_small():
     """Raw results are release assets (benchmarks/README.md); tables stay. Nine tenths are code and tests."""
     if not (ROOT / ".git").exists():
