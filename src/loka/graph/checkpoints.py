@@ -23,6 +23,9 @@ from torch.overrides import _get_current_function_mode_stack
 
 from loka.graph.parameters import ParameterMode
 
+_GENERATOR = "_checkpoint_without_reentrant_generator"
+if hasattr(checkpoint, f"{_GENERATOR}_impl"):  # from torch 2.14 on, the other one calls it
+    _GENERATOR += "_impl"
 _done = False
 
 
@@ -34,7 +37,7 @@ def keep_sites() -> None:
     _done = True
     apply = checkpoint.CheckpointFunction.apply
     reentrant = checkpoint.CheckpointFunction.forward
-    generator = checkpoint._checkpoint_without_reentrant_generator
+    generator = getattr(checkpoint, _GENERATOR)
 
     def forward(ctx: Any, run_function: Callable[..., Any], *args: Any) -> Any:
         return reentrant(ctx, _under_sites(run_function, runs_first=True), *args)
@@ -49,7 +52,7 @@ def keep_sites() -> None:
 
     checkpoint.CheckpointFunction.apply = staticmethod(with_graph)  # type: ignore[method-assign]
     checkpoint.CheckpointFunction.forward = staticmethod(forward)  # type: ignore[method-assign]
-    checkpoint._checkpoint_without_reentrant_generator = without_reentrant
+    setattr(checkpoint, _GENERATOR, without_reentrant)
 
 
 _watching = threading.local()
