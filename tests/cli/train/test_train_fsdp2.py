@@ -18,7 +18,8 @@ import loka
 from loka.cli.commands import train as command
 from loka.cli.inputs import open_data
 from loka.distributed import choose_gather, choose_gradients, send_gradients
-from loka.train import TrainConfig, loop, run, train
+from loka.train import TrainConfig, run, train
+from loka.train.checkpointing import saves
 from loka.train.checkpointing.checkpoint import load_newest
 from loka.train.steps import step as steps
 
@@ -117,7 +118,7 @@ class Job:
                         shutil.rmtree(self.folder / "chosen" / f"step-{STEPS:08d}")
                     fp8 = 20.0 - rank
                 if name == "elsewhere":
-                    held.enter_context(mock.patch.object(loop, "load_newest", elsewhere))
+                    held.enter_context(mock.patch.object(saves, "load_newest", elsewhere))
                 said[name] = logged(self.folder, *options, "--checkpoint-every", "2")
                 said[f"asked {name}"] = asked
         return said
