@@ -1,6 +1,6 @@
 import pytest
 import torch
-from edge_programs import CASES, silu
+from edge_programs import CASES, Writing, identity, silu
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -39,6 +39,15 @@ def test_the_op_aliases_nothing_and_keeps_its_schema():
     text = case.program.to_text()
     arguments = (case.leaves(33, CPU), 33, *case.given(33, CPU), text)
     torch.library.opcheck(edge, arguments, test_utils=("test_schema", "test_faketensor"))
+
+
+def test_values_that_are_leaves_or_lie_transposed_leave_as_rows_of_their_own():
+    w = Writing(16)
+    x, scale = w.leaf(dtype=torch.float32), w.leaf(Kind.COLUMN, torch.float32)
+    text = w.done(values=(scale, x, w.step("mul", x, scale)), value_dtypes=("float32",) * 3).program.to_text()
+    arguments = ([torch.randn(16, 8).t(), torch.randn(8, 1)], 8, None, None, None, text)
+    torch.library.opcheck(edge, arguments, test_utils=("test_schema", "test_faketensor"))
+    assert all(value.is_contiguous() for value in edge(*arguments))
 
 
 def test_one_graph_serves_any_number_of_rows():

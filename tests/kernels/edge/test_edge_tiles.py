@@ -10,6 +10,7 @@ import with_triton  # noqa: F401
 from edge_programs import forward_norm, gelu, layer_norm, relu, silu
 from test_triton_edge import all_of, check, check_outputs
 
+from loka.kernels.edge.outputs import unwritten
 from loka.kernels.edge.program import program_of
 from loka.kernels.edge.triton import program_kernels as fused
 from loka.kernels.edge.triton.tiles import tile_of
@@ -95,6 +96,47 @@ def test_a_kernel_that_spills_gives_way(words, asked, kernels, device, monkeypat
     found = fused.run_program_fused(case.program, leaves, 33, *given)
     check_outputs(case.program, leaves, 33, given, found, exact=False)
     assert (tried, len(ran)) == (asked, kernels)
+
+
+def test_what_is_asked_about_is_the_kernel_that_runs(device, monkeypatch):
+    """Arguments of other dtypes would have it compiled a second time, and its registers told of another one."""
+    asked, ran = [], []
+
+    def compiled(launch, arguments, registers):
+        asked.append([value.dtype for value in launch._values(arguments) if isinstance(value, torch.Tensor)])
+        return SimpleNamespace(n_regs=64, n_spills=0, metadata=SimpleNamespace(shared=0))
+
+    run = fused.Launch.run
+
+    def noted(launch, arguments, *rest):
+        ran.append([value.dtype for value in launch._values(arguments) if isinstance(value, torch.Tensor)])
+        run(launch, arguments, *rest)
+
+    monkeypatch.setattr(fused, "INTERPRETED", False)
+    monkeypatch.setattr(fused, "_RESIDENT", {})
+    monkeypatch.setattr(fused, "_SPILLED", {})
+    monkeypatch.setattr(fused, "multiprocessors", lambda device: 3)
+    monkeypatch.setattr(fused.Launch, "_compiled", compiled)
+    monkeypatch.setattr(fused.Launch, "run", noted)
+    monkeypatch.setitem(fused.TILE, "many", 0)
+    for case in (layer_norm(48), gelu(48)):  # with sums and without
+        leaves, given = all_of(case, 33, device)
+        fused.run_program_fused(case.program, leaves, 33, *given)
+        assert asked.pop() == ran[0]
+        ran.clear()
+    assert not asked
+
+
+def test_kernels_that_are_tried_share_the_memory_for_results(device, monkeypatch):
+    """With memory of its own for each trial the first step needed all results twice."""
+    made = []
+    monkeypatch.setattr(fused, "unwritten", lambda *args: made.append(unwritten(*args)) or made[-1])
+    monkeypatch.setattr(fused.Launch, "spilled", lambda *_: 1000)
+    monkeypatch.setitem(fused.TILE, "many", 0)
+    case = gelu(48)
+    leaves, given = all_of(case, 33, device)
+    fused.run_program_fused(case.program, leaves, 33, *given)
+    assert len(made) == 1
 
 
 @pytest.mark.parametrize("features", [640, 768])

@@ -86,7 +86,9 @@ def run_program(
         shape = value_shape(program, kind, rows)
         value = _full(values[index], program, rows) if kind is Kind.FULL else values[index].float()
         value = value.expand(rows, -1, -1) if value.dim() == 3 else value
-        found.append(value.reshape(shape).to(getattr(torch, dtype)))
+        # A copy: a value may be a leaf, which no op may return, or lie as its leaves do.
+        value = value.reshape(shape).to(getattr(torch, dtype), copy=True, memory_format=torch.contiguous_format)
+        found.append(value)
     return found
 
 

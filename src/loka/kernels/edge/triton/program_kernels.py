@@ -155,18 +155,17 @@ def _run(
     given: dict[str, Any] = {"input_scale_ptr": input_scale, "gradient_scale_ptr": gradient_scale, "given_ptr": tops}
     given["count"] = 0 if tops is None else tops.numel()
     device = leaves[0].device
+    outputs = [allocated(output) for output in unwritten(program, rows, device)]
     for registers in _TURNS:
         plan = plan_of(program, dtypes, rows if isinstance(rows, int) else _ANY, scales, registers)
+        arguments = given | _arguments(program, plan, leaves, rows, outputs)
         if not plan.turns or plan.rows is None:
             break
-        trial = given | _arguments(program, plan, leaves, rows, unwritten(program, rows, device))
         with launching_on(leaves[0]):
             # A ReLU with the sum of a bias spilled, and took 51 us for 29 by two kernels; 2,048 features no less. Of
             # short rows eight words in memory cost less than half of the warps: 75 us for 94.
-            if plan.rows.spilled(trial, plan.registers) <= (_FEW_SPILLS if plan.registers < _MANY else 0):
+            if plan.rows.spilled(arguments, plan.registers) <= (_FEW_SPILLS if plan.registers < _MANY else 0):
                 break
-    outputs = [allocated(output) for output in unwritten(program, rows, device)]
-    arguments = given | _arguments(program, plan, leaves, rows, outputs)
     if plan.copied and not program.row:
         arguments["row_ptr"] = _bytes(program, rows, device)
     if plan.staged:
@@ -174,6 +173,8 @@ def _run(
     with launching_on(leaves[0]):
         if plan.rows is not None:
             groups = cdiv(rows, plan.high)
+            if program.sums:  # of the dtype of the parts: another one would be compiled for, and the kernel twice
+                arguments["part_ptr"] = arguments["sum0_ptr"]
             walkers, registers = plan.rows.resident(arguments) if plan.walks else (groups, plan.registers)
             turns = cdiv(groups, plan.walkers or walkers) if plan.walks else 1
             programs = cdiv(groups, turns)
@@ -286,10 +287,8 @@ def _in_turns(code: Code, rows: int, scales: int, tile: Tile, registers: int) ->
 
 
 _MOST_WARPS = 16  # with _MANY registers in a thread they are all that a multiprocessor has
-_SHORT = (
-    8  # elements of a turn in a thread, up to which half of these will do: twice the warps, 0.78 to 0.92 of the time
-)
-_TURNS = (_MANY // 2, _MANY, 0)
+_SHORT = 8  # elements of a turn in a thread, up to which half of them will do: 0.78 to 0.92 of the time
+_TURNS = (_MANY // 2, _MANY, 0)  # limits of registers that are tried in turn; 0 for two kernels
 
 
 def _stages(code: Code, tile: Tile, sides: Sides, high: int, warps: int, *, staged: bool) -> int:
