@@ -1,6 +1,6 @@
 import pytest
 import torch
-from edge_programs import CASES, Writing, identity, silu
+from edge_programs import CASES, Writing, silu
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._subclasses.fake_tensor import FakeTensorMode
 

@@ -166,6 +166,8 @@ def _run(
             # short rows eight words in memory cost less than half of the warps: 75 us for 94.
             if plan.rows.spilled(arguments, plan.registers) <= (_FEW_SPILLS if plan.registers < _MANY else 0):
                 break
+    # The grid of the second kernel is sized for the rows of the plan; of a symbol these are one.
+    assert plan.tall is None or isinstance(rows, int), "transposed copies of a symbolic number of rows"
     if plan.copied and not program.row:
         arguments["row_ptr"] = _bytes(program, rows, device)
     if plan.staged:
