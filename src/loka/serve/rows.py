@@ -10,6 +10,7 @@ import functools
 import hashlib
 import math
 from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -247,9 +248,10 @@ def pad(tensors: Sequence[torch.Tensor], rows: int, form: Form) -> list[torch.Te
         ]
 
 
-def _as_they_are(tensors: Sequence[torch.Tensor]) -> torch.autocast:
+def _as_they_are(tensors: Sequence[torch.Tensor]) -> AbstractContextManager[Any]:
     """Inside, a caller's autocast does not look at them: it refuses to join tensors of another half precision."""
-    return torch.autocast(tensors[0].device.type if tensors else "cpu", enabled=False)
+    kind = tensors[0].device.type if tensors else "cpu"
+    return torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else nullcontext()
 
 
 def mapped(output: Any, function: Callable[[torch.Tensor], torch.Tensor]) -> Any:

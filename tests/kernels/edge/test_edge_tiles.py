@@ -69,17 +69,19 @@ def test_short_rows_are_transposed_in_few_registers(features, registers):
 
 
 @pytest.mark.parametrize(
-    ("words", "asked", "kernels"),
+    ("features", "words", "asked", "kernels"),
     [
-        ([0], [64], 1),
-        ([8], [64], 1),  # which cost less than half of the warps
-        ([40, 0], [64, 128], 1),
-        ([40, 8], [64, 128], 2),
+        (48, [0], [64], 1),
+        (48, [8], [64], 1),  # which cost less than half of the warps
+        (48, [40, 0], [64, 128], 1),
+        (48, [40, 8], [64, 128], 1),  # and less than a second kernel
+        (48, [40, 40], [64, 128], 2),
+        (1056, [8], [128], 2),
     ],
 )
-def test_a_kernel_that_spills_gives_way(words, asked, kernels, device, monkeypatch):
+def test_a_kernel_that_spills_gives_way(features, words, asked, kernels, device, monkeypatch):
     """Each limit by its own compilation: one answer for both sent what fits in 128 registers to two kernels."""
-    case = gelu(48)
+    case, rows = gelu(features), 33 + sum(words)  # others each time: a GPU repeats the launches of a shape
     tried, ran = [], []
 
     def compiled(launch, arguments, registers):
@@ -92,9 +94,9 @@ def test_a_kernel_that_spills_gives_way(words, asked, kernels, device, monkeypat
     monkeypatch.setattr(fused.Launch, "_compiled", compiled)
     monkeypatch.setattr(fused.Launch, "run", lambda launch, *args: (ran.append(launch), run(launch, *args))[1])
     monkeypatch.setitem(fused.TILE, "many", 0)
-    leaves, given = all_of(case, 33, device)
-    found = fused.run_program_fused(case.program, leaves, 33, *given)
-    check_outputs(case.program, leaves, 33, given, found, exact=False)
+    leaves, given = all_of(case, rows, device)
+    found = fused.run_program_fused(case.program, leaves, rows, *given)
+    check_outputs(case.program, leaves, rows, given, found, exact=False)
     assert (tried, len(ran)) == (asked, kernels)
 
 

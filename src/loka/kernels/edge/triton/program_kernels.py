@@ -162,9 +162,9 @@ def _run(
         if not plan.turns or plan.rows is None:
             break
         with launching_on(leaves[0]):
-            # A ReLU with the sum of a bias spilled, and took 51 us for 29 by two kernels; 2,048 features no less. Of
-            # short rows eight words in memory cost less than half of the warps: 75 us for 94.
-            if plan.rows.spilled(arguments, plan.registers) <= (_FEW_SPILLS if plan.registers < _MANY else 0):
+            # Few words in memory cost less than a second kernel that reads and writes every byte: up to 1,024
+            # features 0.59 to 0.93 of its time, for up to 18 words. Of wider rows some lose (0.83 to 1.23).
+            if plan.rows.spilled(arguments, plan.registers) <= (_FEW_SPILLS if program.features <= _WIDE else 0):
                 break
     # The grid of the second kernel is sized for the rows of the plan; of a symbol these are one.
     assert plan.tall is None or isinstance(rows, int), "transposed copies of a symbolic number of rows"
@@ -289,6 +289,7 @@ def _in_turns(code: Code, rows: int, scales: int, tile: Tile, registers: int) ->
 
 
 _MOST_WARPS = 16  # with _MANY registers in a thread they are all that a multiprocessor has
+_WIDE = 1024  # features, up to which a kernel that transposes may keep a few words in memory
 _SHORT = 8  # elements of a turn in a thread, up to which half of them will do: 0.78 to 0.92 of the time
 _TURNS = (_MANY // 2, _MANY, 0)  # limits of registers that are tried in turn; 0 for two kernels
 
