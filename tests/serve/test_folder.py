@@ -253,6 +253,33 @@ def test_a_save_that_fails_leaves_the_folder_as_it_was(shadow, tmp_path, monkeyp
     assert torch.equal(load(tmp_path, tower())(rows(50)).output, other(rows(50)).output)
 
 
+def test_a_server_that_cannot_be_put_back_is_kept_until_it_can(tmp_path, monkeypatch):
+    """A disk that refuses every rename from some one on, or a kill there, cost both servers."""
+    saved(tmp_path)
+    other, replaced = frozen(tower(1), BOTH), os.replace
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    for done in range(3, 9):  # 3 files are written by then
+        turns = iter(range(done))
+
+        def fails(source, target, turns=turns):
+            if next(turns, None) is None:
+                raise OSError(5, "Input/output error")
+            replaced(source, target)
+
+        monkeypatch.setattr("os.replace", fails)
+        with pytest.raises(NotWritten):
+            other.save(tmp_path)
+        with monkeypatch.context() as mended:
+            mended.setattr("os.replace", replaced)
+            mended.setattr("loka.serve.saving.write_tensors", lambda *_: (_ for _ in ()).throw(NotWritten("full")))
+            with pytest.raises(NotWritten):
+                other.save(tmp_path)
+        assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+    monkeypatch.setattr("os.replace", replaced)
+    other.save(tmp_path)
+    assert torch.equal(load(tmp_path, tower())(rows(50)).output, other(rows(50)).output)
+
+
 def test_a_second_process_that_saves_into_a_folder_is_refused(tmp_path, monkeypatch):
     """It removed what the first one had written so far."""
     first, second, write = frozen(tower(), BOTH), frozen(tower(1), BOTH), loka.serve.saving.write_tensors
