@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from loka.core.recipe import RECIPES
-from loka.core.records.parts import REFERENCE, beyond_sum, in_recipe, joined_alike
+from loka.core.records.parts import REFERENCE, are_correlations, beyond_sum, in_recipe, joined_alike
 from loka.probe.model_effects.alike import alike
 from loka.probe.model_effects.error_projection import changes_of
 from loka.statistics.effect_casts import CASTS
@@ -80,6 +80,29 @@ def test_a_hundred_layers_of_one_input_in_two_recipes_are_told_by_a_share(recipe
     for kept in (found, joined_alike(found, {}, (1, 0)), joined_alike(found, found, (1, 3))):
         told = sum(effects.values()) + beyond_sum(kept, chosen, effects)
         assert told == pytest.approx(together, rel=0.05)
+
+
+@pytest.mark.parametrize(("of_reference", "of_int8"), [(0.5, 0.95), (0.95, 0.5)])
+@pytest.mark.parametrize("opposed", [False, True])
+def test_the_share_is_right_where_int8_agrees_more_and_where_layers_cancel(of_reference, of_int8, opposed):
+    """A share of one at most told 0.43 of what layers lose whose INT8 steps agree where e4m3's hardly do. Where half of
+    the layers oppose the others, correlations add up to less than nothing, and the share was none."""
+    torch.manual_seed(0)
+    common, paths = torch.randn(4096, 1), [str(place) for place in range(100)]
+    agreed = torch.tensor([of_reference if name == REFERENCE else of_int8 for name in CASTS])
+    changes = [
+        (-1) ** (opposed * place) * agreed * common + (1 - agreed**2).sqrt() * torch.randn(4096, len(CASTS))
+        for place in range(100)
+    ]
+    found = alike(paths, changes, None)
+    for part in (paths, paths[::2]):  # a plan of some layers, too
+        s = torch.stack([changes[int(path)][:, list(CASTS).index("int8_row")] for path in part]).double()
+        effects = dict(zip(part, s.square().mean(dim=1).tolist(), strict=True))
+        beyond = s.sum(dim=0).square().mean().item() - sum(effects.values())
+        told = beyond_sum(found, dict.fromkeys(part, "int8_row"), effects)
+        assert told == pytest.approx(beyond, rel=0.05, abs=0.1 * len(part))
+    assert are_correlations(found)
+    assert not are_correlations({"a": {"b": 1.1}})
 
 
 def test_layers_in_two_recipes_count_as_independent_where_nothing_of_both_is_kept():

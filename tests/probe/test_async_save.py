@@ -143,6 +143,20 @@ def test_one_probe_saves_in_a_folder_at_a_time(tmp_path):
     assert not list(tmp_path.glob(".*"))
 
 
+def test_a_folder_is_free_where_the_last_copy_failed(tmp_path, monkeypatch):
+    """Memory that is full at the end held the folder for as long as anyone held the error."""
+    model, x = nn.Linear(5, 1), torch.randn(6, 5)
+    probe = loka.Probe(model, every=1, save_to=tmp_path).__enter__()
+    model(x).sum().backward()
+    monkeypatch.setattr(probe, "_copy", lambda: (_ for _ in ()).throw(torch.OutOfMemoryError("full")))
+    with pytest.raises(torch.OutOfMemoryError) as held:
+        probe.__exit__(None, None, None)
+    assert held.tb
+    with loka.Probe(model, every=1, save_to=tmp_path):
+        model(x).sum().backward()
+    assert Stats.load(tmp_path).steps == 1
+
+
 def test_the_end_tells_of_a_failure_and_ends_the_thread(tmp_path, stats):
     blocked = tmp_path / "file"
     saver = Saver(blocked)

@@ -230,15 +230,17 @@ def test_a_missing_kernel_is_refused(tmp_path, monkeypatch):
     registry.require_supported.cache_clear()
 
 
+@pytest.mark.parametrize("times", [1, 99])
 @pytest.mark.parametrize("shadow", [0.0, 1.0])
-def test_a_save_that_fails_leaves_the_folder_as_it_was(shadow, tmp_path, monkeypatch):
-    """Wherever it does: once the card was gone, what was new was removed with the rest."""
+def test_a_save_that_fails_leaves_the_folder_as_it_was(shadow, times, tmp_path, monkeypatch):
+    """Wherever it does: once the card was gone, what was new was removed with the rest. What no rename put back, as
+    after a kill, the next save puts back."""
     saved(tmp_path, shadow=shadow)
     other, replaced = frozen(tower(1), BOTH, shadow=1.0 - shadow), os.replace
     before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
     (tmp_path / ".saving").mkdir()  # of a process that was killed
     for done in range(10):  # 3 or 4 files are written, as many put in place, and 4 or 3 of before put aside
-        turns = iter([False] * done + [True])
+        turns = iter([False] * done + [True] * times)
 
         def fails(source, target, turns=turns):
             if next(turns, False):
@@ -248,6 +250,12 @@ def test_a_save_that_fails_leaves_the_folder_as_it_was(shadow, tmp_path, monkeyp
         monkeypatch.setattr("os.replace", fails)
         with pytest.raises(NotWritten):
             other.save(tmp_path)
+        monkeypatch.setattr("os.replace", replaced)
+        if times > 1:
+            with monkeypatch.context() as full:
+                full.setattr("loka.serve.saving.write_tensors", lambda *_: (_ for _ in ()).throw(NotWritten("full")))
+                with pytest.raises(NotWritten):
+                    other.save(tmp_path)
         assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
     other.save(tmp_path)
     assert torch.equal(load(tmp_path, tower())(rows(50)).output, other(rows(50)).output)

@@ -122,11 +122,12 @@ class Saver:
             self._changed.wait_for(lambda: self._waiting is None and not self._writing)
         self._raise()
 
-    def close(self, last: tuple[Make, Copied] | None = None) -> None:
-        """Writes `last`, or what was offered last. Raises LokaError where a save failed."""
+    def close(self, last: Callable[[], tuple[Make, Copied]] | None = None) -> None:
+        """Writes what `last` copies, or what was offered last. Raises LokaError where a save failed, and what `last`
+        raises; the folder is free then, too."""
         try:
             if last is not None:
-                self.offer(*last)
+                self.offer(*last())
             self.flush()
         finally:
             with self._changed:

@@ -180,7 +180,7 @@ class Probe:
             return
         saver, self._saver = self._saver, None
         try:
-            saver.close(self._copy() if self._sampled else None)
+            saver.close(self._copy if self._sampled else None)
         except LokaError as failed:
             if error is None:
                 raise

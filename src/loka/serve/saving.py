@@ -36,9 +36,10 @@ def save_version(folder: Path, card: Card, plan: Plan, version: Version, device:
 
     Raises NotWritten where the disk refuses, and InUse where another process saves there; the folder is as it was.
     """
-    staged = folder / _STAGED
+    staged, before = folder / _STAGED, folder / _STAGED / "before"
     with writing(folder), alone_with(folder / CARD, "saving"):
-        shutil.rmtree(staged, ignore_errors=True)  # of a process that was killed
+        _put_back(before, folder)  # where a process was killed between renames
+        shutil.rmtree(staged, ignore_errors=True)
         staged.mkdir(parents=True)
         try:
             plan.save(staged / PLAN)
@@ -49,14 +50,15 @@ def save_version(folder: Path, card: Card, plan: Plan, version: Version, device:
             Folder(card=card, files=files).save(staged / CARD)
             for name in (*_FILES, CARD):
                 file_behind(folder / name)  # raises for what is no file
-            _put_in_place(staged, folder)
+            _put_in_place(staged, before, folder)
         finally:
-            shutil.rmtree(staged, ignore_errors=True)
+            if not any(before.glob("*")):  # what could not be put back stays for the next save
+                shutil.rmtree(staged, ignore_errors=True)
 
 
-def _put_in_place(staged: Path, folder: Path) -> None:
+def _put_in_place(staged: Path, before: Path, folder: Path) -> None:
     """Moves the files of `staged` into `folder`; where that is interrupted, those of before lie there again."""
-    before, new = staged / "before", [name for name in (CARD, *_FILES) if (staged / name).exists()]
+    new = [name for name in (CARD, *_FILES) if (staged / name).exists()]
     before.mkdir()
     try:
         _move(folder, before, (CARD, *_FILES))  # without a card a mixture is no server
@@ -65,9 +67,16 @@ def _put_in_place(staged: Path, folder: Path) -> None:
         for name in new:
             if not (staged / name).exists():
                 (folder / name).unlink(missing_ok=True)
-        _move(before, folder, (*_FILES, CARD))
+        _put_back(before, folder)
         raise
+    shutil.rmtree(before, ignore_errors=True)
     sync_folder(folder)
+
+
+def _put_back(before: Path, folder: Path) -> None:
+    """The card is the last that is put into a folder: where there is one, what was there before is not missed."""
+    if not os.path.lexists(folder / CARD):
+        _move(before, folder, (*_FILES, CARD))
 
 
 def _move(source: Path, target: Path, names: Sequence[str]) -> None:

@@ -15,7 +15,7 @@ _V = "v"  # the normalized value
 
 
 class Matched(NamedTuple):
-    """Places in a program: `product` is the leaf that is normalized, `row_scale` the leaf that it is
+    """Indices in a program: `product` is the leaf that is normalized, `row_scale` the leaf that it is
     multiplied by, if it is, `inverse_rms` a step."""
 
     epilogue: Epilogue

@@ -23,6 +23,7 @@ REFERENCE = "rowwise_e4m3"
 """The recipe whose effects say how well a part is known."""
 ANY_LAYER = "*"
 """In the place of a layer's path in `Part.alike`; no module has this path."""
+_MOST_SHARE = 10.0  # of a correlation that is kept, which is a tenth or more
 WIDTH = 2.0
 LEAST_ROWS = 128
 """Below it an interval holds less often than it says: few rows carry most of the sum."""
@@ -33,9 +34,14 @@ def part_name(task: str = "", segment: str = "") -> str:
     return ", ".join(name for name in (task, segment) if name)
 
 
+def are_correlations(alike: Mapping[str, Mapping[str, float]]) -> bool:
+    """Whether `Part.alike` may be so. Shares of `ANY_LAYER` exceed 1 where layers agree more than in the reference."""
+    most = {name: _MOST_SHARE if name.split("@")[0] == ANY_LAYER else 1.0 for name in alike}
+    return all(abs(r) <= most[name] for name, others in alike.items() for r in others.values())
+
+
 def _check(part: Part) -> None:
-    correlations = (one for others in part.alike.values() for one in others.values())
-    if not (part.rows >= 0 and part.read >= 0 and part.allowed > 1 and all(-1 <= one <= 1 for one in correlations)):
+    if not (part.rows >= 0 and part.read >= 0 and part.allowed > 1 and are_correlations(part.alike)):
         raise ValueError("a number of rows, a width or a correlation that cannot be")
 
 
@@ -49,7 +55,7 @@ class Part:
     known. `unknown` says why no KL/H can be stated at all, such as labels that are all alike; "" else.
     `alike`: correlations of the changes that two layers make to its logit, such as of those that round one tensor:
     of the reference recipe by layers, and where another's differ, or in two recipes, by layers `in_recipe`. Where
-    these were too many to keep, `ANY_LAYER` in two recipes has what others are of the reference's correlation.
+    these were too many to keep, `ANY_LAYER` in two recipes has how many times the reference's correlation others are.
     """
 
     task: str = ""
@@ -107,7 +113,8 @@ def beyond_sum(
             if one in own and other in own:
                 found[frozenset((own[one], own[other]))] = r
             elif one in effects and other in effects:
-                found.setdefault(frozenset((one, other)), r * _share(alike, recipes[one], recipes[other]))
+                r *= _share(alike, recipes[one], recipes[other])
+                found.setdefault(frozenset((one, other)), min(max(r, -1.0), 1.0))
     return math.fsum(2 * r * math.sqrt(math.prod(effects[path] for path in pair)) for pair, r in found.items())
 
 

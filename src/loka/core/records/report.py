@@ -14,7 +14,7 @@ from loka.core.numerics.effect import OLD
 from loka.core.problem import Problem
 from loka.core.recipe import Gemm, recipe_in
 from loka.core.records.coverage import Coverage
-from loka.core.records.parts import WHOLE, Part
+from loka.core.records.parts import WHOLE, Part, are_correlations
 from loka.core.signature import ModelSignature
 from loka.core.storage.codec import decode, named, record, sparse
 from loka.core.storage.record_file import RecordFile
@@ -182,7 +182,7 @@ class Report(RecordFile, kind="loka-report", version=2, way_out="measure again w
         for times in (report.region_times, report.times_in_chains):
             for path, arms in times.items():
                 _require_times(f"{path} in a region", arms)
-        if not all(-1 <= r <= 1 for others in report.alike.values() for r in others.values()):
+        if not are_correlations(report.alike):
             raise ValueError("alike has a correlation that cannot be")
         return report
 

@@ -17,7 +17,7 @@ GROUP = 16  # weights that a launch serves: more would only lengthen its list of
 
 
 def groups_of(weights: Sequence[torch.Tensor]) -> list[list[int]]:
-    """Places of weights that launches serve together: of one dtype, up to `GROUP`, none without elements."""
+    """Indices of weights that launches serve together: of one dtype, up to `GROUP`, none without elements."""
     by_dtype: dict[torch.dtype, list[int]] = {}
     for index, weight in enumerate(weights):
         if weight.numel():

@@ -87,8 +87,9 @@ def _add(
 ) -> torch.Tensor:
     """Adds to `found` those `pairs` at most whose `r` is not `known`; what is known then [layers, layers].
 
-    Where there are more, the others count by their share of `reference`, the correlations of the reference recipe:
-    sum |s_i| |s_j| r_ij(p, q) / sum |s_i| |s_j| r_ij, so that all of them together lose what they do.
+    Where there are more, the others count by their share of R = `reference`, the correlations of the reference recipe:
+    sum |s_i| |s_j| r_ij sign R_ij / sum |s_i| |s_j| |R_ij|, so that all of them together lose what they do where their
+    signs are one, and layers that cancel each other do not hide those that do not.
     """
     off = (r - known).abs()
     at = (off > least).nonzero()
@@ -97,12 +98,11 @@ def _add(
         at = at[(off * sizes)[at[:, 0], at[:, 1]].topk(pairs).indices.sort().values]
     first, second = at[:, 0], at[:, 1]
     if more and reference is not None:
-        rest = sizes.masked_fill(reference == 0, 0)
+        rest = sizes * reference.sign()
         rest[first, second] = 0
         of_all = float((rest * reference).sum())
-        share = float((rest * r).sum()) / of_all if of_all > 0 else 0.0
         one, other = (in_recipe(ANY_LAYER, recipe) for recipe in recipes)
-        found.setdefault(one, {})[other] = round(min(max(share, -1.0), 1.0), 3)
+        found.setdefault(one, {})[other] = round(float((rest * r).sum()) / of_all, 3) if of_all > 0 else 0.0
     for a, b, one in zip(first.tolist(), second.tolist(), r[first, second].tolist(), strict=True):
         found.setdefault(in_recipe(paths[a], recipes[0]), {})[in_recipe(paths[b], recipes[1])] = round(one, 3)
     known = known.clone()

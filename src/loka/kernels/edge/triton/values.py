@@ -61,7 +61,7 @@ class Code:
         return found
 
     def reached(self, roots: Iterable[int | None]) -> list[int]:
-        """Places and what they are computed from, in order."""
+        """Values and what they are computed from, in order."""
         found: set[int] = set()
         waiting = [index for index in roots if index is not None]
         while waiting:

@@ -92,14 +92,14 @@ def _load(source, row, column, rows, columns, BLOCK_R: tl.constexpr, BLOCK_C: tl
 
 
 @triton.jit
-def _store(index, tile, row, column, rows, columns, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr, TMA: tl.constexpr):
+def _store(target, tile, row, column, rows, columns, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr, TMA: tl.constexpr):
     if TMA:
-        index.store([row, column], tile)
+        target.store([row, column], tile)
     else:
         r = row + tl.arange(0, BLOCK_R)
         c = column + tl.arange(0, BLOCK_C)
         offsets = r.to(tl.int64)[:, None] * columns + c[None, :]
-        tl.store(index + offsets, tile, mask=(r < rows)[:, None] & (c < columns)[None, :])
+        tl.store(target + offsets, tile, mask=(r < rows)[:, None] & (c < columns)[None, :])
 
 
 @triton.jit
