@@ -132,8 +132,10 @@ def test_one_probe_saves_in_a_folder_at_a_time(tmp_path):
     model, x = nn.Linear(5, 1), torch.randn(6, 5)
     with loka.Probe(model, every=1, save_to=tmp_path) as probe:
         other = loka.Probe(nn.Linear(5, 1), every=1, save_to=tmp_path)
-        with pytest.raises(InUse, match="saving statistics in"), other:
+        with pytest.raises(InUse, match="saving statistics in") as refused, other:
             pass
+        assert "which is this one" in refused.value.why[0]
+        assert "another folder" in refused.value.way_out
         assert not other._root_hooks
         model(x).sum().backward()
     assert Stats.load(tmp_path).digest() == probe.stats().digest()

@@ -91,7 +91,7 @@ class Saver:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self._held = ExitStack()
-        self._held.enter_context(alone_with(folder / RECORD, "saving statistics in"))
+        self._held.enter_context(alone_with(folder / RECORD, "saving statistics in", chosen="folder"))
         self._copying: tuple[Make, Copied] | None = None
         self._changed = threading.Condition()  # guards what follows
         self._waiting: Make | None = None

@@ -37,7 +37,7 @@ def save_version(folder: Path, card: Card, plan: Plan, version: Version, device:
     Raises NotWritten where the disk refuses, and InUse where another process saves there; the folder is as it was.
     """
     staged, before = folder / _STAGED, folder / _STAGED / "before"
-    with writing(folder), alone_with(folder / CARD, "saving"):
+    with writing(folder), alone_with(folder / CARD, "saving", chosen="folder"):
         _put_back(before, folder)  # where a process was killed between renames
         shutil.rmtree(staged, ignore_errors=True)
         staged.mkdir(parents=True)

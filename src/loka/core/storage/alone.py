@@ -32,29 +32,29 @@ def alone_in(folder: Path, doing: str) -> Iterator[None]:
     Raises:
         InUse: another one is, or this one already.
     """
-    with _alone(folder / LOCK, f"{doing} in {folder}", of=None):
+    with _alone(folder / LOCK, f"{doing} in {folder}", of=None, chosen="folder"):
         yield
 
 
 @contextmanager
-def alone_with(file: Path, doing: str) -> Iterator[None]:
+def alone_with(file: Path, doing: str, *, chosen: str = "file") -> Iterator[None]:
     """Inside, this process is the only one that is `doing` that to `file`, which need not be there. A link and the
-    file that it points to are one.
+    file that it points to are one. `chosen`: what the user gave, such as the folder of the file.
 
     Raises:
         InUse: as `alone_in`.
     """
     file = real_path(file)
-    with _alone(file.with_name(f".{file.name}{LOCK}"), f"{doing} {file}", of=file.name):
+    with _alone(file.with_name(f".{file.name}{LOCK}"), f"{doing} {file}", of=file.name, chosen=chosen):
         yield
 
 
 @contextmanager
-def _alone(path: Path, doing: str, *, of: str | None) -> Iterator[None]:
+def _alone(path: Path, doing: str, *, of: str | None, chosen: str) -> Iterator[None]:
     """`of`: the file whose unfinished writes are removed, or None for all in the folder."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        handle = _locked(path, doing)
+        handle = _locked(path, doing, chosen)
     except OSError as error:
         if error.errno not in (errno.EACCES, errno.EROFS):
             raise
@@ -71,18 +71,18 @@ def _alone(path: Path, doing: str, *, of: str | None) -> Iterator[None]:
             os.close(handle)
 
 
-def _locked(path: Path, doing: str) -> int | None:
+def _locked(path: Path, doing: str, chosen: str) -> int | None:
     while True:
         handle = os.open(path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            holder, kind = _holder(handle), "folder" if path.name == LOCK else "file"
+            holder = _holder(handle)
             os.close(handle)
             raise InUse(
                 f"another process is {doing}",
                 why=[holder] if holder else (),
-                way_out=f"wait for it, stop it, or choose another {kind}",
+                way_out=f"wait for it, stop it, or choose another {chosen}",
             ) from None
         except OSError as error:
             os.close(handle)
@@ -113,6 +113,8 @@ def _is_named(path: Path, handle: int) -> bool:
 def _holder(handle: int) -> str:
     try:
         found = json.loads(os.pread(handle, 4096, 0))
-        return f"process {int(found['pid'])} on {str(found['host'])[:80]} holds it"
+        pid, host = int(found["pid"]), str(found["host"])[:80]
+        own = ", which is this one" if (pid, host) == (os.getpid(), socket.gethostname()[:80]) else ""
+        return f"process {pid} on {host}{own} holds it"
     except (ValueError, KeyError, TypeError, RecursionError):
         return ""
