@@ -107,14 +107,15 @@ def beyond_sum(
     order. Below zero where changes cancel (`Part.alike`). Where no r of two layers is kept in their recipes, the
     reference's counts times the share of `ANY_LAYER`, which is 1 in one recipe and 0 in two unless it is kept too."""
     own = {in_recipe(path, recipes[path]): path for path in effects}
+    used = {recipes[path] for path in effects}
+    shares = {(one, other): _share(alike, one, other) for one in used for other in used}  # of pairs there are many
     found: dict[frozenset[str], float] = {}
     for one, others in alike.items():
         for other, r in others.items():
             if one in own and other in own:
                 found[frozenset((own[one], own[other]))] = r
-            elif one in effects and other in effects:
-                r *= _share(alike, recipes[one], recipes[other])
-                found.setdefault(frozenset((one, other)), min(max(r, -1.0), 1.0))
+            elif one in effects and other in effects and (share := shares[recipes[one], recipes[other]]):
+                found.setdefault(frozenset((one, other)), min(max(r * share, -1.0), 1.0))
     return math.fsum(2 * r * math.sqrt(math.prod(effects[path] for path in pair)) for pair, r in found.items())
 
 
