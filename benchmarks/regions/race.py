@@ -17,6 +17,7 @@ from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
 from loka.core.error import Estimate
+from loka.core.recording import Recording
 from loka.core.timing import Race, captured, median_interval, race, samples_of, timed_replay, warm_up
 
 Step = Callable[[], object]
@@ -45,10 +46,10 @@ class Arms:
 
     device: torch.device
     steps: dict[str, Step] = field(default_factory=dict)
-    graphs: dict[str, torch.cuda.CUDAGraph] = field(default_factory=dict)
+    graphs: dict[str, Recording] = field(default_factory=dict)
     calls: int = 0  # of every graph, set by the first arm
     traced: bool = False  # whether `kernels` will be asked for
-    first: torch.cuda.CUDAGraph | None = None
+    first: Recording | None = None
 
     def __post_init__(self) -> None:
         if self.device.type == "cuda":
@@ -67,14 +68,12 @@ class Arms:
             self.steps[name], self.calls = step, 1
             return
         warm_up(step, self.stream)
-        before = torch.cuda.current_stream()
         try:
             if not self.calls:
                 self.calls = self._calls(step)
             graph = self._capture(step, self.calls)
         except Exception:
-            torch.cuda.set_stream(before)  # torch.cuda.graph leaves its own where ending a capture raises
-            self._new_pool()  # a failed capture may still be recording to the old one
+            self._new_pool()  # no later graph shares memory with a capture that failed
             raise
         graph.replay()
         torch.cuda.synchronize()
@@ -122,7 +121,7 @@ class Arms:
         once = min(samples_of([("", *timed_replay(alone))], [""], 1)[""][0] for _ in range(3)) / 1e6
         return max(1, min(_MAX_CALLS, round(_REPLAY_SECONDS / once)))
 
-    def _capture(self, step: Step, calls: int) -> torch.cuda.CUDAGraph:
+    def _capture(self, step: Step, calls: int) -> Recording:
         return captured(step, calls, {"pool": self.pool, "stream": self.stream})
 
     def _replayed(self, names: Sequence[str], rounds: int, generator: random.Random) -> dict[str, list[float]]:

@@ -231,6 +231,7 @@ def test_on_a_gpu():
     def broken():
         torch.cuda.synchronize()  # not allowed while capturing
 
+    before = torch.cuda.current_stream()
     found = time_interleaved(
         {
             "big": lambda: big @ big.t()[:, :4096],
@@ -247,3 +248,6 @@ def test_on_a_gpu():
     assert found.timings["big"].rounds == found.rounds
     gap = [math.log(a / b) for a, b in zip(found.samples["small"], found.samples["again"], strict=False)]
     assert abs(median_interval(gap).value) < 0.03
+    # A capture that fails leaves nothing behind: neither its stream nor a generator that waits for its end.
+    assert torch.cuda.current_stream() == before
+    assert torch.rand(3, device=device).isfinite().all()

@@ -11,13 +11,12 @@ clearly slower than the leader, and ends when nothing is left open. `race` is th
 knows no GPU; `time_interleaved` captures the graphs and samples them.
 """
 
-import contextlib
 import functools
 import math
 import random
 import statistics
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -25,7 +24,7 @@ import torch
 
 from loka.core.error import Estimate
 from loka.core.exceptions import first_line
-from loka.core.recording import Recording
+from loka.core.recording import Recording, record
 
 Sample = Callable[[Sequence[str], int], Mapping[str, Sequence[float]]]
 """(names, rounds) -> microseconds of each name in each round; rounds are paired over names."""
@@ -275,7 +274,7 @@ def time_interleaved(
 
 def _capture_all(
     functions: Mapping[str, Callable[[], object]], baseline: str
-) -> tuple[dict[str, torch.cuda.CUDAGraph], dict[str, str], int]:
+) -> tuple[dict[str, Recording], dict[str, str], int]:
     # All graphs share one memory pool, so that 25 of them need the memory of one: each writes
     # its intermediates and outputs over the others'. That is sound because graphs are replayed
     # one after another, each writes before it reads, and nobody reads an output afterwards.
@@ -290,17 +289,16 @@ def _capture_all(
     graphs, failures = {}, {}
     for name, function in functions.items():
         try:
-            with _stream_restored():
-                if name != baseline:
-                    warm_up(function)
-                graphs[name] = captured(function, calls, place)
+            if name != baseline:
+                warm_up(function)
+            graphs[name] = captured(function, calls, place)
         except Exception as error:
             if name == baseline:
                 raise
             if not still_usable():
                 raise
             failures[name] = first_line(error)
-            place = _new_pool()  # a failed capture may still be recording to the old one
+            place = _new_pool()  # no later graph shares memory with a capture that failed
     for graph in graphs.values():
         graph.replay()
     return graphs, failures, calls
@@ -321,33 +319,14 @@ def _new_pool() -> dict[str, Any]:
     return {"pool": torch.cuda.graph_pool_handle(), "stream": torch.cuda.Stream()}
 
 
-def captured(function: Callable[[], object], calls: int, place: Mapping[str, Any]) -> torch.cuda.CUDAGraph:
-    """A graph of `calls` calls; `place` is for torch.cuda.graph. Raises what `function` raises."""
-    graph = torch.cuda.CUDAGraph()
-    raised: Exception | None = None
-    try:
-        with torch.cuda.graph(graph, **place):
-            try:
-                for _ in range(calls):
-                    function()
-            except Exception as error:
-                raised = error
-                raise
-    except Exception:
-        if raised is not None:  # ending a broken capture raises an error of its own over the cause
-            raise raised from None
-        raise
-    return graph
+def captured(function: Callable[[], object], calls: int, place: Mapping[str, Any]) -> Recording:
+    """A graph of `calls` calls; `place`: its pool and stream. Raises what `function` raises; CUDA is then as before."""
 
+    def body() -> None:
+        for _ in range(calls):
+            function()
 
-@contextlib.contextmanager
-def _stream_restored() -> Iterator[None]:
-    """torch.cuda.graph leaves its own stream current when ending the capture raises."""
-    before = torch.cuda.current_stream()
-    try:
-        yield
-    finally:
-        torch.cuda.set_stream(before)
+    return record(body, place["stream"].device, **place)[0]
 
 
 def timed_replay(graph: Recording) -> tuple[torch.cuda.Event, torch.cuda.Event]:
