@@ -1,15 +1,18 @@
 import copy
 import itertools
+from dataclasses import replace
 
 import pytest
 import torch
 from models import odd_mlp
+from planted import registered
 from sites import convert_layer, convert_layers
 from torch import nn
 
 from loka.core.exceptions import NotConverted
 from loka.core.numerics.reference import dequantize, quantize
 from loka.core.recipe import RECIPES, Gemm
+from loka.kernels.gemm import registry
 from loka.kernels.gemm.run import kernel_runs, reset_kernel_runs, run_gemm
 from loka.nn import health_of, reset_health, site_gemms, site_ops
 from loka.nn.site_ops import layer_pass, site_backward, site_forward
@@ -57,6 +60,21 @@ def test_forward_and_both_gradients_match_the_twin(candidate, rows, fan_in, fan_
     torch.testing.assert_close(placed.grad.cpu(), grad_input, **tolerance)
     torch.testing.assert_close(linear.weight.grad.cpu(), grad_weight, **tolerance)
     torch.testing.assert_close(linear.bias.grad.cpu(), grad.sum(dim=0), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("rows", [33, 1])
+@pytest.mark.parametrize("fan_out", [32, 30])
+def test_a_part_of_an_output_is_written_in_place(rows, fan_out):
+    """By a kernel that pads all sides: autograd lets nobody write in a view that a function of ours returns."""
+    padding = replace(registry.KERNELS["emulated"], name="padding", multiples=lambda problem, recipe: (16, 16, 16))
+    with registered(padding):
+        linear = convert_layer(nn.Linear(16, fan_out, bias=False), ("padding:rowwise_e4m3",) * 3)
+        x = torch.randn(rows, 16, requires_grad=True)
+        whole, part = linear(x), linear(x)
+        part[:, :16].mul_(-1.0)
+        sign = torch.ones(fan_out).index_fill_(0, torch.arange(16), -1.0)
+        assert torch.equal(part, whole * sign)
+        assert torch.equal(torch.autograd.grad(part.sum(), x)[0], torch.autograd.grad((whole * sign).sum(), x)[0])
 
 
 def test_each_gemm_runs_its_own_candidate():
