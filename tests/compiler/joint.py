@@ -17,7 +17,7 @@ from loka.compiler.lower import join_sites
 
 aten = torch.ops.aten
 LOW = (torch.bfloat16, torch.float16)
-FROM_MEMORY = {aten.mm.default, aten.bmm.default, aten.addmm.default, aten.view.dtype}
+FROM_MEMORY = {aten.mm.default, aten.bmm.default, aten.addmm.default, aten.view.dtype, aten.copy_.default}
 
 
 class JointBackend:
