@@ -19,6 +19,12 @@ class Run(Protocol):
     def __call__(self, a: Quantized, b: Quantized, dtype: torch.dtype, *, algorithm: int = 0) -> torch.Tensor: ...
 
 
+def padded_to(*sides: int) -> Callable[[Problem, Recipe], Multiples]:
+    """Of a kernel that pads every problem to the same multiples of M, N and K."""
+    m, n, k = sides
+    return lambda problem, recipe: (m, n, k)
+
+
 def nothing_missing() -> str | None:
     return None
 
