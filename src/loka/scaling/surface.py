@@ -5,7 +5,7 @@
 The roofline says what every shape has in common: a launch, the FLOPs at the peak, the bytes at the bandwidth,
 and for eight bits what quantizing reads and writes. Its constants are set by hand, to round numbers. The
 process carries over by what factor the nearest shapes took longer than that, and its variance grows with the
-distance to them. Its scales are fitted by leaving each layer out in turn (benchmarks/shape_times), and
+distance to them. Its scales are fitted by leaving each layer out in turn (`shape_times` in benchmarks/README.md), and
 tests/scale/test_scale_times.py repeats that: a stated interval is one that was checked.
 """
 

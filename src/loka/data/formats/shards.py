@@ -7,8 +7,8 @@
                           list<int32>[L], lengths int32; no list without features
 
 Lists of fixed size decode twice as fast as a column per feature and any parquet reader knows them; LZ4 halves
-the bytes and costs less than reading them (benchmarks/reader). Pages carry checksums, so a flipped bit is an
-error and not a feature. Every row group but a shard's last has `group_rows` rows.
+the bytes and costs less than reading them (`reader` in benchmarks/README.md). Pages carry checksums, so a flipped
+bit is an error and not a feature. Every row group but a shard's last has `group_rows` rows.
 """
 
 from __future__ import annotations
