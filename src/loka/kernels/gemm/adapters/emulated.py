@@ -9,7 +9,7 @@ import torch
 from loka.core.numerics.reference import Quantized, scaled_mm
 from loka.core.problem import Problem
 from loka.core.recipe import RECIPES, Recipe
-from loka.kernels.gemm.kernel import Kernel, padded_to
+from loka.kernels.gemm.kernel import Kernel, PaddedTo
 from loka.kernels.gemm.legality import not_float64
 
 
@@ -26,7 +26,7 @@ EMULATED = Kernel(
     library="emulated",
     recipes=tuple(RECIPES),
     unsupported=_unsupported,
-    multiples=padded_to(1, 1, 1),
+    multiples=PaddedTo(1, 1, 1),
     run=_run,
     packaged=tuple(RECIPES),
     emulates=True,

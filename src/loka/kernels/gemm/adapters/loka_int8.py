@@ -8,7 +8,7 @@ import torch
 from loka.core.numerics.reference import Quantized
 from loka.core.problem import Problem
 from loka.core.recipe import Recipe
-from loka.kernels.gemm.kernel import Kernel, padded_to
+from loka.kernels.gemm.kernel import Kernel, PaddedTo
 from loka.kernels.gemm.legality import integers_not_float64, misaligned, not_hopper, undefined
 from loka.kernels.gemm.libraries import no_triton
 
@@ -34,7 +34,7 @@ LOKA_INT8 = Kernel(
     library="loka",
     recipes=("int8_row", "int8_row_centred"),
     unsupported=_unsupported,
-    multiples=padded_to(1, 1, _ALIGNED),
+    multiples=PaddedTo(1, 1, _ALIGNED),
     run=_run,
     missing=no_triton,
 )

@@ -16,7 +16,7 @@ import torch
 from loka.core.numerics.reference import Quantized
 from loka.core.problem import Problem, round_up
 from loka.core.recipe import Granularity, Recipe
-from loka.kernels.gemm.kernel import Kernel, padded_to
+from loka.kernels.gemm.kernel import Kernel, PaddedTo
 from loka.kernels.gemm.layouts import column_major, row_major, scalar, vector
 from loka.kernels.gemm.legality import (
     bfloat16_on_the_way,
@@ -100,7 +100,7 @@ TORCHAO, TORCHAO_FAST = (
         library="torchao",
         recipes=_RECIPES,
         unsupported=_unsupported,
-        multiples=padded_to(1, 16, 16),
+        multiples=PaddedTo(1, 16, 16),
         run=functools.partial(_run, fast=fast),
         missing=functools.partial(why_missing, "torchao"),
         fast=fast,
@@ -115,7 +115,7 @@ TORCHAO_BLOCK = Kernel(
     recipes=("blockwise_e4m3",),
     on_request="compiles and times 6 variants at the first call for each shape: minutes for a model",
     unsupported=_unsupported_block,
-    multiples=padded_to(1, 1, 128),
+    multiples=PaddedTo(1, 1, 128),
     run=_run_block,
     missing=functools.partial(why_missing, "torchao"),
 )
