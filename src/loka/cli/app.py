@@ -12,7 +12,7 @@ import typer.core
 
 from loka.cli.commands.bench import bench
 from loka.cli.commands.data import data_app
-from loka.cli.commands.demo import default_config, run_demo
+from loka.cli.commands.demo import demo
 from loka.cli.commands.doctor import diagnose
 from loka.cli.commands.ne import limited_by_name, named_budget, show_drift, show_frontier
 from loka.cli.commands.probe import probe
@@ -22,20 +22,9 @@ from loka.cli.commands.serve import serve_app
 from loka.cli.commands.train import train
 from loka.cli.commands.validate import validate
 from loka.cli.inputs import choose_device
-from loka.cli.options import (
-    CacheFolder,
-    DataFile,
-    Device,
-    NoCache,
-    ScheduleName,
-    SchemaFile,
-    Seed,
-    TestData,
-    TimeLimit,
-    cache_folder,
-)
+from loka.cli.options import CacheFolder, Device, NoCache, TimeLimit, cache_folder
 from loka.cli.terminal import say
-from loka.cli.torchrun import require_alone, under_torchrun
+from loka.cli.torchrun import under_torchrun
 from loka.core.exceptions import LokaError
 from loka.core.records.plan import Plan
 from loka.core.records.report import Report
@@ -108,40 +97,7 @@ def doctor(
     say(diagnose(target))
 
 
-@app.command()
-def demo(
-    data: DataFile = None,
-    schema: SchemaFile = None,
-    test_data: TestData = None,
-    model: Annotated[list[str] | None, typer.Option("--model", help="May be given several times.")] = None,
-    out: Annotated[Path, typer.Option(help="Folder for everything written.")] = Path("runs/demo"),
-    rows: Annotated[int | None, typer.Option(min=10, help="Size of the synthetic world.")] = None,
-    batch_size: Annotated[int | None, typer.Option(min=1, help="Rows in a step.")] = None,
-    pairs: Annotated[int | None, typer.Option(min=1, help="Training seeds to compare over.")] = None,
-    seed: Seed = 0,
-    device: Device = None,
-    min_sqnr_db: Annotated[float | None, typer.Option(help="Floor on every site's error.")] = None,
-    min_speedup: Annotated[float | None, typer.Option(min=0, help="Least speed-up worth having.")] = None,
-    schedule: ScheduleName = "cosine",
-    verbose: Annotated[bool, typer.Option("--verbose", help="Print the long tables of details.txt too.")] = False,
-) -> None:
-    """Run the whole loop: probe, measure, plan, convert and train; compare the plan with bf16 in paired runs."""
-    require_alone("demo")
-    config = default_config(
-        models=tuple(model or ()),
-        data=data,
-        schema=schema,
-        test_data=test_data,
-        rows=rows,
-        batch_size=batch_size,
-        pairs=pairs,
-        seed=seed,
-        device=device,
-        min_sqnr_db=min_sqnr_db,
-        min_speedup=min_speedup,
-        schedule=schedule,
-    )
-    run_demo(config, out=out, verbose=verbose)
+app.command()(demo)
 
 
 @app.command()

@@ -21,7 +21,7 @@ from contextlib import ExitStack
 import torch
 
 from loka.core.exceptions import DataRefused
-from loka.data.batch import Batch, History, Source, at_epoch, history_of, tasks_of
+from loka.data.batch import Batch, Source, at_epoch, history_of, tasks_of
 
 
 class Dealt:
@@ -40,7 +40,8 @@ class Dealt:
                 way_out="parts of as many rows, such as Reader.parts makes",
             )
         self.parts, self._rank, self._ranks = tuple(parts), rank, ranks
-        self._of_a_part = sizes.pop()
+        self.all_rows = sizes.pop() * len(parts)  # of all ranks together, with those that are left out
+        self.rows = self.all_rows // ranks
         if self.all_rows < ranks:
             raise DataRefused(
                 f"{self.all_rows} rows are fewer than {ranks} ranks",
@@ -49,31 +50,9 @@ class Dealt:
             )
         read = range(rank * len(parts) // ranks, -(-(rank + 1) * len(parts) // ranks))
         self._first, self._read = read.start, self.parts[read.start : read.stop]
-
-    @property
-    def all_rows(self) -> int:
-        """Of all ranks together, with those that are left out."""
-        return self._of_a_part * len(self.parts)
-
-    @property
-    def rows(self) -> int:
-        return self.all_rows // self._ranks
-
-    @property
-    def dense_features(self) -> int:
-        return self.parts[0].dense_features
-
-    @property
-    def vocab_sizes(self) -> tuple[int, ...]:
-        return self.parts[0].vocab_sizes
-
-    @property
-    def history(self) -> History | None:
-        return history_of(self.parts[0])
-
-    @property
-    def tasks(self) -> tuple[str, ...]:
-        return tasks_of(self.parts[0])
+        first = self.parts[0]
+        self.dense_features, self.vocab_sizes = first.dense_features, first.vocab_sizes
+        self.history, self.tasks = history_of(first), tasks_of(first)
 
     @property
     def identity(self) -> str:

@@ -109,29 +109,12 @@ class Reader:
         if workers is not None and workers < 1:
             raise ValueError(f"workers={workers}: need at least one")
         self._store, self._first, self._last = store, first_row, first_row + rows
+        self.rows = rows // self._shuffle.world
+        self.dense_features, self.vocab_sizes = store.dense_features, store.vocab_sizes
+        self.history, self.tasks = store.history, tasks_of(store)
         self._workers = workers or min(processors(), MOST_WORKERS)
         self._pin = pin
         self._counts_store = counts_store
-
-    @property
-    def rows(self) -> int:
-        return (self._last - self._first) // self._shuffle.world
-
-    @property
-    def dense_features(self) -> int:
-        return self._store.dense_features
-
-    @property
-    def vocab_sizes(self) -> tuple[int, ...]:
-        return self._store.vocab_sizes
-
-    @property
-    def history(self) -> History | None:
-        return self._store.history
-
-    @property
-    def tasks(self) -> tuple[str, ...]:
-        return tasks_of(self._store)
 
     @property
     def identity(self) -> str:

@@ -258,15 +258,11 @@ def _sums(a: Distribution, b: Distribution) -> dict[str, torch.Tensor]:
 
 
 def _merge_gaussians(a: Distribution, b: Distribution) -> Distribution:
-    one, other = (_double(gaussian.from_distribution(part)) for part in (a, b))
+    one, other = (_as(gaussian.from_distribution(part), torch.float64) for part in (a, b))
     kept = [part.factor.shape[0] for part in (one, other) if part.factor is not None]
     both = gaussian.merge(one, other, rank=max([_LEAST_RANK, *kept]))
     amax = _latest_beside_latest(one.amax, other.amax)
     return gaussian.to_distribution(_as(replace(both, amax=amax), torch.float32))
-
-
-def _double(found: gaussian.Gaussian) -> gaussian.Gaussian:
-    return _as(found, torch.float64)
 
 
 def _as(found: gaussian.Gaussian, dtype: torch.dtype) -> gaussian.Gaussian:

@@ -307,7 +307,7 @@ class SiteTrace(ParameterMode):
 
 def _transforms() -> int:
     """How many transforms of torch.func and forward-mode AD are active. Those around the whole step are the user's way
-    to take gradients, and hide no numbers; `refuse_vmap` has the one that does."""
+    to take gradients, and hide no numbers; `refuse_sampling` has the one that does."""
     return (torch._C._functorch.maybe_current_level() or 0) + forward_ad._current_level
 
 

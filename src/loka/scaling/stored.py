@@ -1,7 +1,7 @@
 """Measurements that come with LoKA: what GEMMs took on a GPU in bf16 and in eight bits, by shape.
 
-A file a GPU, `times/NAME.json.xz`, written by benchmarks/shape_times from raw results, with where they are
-from.
+A file a GPU, `times/NAME.json.xz`, written by `shape_times` (benchmarks/README.md) from raw results, with where
+they are from.
 """
 
 import functools

@@ -5,13 +5,13 @@
 The roofline says what every shape has in common: a launch, the FLOPs at the peak, the bytes at the bandwidth,
 and for eight bits what quantizing reads and writes. Its constants are set by hand, to round numbers. The
 process carries over by what factor the nearest shapes took longer than that, and its variance grows with the
-distance to them. Its scales are fitted by leaving each layer out in turn (benchmarks/shape_times), and
+distance to them. Its scales are fitted by leaving each layer out in turn (`shape_times` in benchmarks/README.md), and
 tests/scale/test_scale_times.py repeats that: a stated interval is one that was checked.
 """
 
 import math
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -118,19 +118,7 @@ def _work(shape: Shape, *, eight: bool) -> tuple[float, float, float, float]:
     `eight`: in eight bits, with sides padded to multiples of 16; else in bf16. `TOGETHER` is a layer's three GEMMs.
     """
     if shape.kind == TOGETHER:
-        each = [
-            _work(
-                Shape(
-                    kind=gemm.value,
-                    rows=shape.rows,
-                    in_features=shape.in_features,
-                    out_features=shape.out_features,
-                    weight_dtype=shape.weight_dtype,
-                ),
-                eight=eight,
-            )
-            for gemm in Gemm
-        ]
+        each = [_work(replace(shape, kind=gemm.value), eight=eight) for gemm in Gemm]
         flops, moved, quantized, launches = (sum(column) for column in zip(*each, strict=True))
         return flops, moved, quantized, launches
     m, n, k = shape.sides

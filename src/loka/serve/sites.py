@@ -8,7 +8,7 @@ These sites keep an FP8 copy of a weight, which is safe only because nothing els
 
 import threading
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -305,30 +305,24 @@ def _bucket() -> int | None:
 
 
 @contextmanager
-def answering(bucket: int) -> Iterator[None]:
+def _with(name: str, value: object) -> Iterator[None]:
+    setattr(_HERE, name, value)
+    try:
+        yield
+    finally:
+        setattr(_HERE, name, None)
+
+
+def answering(bucket: int) -> AbstractContextManager[None]:
     """Inside, frozen sites that this thread runs go by the plan for `bucket` rows."""
-    _HERE.bucket = bucket
-    try:
-        yield
-    finally:
-        _HERE.bucket = None
+    return _with("bucket", bucket)
 
 
-@contextmanager
-def tracing() -> Iterator[None]:
+def tracing() -> AbstractContextManager[None]:
     """Inside, frozen sites that this thread runs are ops that a compiler traces."""
-    _HERE.traced = True
-    try:
-        yield
-    finally:
-        _HERE.traced = False
+    return _with("traced", True)
 
 
-@contextmanager
-def observed_by(observer: Observer) -> Iterator[None]:
+def observed_by(observer: Observer) -> AbstractContextManager[None]:
     """Inside, frozen sites that this thread runs show `observer` their name and rows [T, K]."""
-    _HERE.observer = observer
-    try:
-        yield
-    finally:
-        _HERE.observer = None
+    return _with("observer", observer)

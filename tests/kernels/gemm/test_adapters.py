@@ -4,6 +4,7 @@ test_agreement.py compares every candidate with the reference on a GPU, where th
 """
 
 import importlib.util
+import pickle
 import sys
 
 import pytest
@@ -216,6 +217,14 @@ def test_legality_without_the_library(name, gemm, sides, dtype, target, reason):
     candidate = candidate_named(name)
     said = candidate.kernel.unsupported(problem_of(gemm, sides, dtype, target), candidate.recipe)
     assert said is None if reason is None else reason in (said or ""), said
+
+
+@pytest.mark.parametrize("kernel", KERNELS.values(), ids=lambda kernel: kernel.name)
+def test_kernels_are_pickled(kernel):
+    candidate = next(c for c in all_candidates() if c.kernel is kernel)
+    problem = problem_of(Gemm.GRAD_INPUT, (33, 479, 13), torch.bfloat16)
+    padded = pickle.loads(pickle.dumps(kernel)).multiples(problem, candidate.recipe)
+    assert padded == kernel.multiples(problem, candidate.recipe)
 
 
 @pytest.mark.parametrize("candidate", ADAPTED, ids=lambda c: c.name)

@@ -15,15 +15,19 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Annotated
 
 import torch
+import typer
 from torch import nn
 
 from loka.cli.commands.ne import named_budget
 from loka.cli.demo_screen import DETAILS, PAGE, Shown, screen_of, write_pages
 from loka.cli.inputs import Data, choose_device, one_task, open_data, size_of_world, train_config
 from loka.cli.models import line_of, modded_builder
+from loka.cli.options import DataFile, Device, ScheduleName, SchemaFile, Seed, TestData
 from loka.cli.terminal import printable, say
+from loka.cli.torchrun import require_alone
 from loka.core.budget import Budget
 from loka.core.exceptions import FileRefused, LokaError
 from loka.core.records.plan import Plan
@@ -45,8 +49,6 @@ from loka.validation.arms import ArmSpec, by_plan, nudged
 from loka.validation.compare import Arm, Comparison, Pair
 from loka.validation.runs import Bench, HeldOut, Watch, held_out, run
 
-Say = Callable[[str], None]
-
 _CHECKPOINT_EVERY = 200
 _BF16 = ArmSpec(name="bf16", apply=lambda model: None, identity={})
 
@@ -65,32 +67,35 @@ class DemoConfig:
     min_sqnr_db: float | None
     min_speedup: float
     schedule: str
-    schema: str | None = None
-    test_data: str | None = None
+    schema: str | None
+    test_data: str | None
 
 
-def default_config(
-    *,
-    models: tuple[str, ...] = (),
-    data: Path | None = None,
-    schema: Path | None = None,
-    test_data: Path | None = None,
-    rows: int | None = None,
-    batch_size: int | None = None,
-    pairs: int | None = None,
-    seed: int = 0,
-    device: str | None = None,
-    min_sqnr_db: float | None = None,
-    min_speedup: float | None = None,
-    schedule: str = "cosine",
-) -> DemoConfig:
-    """Sizes that suit the machine: small on a CPU, published sizes on a GPU."""
+def demo(
+    data: DataFile = None,
+    schema: SchemaFile = None,
+    test_data: TestData = None,
+    model: Annotated[list[str] | None, typer.Option("--model", help="May be given several times.")] = None,
+    out: Annotated[Path, typer.Option(help="Folder for everything written.")] = Path("runs/demo"),
+    rows: Annotated[int | None, typer.Option(min=10, help="Size of the synthetic world.")] = None,
+    batch_size: Annotated[int | None, typer.Option(min=1, help="Rows in a step.")] = None,
+    pairs: Annotated[int | None, typer.Option(min=1, help="Training seeds to compare over.")] = None,
+    seed: Seed = 0,
+    device: Device = None,
+    min_sqnr_db: Annotated[float | None, typer.Option(help="Floor on every site's error.")] = None,
+    min_speedup: Annotated[float | None, typer.Option(min=0, help="Least speed-up worth having.")] = None,
+    schedule: ScheduleName = "cosine",
+    verbose: Annotated[bool, typer.Option("--verbose", help="Print the long tables of details.txt too.")] = False,
+) -> None:
+    """Run the whole loop: probe, measure, plan, convert and train; compare the plan with bf16 in paired runs."""
+    require_alone("demo")
     device = choose_device(device)
     train_config(batch_size=1, schedule=schedule)  # refuses a name that does not exist, before the folder
     gpu = torch.device(device).type == "cuda"
     allowed = named_budget("default", min_sqnr_db=min_sqnr_db, min_speedup=min_speedup)
-    return DemoConfig(
-        models=models or (("wukong:2gf", "dcnv2:mlperf") if gpu else ("wukong", "dcnv2")),
+    # Sizes that suit the machine: small on a CPU, published sizes on a GPU.
+    config = DemoConfig(
+        models=tuple(model or (("wukong:2gf", "dcnv2:mlperf") if gpu else ("wukong", "dcnv2"))),
         data=str(data) if data else None,
         rows=size_of_world(rows, data, default=800_000 if gpu else 50_000),
         batch_size=(8192 if gpu else 256) if batch_size is None else batch_size,
@@ -103,35 +108,31 @@ def default_config(
         schema=str(schema) if schema else None,
         test_data=str(test_data) if test_data else None,
     )
+    with alone_in(out, "running a demo"):
+        _run_demo(config, out, Details(verbose=verbose))
 
 
 class Details:
     """Long tables: kept for a file, and printed where that is asked for."""
 
-    def __init__(self, say: Say, *, verbose: bool) -> None:
-        self._say, self._verbose = say, verbose
+    def __init__(self, *, verbose: bool) -> None:
+        self._verbose = verbose
         self._lines: list[str] = []
 
     def __call__(self, text: str) -> None:
         self._lines.append(text)
         if self._verbose:
-            self._say(text)
+            say(text)
 
     def save(self, path: Path) -> None:
         write_atomic(path, ("\n\n".join(map(printable, self._lines)) + "\n").encode())
 
 
-def run_demo(config: DemoConfig, *, out: Path, say: Say = say, verbose: bool = False) -> None:
+def _run_demo(config: DemoConfig, out: Path, details: Details) -> None:
     """Runs the loop for every model and writes stats/, report.json, plan.json, train.json and a page.
 
-    Raises:
-        LokaError: `out` holds another demo, or another process runs one there.
+    Raises LokaError where `out` holds another demo.
     """
-    with alone_in(out, "running a demo"):
-        _run_demo(config, out, say, Details(say, verbose=verbose))
-
-
-def _run_demo(config: DemoConfig, out: Path, say: Say, details: Details) -> None:
     _claim(out, config)
     data = open_data(
         Path(config.data) if config.data else None,
@@ -149,7 +150,7 @@ def _run_demo(config: DemoConfig, out: Path, say: Say, details: Details) -> None
     for name in config.models:
         say(f"\n== {name}")
         folder = out / name.replace(":", "-")
-        decided, comparison = _run_model(name, config, data, folder, say, details)
+        decided, comparison = _run_model(name, config, data, folder, details)
         shown.append(Shown(name=name, folder=folder, plan=decided, comparison=comparison))
     for line in data.account():
         say(line)
@@ -177,9 +178,7 @@ def _claim(out: Path, config: DemoConfig) -> None:
     write_atomic(file, json.dumps(wanted, indent=1).encode())
 
 
-def _run_model(
-    name: str, config: DemoConfig, data: Data, out: Path, say: Say, details: Details
-) -> tuple[Plan, Comparison]:
+def _run_model(name: str, config: DemoConfig, data: Data, out: Path, details: Details) -> tuple[Plan, Comparison]:
     details(f"== {name}")
 
     @functools.cache  # each run builds a model anew, and they change all alike
@@ -213,7 +212,7 @@ def _run_model(
     for seed in range(config.seed, config.seed + config.pairs):
         bf16, expected = _arm(bench, _BF16, seed, probed if decided is None else None)
         if decided is None:
-            decided = _decide(Stats.load(out / "stats"), config, out, say, details, bars)
+            decided = _decide(Stats.load(out / "stats"), config, out, details, bars)
             control, found = _arm(bench, replace(nudged(), name="bf16 nudged"), seed)
             noise = paired_difference(expected.logits, found.logits, expected.labels)
         fp8, found = _arm(bench, by_plan(decided), seed)
@@ -293,7 +292,7 @@ def _drop_unwatched(checkpoints: Path, folder: Path) -> None:
             shutil.rmtree(leftover)
 
 
-def _decide(stats: Stats, config: DemoConfig, out: Path, say: Say, details: Details, bars: ProgressBars) -> Plan:
+def _decide(stats: Stats, config: DemoConfig, out: Path, details: Details, bars: ProgressBars) -> Plan:
     say(f"probe: {stats.sampled_steps} of {stats.steps} steps sampled, {len(stats.layers)} linear layers")
     report = measure(stats, device=config.device, out=out / "report.json", track=bars)
     budget = Budget(min_sqnr_db=config.min_sqnr_db, min_speedup=config.min_speedup)

@@ -18,7 +18,6 @@ import numpy as np
 
 from loka.core.exceptions import DataRefused
 from loka.core.storage.untrusted import open_regular
-from loka.data.batch import History
 from loka.data.block import MOST_IDS, Block
 from loka.data.content import content_of, identity_of
 from loka.data.files import COPY_AGAIN
@@ -101,7 +100,8 @@ class NpyStore:
                 ],
                 way_out="give triplets of one data set, which have the same columns",
             )
-        ((self._dense, sparse_features),) = widths
+        ((self.dense_features, sparse_features),) = widths
+        self.history = None
         if vocab_sizes is not None and len(vocab_sizes) != sparse_features:
             raise DataRefused(
                 f"{len(vocab_sizes)} vocab_sizes for {sparse_features} sparse columns",
@@ -113,30 +113,15 @@ class NpyStore:
                 way_out="a whole number from 1 on for each column",
             )
         self._modulo = vocab_sizes is not None
-        self._sizes = tuple(int(n) for n in vocab_sizes) if vocab_sizes is not None else self._scanned()
+        self.vocab_sizes = tuple(int(n) for n in vocab_sizes) if vocab_sizes is not None else self._scanned()
         self._groups = Groups([len(dense) for dense, _, _ in self._arrays], GROUP_ROWS)
-
-    @property
-    def group_rows(self) -> np.ndarray:
-        return self._groups.rows_of
-
-    @property
-    def dense_features(self) -> int:
-        return int(self._dense)
-
-    @property
-    def vocab_sizes(self) -> tuple[int, ...]:
-        return self._sizes
-
-    @property
-    def history(self) -> History | None:
-        return None
+        self.group_rows = self._groups.rows_of
 
     @property
     def identity(self) -> str:
         paths = [path for t in self._triplets for path in (t.dense, t.sparse, t.labels)]
         files = [content_of(path) for path in paths]
-        content = {"store": "NpyStore", "files": files, "sizes": self._sizes, "modulo": self._modulo}
+        content = {"store": "NpyStore", "files": files, "sizes": self.vocab_sizes, "modulo": self._modulo}
         return identity_of(content)
 
     def account(self) -> dict[str, int]:
@@ -168,7 +153,7 @@ class NpyStore:
         unsigned = sparse.dtype.kind == "u"  # with int64 numpy makes float64 of it, which lacks a hash's last bits
         ids = np.asarray(sparse)
         if self._modulo:
-            ids = np.mod(ids, np.array(self._sizes, np.uint64 if unsigned else np.int64))
+            ids = np.mod(ids, np.array(self.vocab_sizes, np.uint64 if unsigned else np.int64))
         ids = ids.astype(np.int64) if unsigned else ids
         return Block(
             dense=held, sparse=ids, label=label.astype(np.float32), counts=np.empty((last - first, 0), np.int32)

@@ -7,8 +7,8 @@
                           list<int32>[L], lengths int32; no list without features
 
 Lists of fixed size decode twice as fast as a column per feature and any parquet reader knows them; LZ4 halves
-the bytes and costs less than reading them (benchmarks/reader). Pages carry checksums, so a flipped bit is an
-error and not a feature. Every row group but a shard's last has `group_rows` rows.
+the bytes and costs less than reading them (`reader` in benchmarks/README.md). Pages carry checksums, so a flipped
+bit is an error and not a feature. Every row group but a shard's last has `group_rows` rows.
 """
 
 from __future__ import annotations
@@ -130,35 +130,10 @@ class ShardStore:
         for shard in self._shards:
             check_size(folder, shard)
         self._groups = Groups([shard.rows for shard in self._shards], manifest.group_rows)
-
-    @property
-    def group_rows(self) -> np.ndarray:
-        return self._groups.rows_of
-
-    @property
-    def dense_features(self) -> int:
-        return len(self._manifest.dense)
-
-    @property
-    def columns(self) -> tuple[str, ...]:
-        """Names of the dense and sparse columns, in their order."""
-        return (*self._manifest.dense, *self._manifest.sparse)
-
-    @property
-    def vocab_sizes(self) -> tuple[int, ...]:
-        return self._manifest.vocab_sizes
-
-    @property
-    def history(self) -> History | None:
-        return self._manifest.history
-
-    @property
-    def tasks(self) -> tuple[str, ...]:
-        return self._manifest.tasks
-
-    @property
-    def identity(self) -> str:
-        return self._manifest.digest
+        self.group_rows = self._groups.rows_of
+        self.columns = (*manifest.dense, *manifest.sparse)  # names, in their order
+        self.dense_features, self.vocab_sizes = len(manifest.dense), manifest.vocab_sizes
+        self.history, self.tasks, self.identity = manifest.history, manifest.tasks, manifest.digest
 
     def account(self) -> dict[str, int]:
         """Counts of the conversion, over the whole folder."""

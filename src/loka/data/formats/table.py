@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from loka.core.exceptions import DataRefused
-from loka.data.batch import Batch, History
+from loka.data.batch import Batch
 from loka.data.block import check_batching, check_holdout, into_batches, shard_range, training_rows
 from loka.data.categories.encoding import ENCODING, REASONS, encoded_of, history_in
 from loka.data.categories.vocabulary import HashedVocabulary, Vocabulary, build_vocabulary
@@ -41,7 +41,9 @@ class TableClicks:
         self._files = open_files(files, format=format)
         self._schema = schema
         self._vocabulary = vocabulary
-        self._sizes = tuple(vocabulary.size(column) for column in schema.sparse)
+        self.dense_features = len(schema.dense)
+        self.vocab_sizes = tuple(vocabulary.size(column) for column in schema.sparse)
+        self.history, self.tasks = history_in(schema, vocabulary), schema.labels
         present = sum(count_rows(file, schema) for file in self._files)
         rows = present - first_row if rows is None else rows
         if first_row < 0 or rows < 1 or first_row + rows > present:
@@ -52,27 +54,8 @@ class TableClicks:
             )
         first, last = shard_range(rows, shard=shard, shards=shards)
         self._first, self._last = first_row + first, first_row + last
+        self.rows = last - first
         self._totals = np.zeros(len(REASONS), np.int64)
-
-    @property
-    def rows(self) -> int:
-        return self._last - self._first
-
-    @property
-    def dense_features(self) -> int:
-        return len(self._schema.dense)
-
-    @property
-    def vocab_sizes(self) -> tuple[int, ...]:
-        return self._sizes
-
-    @property
-    def history(self) -> History | None:
-        return history_in(self._schema, self._vocabulary)
-
-    @property
-    def tasks(self) -> tuple[str, ...]:
-        return self._schema.labels
 
     @property
     def identity(self) -> str:

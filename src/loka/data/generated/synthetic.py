@@ -74,6 +74,7 @@ class SyntheticClicks:
             raise ValueError("vocab_sizes: need at least one table, each with id 0 (missing) and one more id")
         first, last = shard_range(rows, shard=shard, shards=shards)
         self._first, self._last = first_row + first, first_row + last
+        self.rows = last - first
         self._config = WorldConfig(
             seed=seed,
             vocab_sizes=tuple(int(size) for size in vocab_sizes),
@@ -81,26 +82,9 @@ class SyntheticClicks:
             base_rate=base_rate,
             alpha=alpha,
         )
-        self._history = history
+        self.dense_features, self.vocab_sizes = dense_features, self._config.vocab_sizes
+        self.history = History(length=history, vocab_size=self.vocab_sizes[0]) if history else None
         self._totals = np.zeros(len(REASONS), np.int64)
-
-    @property
-    def rows(self) -> int:
-        return self._last - self._first
-
-    @property
-    def dense_features(self) -> int:
-        return self._config.dense_features
-
-    @property
-    def vocab_sizes(self) -> tuple[int, ...]:
-        return self._config.vocab_sizes
-
-    @property
-    def history(self) -> History | None:
-        if not self._history:
-            return None
-        return History(length=self._history, vocab_size=self._config.vocab_sizes[0])
 
     @property
     def identity(self) -> str:
@@ -109,7 +93,7 @@ class SyntheticClicks:
             "generation": GENERATION,
             "range": [self._first, self._last],
             **asdict(self._config),
-            **({"history": self._history} if self._history else {}),
+            **({"history": self.history.length} if self.history else {}),
         }
         return identity_of(config)
 
@@ -130,7 +114,7 @@ class SyntheticClicks:
 
     def _blocks(self, first: int, last: int) -> Iterator[tuple[Block, np.ndarray]]:
         world = make_world(self._config)
-        seen = make_history(self._config, self._history) if self._history else None
+        seen = make_history(self._config, self.history.length) if self.history else None
         position, end = self._first + first, self._first + last
         while position < end:
             index, inside = divmod(position, BLOCK_ROWS)

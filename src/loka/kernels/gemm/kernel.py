@@ -19,6 +19,18 @@ class Run(Protocol):
     def __call__(self, a: Quantized, b: Quantized, dtype: torch.dtype, *, algorithm: int = 0) -> torch.Tensor: ...
 
 
+@dataclass(frozen=True)
+class PaddedTo:
+    """`multiples` of a kernel that pads every problem alike; no closure, so that a kernel can be pickled."""
+
+    m: int
+    n: int
+    k: int
+
+    def __call__(self, problem: Problem, recipe: Recipe) -> Multiples:
+        return self.m, self.n, self.k
+
+
 def nothing_missing() -> str | None:
     return None
 

@@ -9,6 +9,7 @@ import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TypeVar
 
 import torch
@@ -20,7 +21,7 @@ from loka.core.problem import DTYPES, Problem
 from loka.core.recipe import Gemm
 from loka.core.records.report import HP
 from loka.core.storage.codec import sparse
-from loka.core.timing import Timing, is_broken, time_interleaved
+from loka.core.timing import Race, Timing, is_broken, time_interleaved
 from loka.kernels.gemm.registry import Candidate, candidate_named
 from loka.kernels.gemm.run import ScaledGemm, run_gemm, scaled_gemm
 from loka.kernels.quantize.quantizer import quantize_operand
@@ -92,13 +93,15 @@ def time_site(
         stacked: it is one of a batched GEMM, so that a candidate's result is copied to where hp writes it. That the
             others go one by one too is not counted.
     """
+    race = partial(time_interleaved, device=device, tie=settings.tie, deadline=deadline, seed=settings.seed)
+    search = partial(race, max_rounds=settings.search_rounds)
     pinned: dict[str, str] = {}
     failures: dict[str, str] = {}
     cut_short = False
     for name in names:
         try:
             if name != HP and (candidates := _algorithms(name, problem)):
-                pinned[name], cut = _search(candidates, sets, problem, device, settings, deadline)
+                pinned[name], cut = _search(candidates, sets, problem, device, search)
                 cut_short = cut_short or cut
         except torch.OutOfMemoryError:
             raise
@@ -112,18 +115,10 @@ def time_site(
         name: site_call(name, sets, problem, kept_weight=kept_weight, stacked=stacked) for name in entered.values()
     }
     if is_odd(problem):
-        calls[HP], cut = _faster_hp(calls[HP], sets, problem, device, settings, deadline)
+        calls[HP], cut = _faster_hp(calls[HP], sets, problem, search)
         cut_short = cut_short or cut
-    found = time_interleaved(
-        calls,
-        baseline=HP,
-        device=device,
-        rivals=None if rivals is None else _renamed(rivals, entered),
-        tie=settings.tie,
-        max_rounds=settings.max_rounds,
-        deadline=deadline,
-        seed=settings.seed,
-    )
+    against = None if rivals is None else _renamed(rivals, entered)
+    found = race(calls, baseline=HP, rivals=against, max_rounds=settings.max_rounds)
     asked = {actual: name for name, actual in entered.items()}
     failures.update({asked[actual]: reason for actual, reason in found.failures.items()})
     return SiteTimes(
@@ -135,25 +130,12 @@ def time_site(
 
 
 def _faster_hp(
-    plain: Callable[[], torch.Tensor],
-    sets: Sequence[Operands],
-    problem: Problem,
-    device: torch.device,
-    settings: Settings,
-    deadline: float | None,
+    plain: Callable[[], torch.Tensor], sets: Sequence[Operands], problem: Problem, search: Callable[..., Race]
 ) -> tuple[Callable[[], torch.Tensor], bool]:
     """`plain` or with padded sides (times/hp_call.py), and whether their race was cut short."""
     padded = padded_call([sides(problem.gemm, each) for each in _for_hp(sets, problem)], problem)
     calls = {HP: plain, f"{HP}, padded": padded}
-    found = time_interleaved(
-        calls,
-        baseline=HP,
-        device=device,
-        tie=settings.tie,
-        max_rounds=settings.search_rounds,
-        deadline=deadline,
-        seed=settings.seed,
-    )
+    found = search(calls, baseline=HP)
     return calls[found.winner], found.ended == "deadline"
 
 
@@ -225,8 +207,7 @@ def _search(
     sets: Sequence[Operands],
     problem: Problem,
     device: torch.device,
-    settings: Settings,
-    deadline: float | None,
+    search: Callable[..., Race],
 ) -> tuple[str, bool]:
     """The pinned name of the fastest right algorithm, and whether the search was cut short.
 
@@ -246,15 +227,7 @@ def _search(
 
     while right:
         try:
-            found = time_interleaved(
-                {name: gemm(run) for name, run in right.items()},
-                baseline=next(iter(right)),
-                device=device,
-                tie=settings.tie,
-                max_rounds=settings.search_rounds,
-                deadline=deadline,
-                seed=settings.seed,
-            )
+            found = search({name: gemm(run) for name, run in right.items()}, baseline=next(iter(right)))
         except torch.OutOfMemoryError:
             raise
         except Exception as error:  # the baseline of this race is one algorithm like another

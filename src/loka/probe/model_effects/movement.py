@@ -29,7 +29,7 @@ from loka.statistics.effect_casts import LEARNING
 
 _UNKNOWN = 0.5
 """Standard deviation of ln(effect) over a doubling of the steps, where no earlier model is known. In
-benchmarks/ne_prediction/interval_coverage.py effects moved over the last one by 0.30 in the median and by
+`ne_prediction` (benchmarks/README.md) effects moved over the last one by 0.30 in the median and by
 0.79 in the root of the mean square."""
 _MEDIAN_OF_CHI2 = 0.455
 

@@ -216,34 +216,26 @@ class Frame:
         y_axis: bool = True,
         x_ticks: Sequence[float] | None = None,
     ) -> Html:
+        left, right, bottom, top = self.x.start, self.x.end, self.y.start, self.y.end
         back: list[Html] = []
+
+        def line(x1: float, x2: float, y1: float, y2: float, kind: str = "rule") -> None:
+            back.append(tag("line", x1=_n(x1), x2=_n(x2), y1=_n(y1), y2=_n(y2), class_=kind))
+
+        def text(words: str, x: float, y: float, anchor: str | None) -> None:
+            back.append(tag("text", words, x=_n(x), y=_n(y), text_anchor=anchor, class_="soft"))
+
         for value in self.x.ticks() if x_ticks is None else x_ticks:
-            at = _n(self.x(value))
-            back.append(tag("line", x1=at, x2=at, y1=_n(self.y.start), y2=_n(self.y.end), class_="rule"))
-            back.append(
-                tag("text", x_format(value), x=at, y=_n(self.y.start + 15), text_anchor="middle", class_="soft")
-            )
+            line(self.x(value), self.x(value), bottom, top)
+            text(x_format(value), self.x(value), bottom + 15, "middle")
         for value in self.y.ticks() if y_axis else ():
-            at = _n(self.y(value))
-            back.append(tag("line", x1=_n(self.x.start), x2=_n(self.x.end), y1=at, y2=at, class_="rule"))
-            back.append(
-                tag(
-                    "text",
-                    y_format(value),
-                    x=_n(self.x.start - 5),
-                    y=_n(self.y(value) + 4),
-                    text_anchor="end",
-                    class_="soft",
-                )
-            )
-        back.append(
-            tag("line", x1=_n(self.x.start), x2=_n(self.x.end), y1=_n(self.y.start), y2=_n(self.y.start), class_="axis")
-        )
+            line(left, right, self.y(value), self.y(value))
+            text(y_format(value), left - 5, self.y(value) + 4, "end")
+        line(left, right, bottom, bottom, "axis")
         if x_title:
-            middle = _n((self.x.start + self.x.end) / 2)
-            back.append(tag("text", x_title, x=middle, y=_n(self.height - 5), text_anchor="middle", class_="soft"))
+            text(x_title, (left + right) / 2, self.height - 5, "middle")
         if y_title:
-            back.append(tag("text", y_title, x=4, y=12, class_="soft"))
+            text(y_title, 4, 12, None)
         size = f"0 0 {self.width:g} {self.height:g}"
         return tag("svg", *back, *self.marks, viewBox=size, role="img", aria_label=label)
 

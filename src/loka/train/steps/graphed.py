@@ -27,7 +27,7 @@ from loka.core.device import moved
 from loka.core.exceptions import first_line
 from loka.core.exchange import gather, ranks_of
 from loka.core.recording import Recording, capture_stream, record, synced
-from loka.core.timing import still_usable
+from loka.core.timing import is_broken
 from loka.nn.fsdp_units import units_of
 from loka.train.steps.capture import Undo, address, not_capturable
 
@@ -232,7 +232,7 @@ class GraphedStep:
         try:
             recording, result = record(lambda: _detached(self._function(*inputs)), self._device, self._side())
         except BaseException as error:
-            if not isinstance(error, Exception) or not _usable(self._device):
+            if not isinstance(error, Exception) or is_broken(self._device):
                 undo.everything()
                 raise
             wrong = f"the step cannot be captured: {first_line(error)}"
@@ -369,11 +369,6 @@ def _exchanges(model: nn.Module) -> str | None:
 
 def _has_graphs(device: torch.device) -> bool:
     return device.type == "cuda"
-
-
-def _usable(device: torch.device) -> bool:
-    """After an illegal memory access every later call fails too, and there is nothing to fall back to."""
-    return device.type != "cuda" or still_usable()
 
 
 def _difference(old: Mapping[str, Any], new: Mapping[str, Any]) -> tuple[str, str]:

@@ -75,7 +75,7 @@ class Step:
         self._whole = False
         self._coming = coming if config.pipeline and sharded_modules(model) else None
         self._pipeline: Pipelined | None = None
-        self._exchange = _ONE_BY_ONE if sharded_modules(model) else None
+        self.exchange = _ONE_BY_ONE if sharded_modules(model) else None  # of TorchRec's ids and embeddings
         self._extent = extent_of(model, optimizers, config) if config.step == "graph" else Extent(model)
         self._left = left_as_written(unwrap(model)) if self._compiled else None
         if self._compiled:
@@ -88,11 +88,6 @@ class Step:
             return self._why_not_compiled or self._left
         why = self._extent.reason or (self._graphed.reason if self._graphed else "no step was run yet")
         return "; ".join(each for each in (why, self._left) if each) or None
-
-    @property
-    def exchange(self) -> str | None:
-        """How TorchRec exchanges ids and embeddings; None where it does not."""
-        return self._exchange
 
     def __call__(self, batch: Batch, *, sight: Sight = "none") -> Predicted:
         if self._pipeline is not None:  # ids of this batch are on their way
@@ -114,7 +109,7 @@ class Step:
                 found = self._inside(batch)
                 self._tried = True
                 return found
-        except _compiler_errors() as error:
+        except torch._dynamo.exc.TorchDynamoException as error:
             # The optimizers have not stepped: forward or backward failed while being compiled.
             before.put_back()
             cause = getattr(error, "inner_exception", error)
@@ -248,10 +243,10 @@ class Step:
             update=self._update,
         )
         if isinstance(made, str):
-            self._exchange = f"{_ONE_BY_ONE}: {made}"
+            self.exchange = f"{_ONE_BY_ONE}: {made}"
         else:
             self._pipeline = made
-            self._exchange = _PIPELINE
+            self.exchange = _PIPELINE
 
     def _clip(self) -> None:
         if self._config.grad_clip is not None and "dense" in self._optimizers:
@@ -296,17 +291,8 @@ def _forward(
     return loss, Predicted(losses.detach(), logits.detach())
 
 
-@contextlib.contextmanager
-def _eagerly(compiled: bool) -> Iterator[None]:
-    if not compiled:
-        yield
-        return
-    with torch.compiler.set_stance("force_eager"):
-        yield
-
-
-def _compiler_errors() -> tuple[type[Exception], ...]:
-    return (torch._dynamo.exc.TorchDynamoException,)
+def _eagerly(compiled: bool) -> contextlib.AbstractContextManager[Any]:
+    return torch.compiler.set_stance("force_eager") if compiled else contextlib.nullcontext()
 
 
 class _Before:

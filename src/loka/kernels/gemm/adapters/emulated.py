@@ -9,16 +9,12 @@ import torch
 from loka.core.numerics.reference import Quantized, scaled_mm
 from loka.core.problem import Problem
 from loka.core.recipe import RECIPES, Recipe
-from loka.kernels.gemm.kernel import Kernel, Multiples
+from loka.kernels.gemm.kernel import Kernel, PaddedTo
 from loka.kernels.gemm.legality import not_float64
 
 
 def _unsupported(problem: Problem, recipe: Recipe) -> str | None:
     return not_float64(problem)
-
-
-def _multiples(problem: Problem, recipe: Recipe) -> Multiples:
-    return (1, 1, 1)
 
 
 def _run(a: Quantized, b: Quantized, dtype: torch.dtype, *, algorithm: int = 0) -> torch.Tensor:
@@ -30,7 +26,7 @@ EMULATED = Kernel(
     library="emulated",
     recipes=tuple(RECIPES),
     unsupported=_unsupported,
-    multiples=_multiples,
+    multiples=PaddedTo(1, 1, 1),
     run=_run,
     packaged=tuple(RECIPES),
     emulates=True,

@@ -8,7 +8,7 @@ import torch
 from loka.core.numerics.reference import Quantized
 from loka.core.problem import Problem
 from loka.core.recipe import Recipe
-from loka.kernels.gemm.kernel import Kernel, Multiples
+from loka.kernels.gemm.kernel import Kernel, PaddedTo
 from loka.kernels.gemm.legality import integers_not_float64, misaligned, not_hopper, undefined
 from loka.kernels.gemm.libraries import no_triton
 
@@ -23,10 +23,6 @@ def _unsupported(problem: Problem, recipe: Recipe) -> str | None:
     return not_hopper(problem.target, slow) or misaligned(problem, k=_ALIGNED)
 
 
-def _multiples(problem: Problem, recipe: Recipe) -> Multiples:
-    return (1, 1, _ALIGNED)
-
-
 def _run(a: Quantized, b: Quantized, dtype: torch.dtype, *, algorithm: int = 0) -> torch.Tensor:
     from loka.kernels.gemm.triton.int8_gemm import int8_gemm
 
@@ -38,7 +34,7 @@ LOKA_INT8 = Kernel(
     library="loka",
     recipes=("int8_row", "int8_row_centred"),
     unsupported=_unsupported,
-    multiples=_multiples,
+    multiples=PaddedTo(1, 1, _ALIGNED),
     run=_run,
     missing=no_triton,
 )

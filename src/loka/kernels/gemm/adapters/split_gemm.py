@@ -17,7 +17,7 @@ import torch
 from loka.core.numerics.reference import Quantized
 from loka.core.problem import Problem, capability
 from loka.core.recipe import Gemm, Recipe
-from loka.kernels.gemm.kernel import Kernel, Multiples
+from loka.kernels.gemm.kernel import Kernel, PaddedTo
 from loka.kernels.gemm.layouts import vector
 from loka.kernels.gemm.legality import misaligned, not_float64, undefined
 from loka.kernels.gemm.libraries import no_triton
@@ -42,10 +42,6 @@ def _unsupported(problem: Problem, recipe: Recipe) -> str | None:
     return not_float64(problem) or misaligned(problem, k=_ALIGNED)
 
 
-def _multiples(problem: Problem, recipe: Recipe) -> Multiples:
-    return (1, 1, _ALIGNED)
-
-
 def _algorithms(problem: Problem, recipe: Recipe, *, fast: bool) -> int:
     from loka.kernels.gemm.triton.split_gemm import EXACT, FAST
 
@@ -66,7 +62,7 @@ LOKA_SPLIT, LOKA_SPLIT_FAST = (
         fast=fast,
         recipes=_RECIPES,
         unsupported=_unsupported,
-        multiples=_multiples,
+        multiples=PaddedTo(1, 1, _ALIGNED),
         run=functools.partial(_run, fast=fast),
         missing=no_triton,
         algorithms=functools.partial(_algorithms, fast=fast),

@@ -16,7 +16,7 @@ import torch
 from loka.core.numerics.reference import Quantized
 from loka.core.problem import Problem, round_up
 from loka.core.recipe import Granularity, Recipe
-from loka.kernels.gemm.kernel import Kernel, Multiples
+from loka.kernels.gemm.kernel import Kernel, PaddedTo
 from loka.kernels.gemm.layouts import column_major, row_major, scalar, vector
 from loka.kernels.gemm.legality import (
     bfloat16_on_the_way,
@@ -42,10 +42,6 @@ def _unsupported(problem: Problem, recipe: Recipe) -> str | None:
     return not_float64(problem)
 
 
-def _multiples(problem: Problem, recipe: Recipe) -> Multiples:
-    return (1, 16, 16)
-
-
 def _rounding(problem: Problem, recipe: Recipe, *, fast: bool) -> float:
     if granularities(problem, recipe)[0] is not Granularity.ROW:
         return 0.0
@@ -67,10 +63,6 @@ def _run(a: Quantized, b: Quantized, dtype: torch.dtype, *, algorithm: int = 0, 
 def _unsupported_block(problem: Problem, recipe: Recipe) -> str | None:
     refused = undefined(problem, recipe) or no_fp8(problem.target) or misaligned(problem, k=128)
     return refused or not_float64(problem)
-
-
-def _multiples_block(problem: Problem, recipe: Recipe) -> Multiples:
-    return (1, 1, 128)
 
 
 def _run_block(a: Quantized, b: Quantized, dtype: torch.dtype, *, algorithm: int = 0) -> torch.Tensor:
@@ -108,7 +100,7 @@ TORCHAO, TORCHAO_FAST = (
         library="torchao",
         recipes=_RECIPES,
         unsupported=_unsupported,
-        multiples=_multiples,
+        multiples=PaddedTo(1, 16, 16),
         run=functools.partial(_run, fast=fast),
         missing=functools.partial(why_missing, "torchao"),
         fast=fast,
@@ -123,7 +115,7 @@ TORCHAO_BLOCK = Kernel(
     recipes=("blockwise_e4m3",),
     on_request="compiles and times 6 variants at the first call for each shape: minutes for a model",
     unsupported=_unsupported_block,
-    multiples=_multiples_block,
+    multiples=PaddedTo(1, 1, 128),
     run=_run_block,
     missing=functools.partial(why_missing, "torchao"),
 )

@@ -323,7 +323,7 @@ def _gemm(
             )  # fmt: skip
 
 
-# What is worth a race (benchmarks/loka_gemms). Shared memory of an H200 is 227 KB: a stage
+# What is worth a race (`loka_gemms` in benchmarks/README.md). Shared memory of an H200 is 227 KB: a stage
 # of 128 x 256 x 128 takes 48 KB and half a tile of Z 32 KB. Nothing spills registers (triton
 # 3.6) but GELU under the last two.
 CONFIGS = {
@@ -338,7 +338,7 @@ EXACT_WIDE = Config(block_m=64, stages=3, parts=2)
 
 
 def choose(*, rows: int, columns: int, block: int, fast: bool, keep: bool) -> Config:
-    """The configuration for a problem, as raced on an H200 (benchmarks/loka_gemms).
+    """The configuration for a problem, as raced on an H200 (`loka_gemms` in benchmarks/README.md).
 
     Exact accumulation needs registers for a second tile. Large tiles want one for nearly every
     multiprocessor, and with Z besides they do not fit whole into shared memory.

@@ -12,7 +12,7 @@ first: a memset and a launch, or the memset alone where a row copy can merge the
 maximum on its way. Both copies come from one launch where every element has the same scale in
 both (tensor, 128x128, given); otherwise each has its own.
 
-Scales lie in memory as `kernels.quantized_side.empty_scale` says.
+Scales lie in memory as `kernels.quantize.side.empty_scale` says.
 """
 
 import functools
