@@ -34,6 +34,7 @@ from loka.serve.model.absent import for_compilers
 from loka.serve.model.programs import like
 from loka.serve.packaging.aot import Packaged, package_version
 from loka.serve.packaging.triton_folder import PACKAGE, Batching, add_version, config_of
+from loka.serve.packaging.weights import PackagedWeights, write_weights
 from loka.serve.rows import MOST_DRAWN, Request, joined, leaves, mapped, pad
 from loka.serve.run import runner_of
 from loka.serve.saving import save_version
@@ -150,6 +151,20 @@ class Server:
         """
         version = self._apart_from_requests()
         return package_version(Path(path), self.card, self.plan, version, batch=batch, device=self.device)
+
+    def package_weights(self, package: Path | str, path: Path | str) -> PackagedWeights:
+        """Writes the weights of the version that answers now, for a package of this server to take in place of its own
+        without compiling (serve/packaging/weights.py). The package is run with them in a fresh process, and compared
+        with this server; the file of the package stays as it is.
+
+        Raises:
+            FileRefused: `package` cannot be read, or `package` did not write it.
+            ServeRefused: the package is of another server, or its code holds numbers that differ in this version.
+            WrongResults: with these weights the package answers otherwise than this server. No file is left.
+            NotWritten: the disk refuses the file.
+        """
+        version = self._apart_from_requests()
+        return write_weights(Path(package), Path(path), self.card, self.plan, version, device=self.device)
 
     def publish(
         self, repository: Path | str, name: str, *, most: int = 4096, delay_us: int = 0

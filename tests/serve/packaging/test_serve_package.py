@@ -33,8 +33,9 @@ from loka.core.exceptions import MissingLibrary, NotWritten, ServeRefused, Wrong
 from loka.core.storage.files import sha256_of_file, tensors_from_bytes, tensors_to_bytes
 from loka.serve import Server, freeze
 from loka.serve.packaging import aot
-from loka.serve.packaging.aot import PackagedSite, _most_apart, _typical, tried, unpackaged
+from loka.serve.packaging.aot import _most_apart, _typical, tried, unpackaged
 from loka.serve.packaging.checksum import checksum_of, write_checksum
+from loka.serve.packaging.exported import PackagedSite
 from loka.serve.rows import leaves
 from loka.serve.sites import frozen_sites
 from loka.serve.watch.agreement import AnswerError

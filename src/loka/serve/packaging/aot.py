@@ -3,10 +3,10 @@
 Sites that were frozen for graphs are joined into regions, whose kernels are written into the file
 (compiler/packaged.py). Others are aten alone: the cast of the input, which Inductor fuses into what makes it, and
 the GEMM of the kernel, `aten._scaled_mm` or its emulation. FP8 weights and scales are constants of the file. It has
-no alarm, no buckets, no shadow and no refresh: it is one version of the weights for any number of rows within `batch`.
+no alarm, no buckets and no shadow, and holds one version of the weights for any number of rows within `batch`; those of
+another one are a file of their own (weights.py).
 """
 
-import copy
 import math
 import os
 import shutil
@@ -23,21 +23,17 @@ from torch import nn
 from loka.core.compiling import mend_compilers
 from loka.core.error import sqnr_db
 from loka.core.exceptions import LokaError, MissingLibrary, ServeRefused, WrongResults, truncated
-from loka.core.numerics.reference import Quantized, quantize
-from loka.core.recipe import Gemm
 from loka.core.records.plan import Plan
 from loka.core.storage.files import file_behind, sha256_of_file, writing
-from loka.graph.attach import attach, detach
-from loka.kernels.gemm.aten import aten_gemm
 from loka.kernels.gemm.registry import candidate_named
-from loka.nn.unwrap import named_modules
 from loka.planner.convert import fp8_layers
 from loka.serve.card import Card
 from loka.serve.packaging.checksum import checksum_of, write_checksum
+from loka.serve.packaging.exported import Contents, Exported, contents_of, exported
 from loka.serve.packaging.fresh import answers_of
 from loka.serve.rows import leaves
 from loka.serve.run import Runner, runner_of
-from loka.serve.sites import FrozenSite, HighPrecisionSite, as_rows, frozen_sites
+from loka.serve.sites import frozen_sites
 from loka.serve.version import Version
 from loka.serve.watch.agreement import AnswerError, disagreements, error_of, finite_in_both
 
@@ -48,24 +44,40 @@ UNITS = 8
 nothing. A sum of 500 terms in another order is off by a random walk of roundings, about 5 units, and exp or tanh
 by vectors by one or two."""
 
+METADATA = "loka"
+"""Name of a package's metadata, a `Contents`."""
+
 _KEEPING = threading.Lock()  # of two that go to one path, the file and the checksum of the same one stay
 
 
 @dataclass(frozen=True, kw_only=True)
-class Packaged:
-    """What a fresh process without loka found: outputs for `rows` rows of each batch size against those of the
-    frozen model, run eagerly. `equal`: the share that is equal bit for bit. `mean_abs`, `max_abs`, `sqnr_db`: of the
-    output that differs most.
-    `joined`: how many sites are in regions. `sha256`: of the file, which stands in PATH.sha256 too. `takes`: its
-    inputs, by place."""
+class Agreement:
+    """What a fresh process without loka found: outputs for `rows` rows of each batch size in `sizes` against those of
+    the frozen model, run eagerly. `equal`: the share that is equal bit for bit. `mean_abs`, `max_abs`, `sqnr_db`: of
+    the output that differs most."""
 
-    path: Path
-    batch: tuple[int, int]
     sizes: tuple[int, ...]
     equal: float
     mean_abs: float
     max_abs: float
     sqnr_db: float
+
+    @property
+    def told(self) -> str:
+        return (
+            f"{self.equal:.1%} of the outputs are equal bit for bit to those of the model run "
+            f"eagerly, the others differ by at most {self.max_abs:.2e} ({self.mean_abs:.2e} on average over all; "
+            f"{self.sqnr_db:.1f} dB)"
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Packaged(Agreement):
+    """A package. `joined`: how many sites are in regions. `sha256`: of the file, which stands in PATH.sha256 too.
+    `takes`: its inputs, by place."""
+
+    path: Path
+    batch: tuple[int, int]
     joined: int
     sha256: str
     takes: tuple[str, ...]
@@ -73,60 +85,12 @@ class Packaged:
     def __str__(self) -> str:
         return (
             f"{self.path}: {self.batch[0]} to {self.batch[1]} rows; run without loka at {self.sizes}, {self.joined} "
-            f"sites in regions: {self.equal:.1%} of the outputs are equal bit for bit to those of the model run "
-            f"eagerly, the others differ by at most {self.max_abs:.2e} ({self.mean_abs:.2e} on average over all; "
-            f"{self.sqnr_db:.1f} dB)\n"
+            f"sites in regions: {self.told}\n"
             f"called by place with {'; '.join(truncated(self.takes, 8))}: these dtypes, contiguous, all of as many "
             f"rows B. It looks at none of that and answers the rest with nonsense; AOTI_RUNTIME_CHECK_INPUTS=1 "
             f"refuses it{', and single rows' if self.batch[0] == 1 < self.batch[1] else ''}\n"
             f"sha256 {self.sha256}, in {checksum_of(self.path).name} too"
         )
-
-
-class PackagedSite(nn.Module):
-    """A frozen site that no region may join, in aten ops that torch.export traces with any number of rows."""
-
-    weight: torch.Tensor
-    scale: torch.Tensor
-    input_scale: torch.Tensor | None
-
-    def __init__(self, site: FrozenSite) -> None:
-        super().__init__()
-        self.site, self.sides, self.dtype = site.name, site.weight.sides, site.weight.dtype
-        self.candidate = candidate_named(site.candidate)
-        self.register_buffer("weight", site.weight.low.data)
-        self.register_buffer("scale", site.weight.low.scale)
-        self.register_buffer("input_scale", site.input_scale)
-
-    def forward(self, x: torch.Tensor, weight: torch.Tensor | None = None) -> torch.Tensor:
-        """x [..., K] -> [..., N], as FrozenSite."""
-        rows = as_rows(self.site, x, self.sides[1], self.dtype)
-        casts = self.candidate.recipe.casts(Gemm.OUTPUT)
-        assert casts is not None
-        with torch.autocast(rows.device.type, enabled=False):
-            low = quantize(rows, casts[0], padded=(rows.shape[0], self.weight.shape[1]), scale=self.input_scale)
-            y = aten_gemm(self.candidate.kernel.name, low, Quantized(self.weight, self.scale, casts[1]), rows.dtype)
-        return y[:, : self.sides[0]].reshape(*x.shape[:-1], self.sides[0])
-
-
-class _Exported(nn.Module):
-    """The model with packaged sites, called with the columns of the form in their order."""
-
-    def __init__(self, model: nn.Module, sites: list[PackagedSite], run: Runner) -> None:
-        super().__init__()
-        self.model, self.sites, self.run = model, nn.ModuleList(sites), run
-
-    def forward(self, *columns: torch.Tensor) -> Any:
-        return _plain(self.run(self.model, columns))
-
-
-def _plain(output: Any) -> Any:
-    """In tuples, lists and dicts: torch writes no other class into a file, as named tuples are."""
-    if isinstance(output, torch.Tensor):
-        return output
-    if isinstance(output, Mapping):
-        return {key: _plain(value) for key, value in output.items()}
-    return (list if isinstance(output, list) else tuple)(map(_plain, output))
 
 
 def unpackaged(plan: Plan) -> dict[str, str]:
@@ -172,17 +136,19 @@ def package_version(
     with beside as folder:
         joined = sum(site.weight.joined is not None for site in frozen_sites(version.module).values())
         with compile_lock:  # export and compile patch torch as they run: two at once refuse each other's models
-            made = _compiled(Path(folder), card, _exported(version.module, plan, run), joined, batch, device)
-        found = _checked(made, path, card, version, run, batch, device, joined)
+            made = _compiled(Path(folder), card, exported(version.module, plan, run), joined, batch, device)
+        digest = sha256_of_file(made)  # before the check, so that it is the sha256 of what is checked
+        agreement, _ = checked(made, Path(folder), card, version, batch, device)
         with _KEEPING, writing(path):
             os.replace(made, real)
             for name in dict.fromkeys((real, path)):  # a link's checksum is looked for beside the link
-                write_checksum(name, found.sha256)
-    return found
+                write_checksum(name, digest)
+    takes = tuple(map(str, card.form.columns))
+    return Packaged(**vars(agreement), path=path, batch=batch, joined=joined, sha256=digest, takes=takes)
 
 
 def _compiled(
-    folder: Path, card: Card, exported: _Exported, joined: int, batch: tuple[int, int], device: torch.device
+    folder: Path, card: Card, exported: Exported, joined: int, batch: tuple[int, int], device: torch.device
 ) -> Path:
     example = card.form.check_rows(device, _typical(batch))
     shapes = None
@@ -199,7 +165,11 @@ def _compiled(
         ) from error
     made = Path(folder) / "model.pt2"
     try:
-        torch._inductor.aoti_compile_and_package(program, package_path=str(made), inductor_configs=_options(joined))
+        torch._inductor.aoti_compile_and_package(
+            program,
+            package_path=str(made),
+            inductor_configs=_options(joined, contents_of(exported, batch, _read(program))),
+        )
     except LokaError:
         raise
     except Exception as error:  # compilers raise what they like
@@ -211,17 +181,27 @@ def _compiled(
     return made
 
 
-def _options(joined: int) -> dict[str, Any]:
-    """Of Inductor."""
+def _read(program: torch.export.ExportedProgram) -> set[str]:
+    """Names of the parameters and buffers that the program's code reads."""
+    signature = program.graph_signature
+    names = {**signature.inputs_to_parameters, **signature.inputs_to_buffers}
+    return {
+        names[node.name] for node in program.graph.find_nodes(op="placeholder") if node.name in names and node.users
+    }
+
+
+def _options(joined: int, contents: Contents) -> dict[str, Any]:
+    """Of Inductor. It computes nothing of constants when it compiles, where new weights would not reach it."""
     from torch._inductor import config
 
     from loka.compiler.packaged import PackagePass  # here, so that `import loka` loads no compiler
 
     mend_compilers()
+    held = {"joint_graph_constant_folding": False, "aot_inductor.metadata": {METADATA: contents.to_json()}}
     if joined:
-        return {"joint_custom_pre_pass": PackagePass(config.joint_custom_pre_pass)}
+        return held | {"joint_custom_pre_pass": PackagePass(config.joint_custom_pre_pass)}
     # Without it Inductor keeps in float32 what eager rounds to bf16, and FP8 rounds otherwise.
-    return {"emulate_precision_casts": True}
+    return held | {"emulate_precision_casts": True}
 
 
 def _check(device: torch.device, plan: Plan, batch: tuple[int, int], *, by_rows: bool) -> None:
@@ -243,42 +223,25 @@ def _check(device: torch.device, plan: Plan, batch: tuple[int, int], *, by_rows:
         raise MissingLibrary("AOTInductor needs a C++ compiler", way_out="install g++, or name one by CXX")
 
 
-def _exported(frozen: nn.Module, plan: Plan, run: Runner) -> _Exported:
-    sites = {
-        name: PackagedSite(site) if site.weight.joined is None else site for name, site in frozen_sites(frozen).items()
-    }
-    tensors = [*frozen.parameters(), *frozen.buffers()]
-    tree = copy.deepcopy(frozen, {id(tensor): tensor for tensor in tensors})
-    detach(tree)
-    # Called with a site that no row reached, tracing raises: such a path cannot be in a package.
-    attach(
-        tree,
-        plan.model.layers,
-        {path: chosen for path, chosen in fp8_layers(plan).items() if chosen[0] == "hp" or path in sites},
-        make=lambda name, *_, **__: sites.get(name) or HighPrecisionSite(name),
-    )
-    for _, module in named_modules(tree):
-        for name, parameter in module._parameters.items():
-            if parameter is not None and parameter.is_meta:  # its FP8 copy is in the site
-                module._parameters[name] = nn.Parameter(torch.empty(0, dtype=parameter.dtype), requires_grad=False)
-    return _Exported(tree, [site for site in sites.values() if isinstance(site, PackagedSite)], run)
-
-
-def _checked(
-    made: Path,
-    path: Path,
+def checked(
+    package: Path,
+    folder: Path,
     card: Card,
     version: Version,
-    run: Runner,
     batch: tuple[int, int],
     device: torch.device,
-    joined: int,
-) -> Packaged:
+    weights: Mapping[str, torch.Tensor] | None = None,
+) -> tuple[Agreement, list[str]]:
+    """How the package's answers agree with the version's, and the names of its constants. `folder`: for files of the
+    check. `weights`: what it loads first.
+
+    Raises WrongResults where they do not agree.
+    """
+    run = runner_of(card)
     sizes = tried(batch)
     inputs = {size: card.form.check_rows(device, size) for size in sizes}
     given = {f"{size}/{n}": column for size, columns in inputs.items() for n, column in enumerate(columns)}
-    digest = sha256_of_file(made)  # before the check, so that it is the sha256 of what is checked
-    found = answers_of(made, given, device)
+    found, constants = answers_of(package, given, device, folder=folder, weights=weights)
     expected = [leaves(run(version.module, inputs[size])) for size in sizes]
     want = [torch.cat([leaf.cpu().flatten() for leaf in of_sizes]) for of_sizes in zip(*expected, strict=True)]
     got = [torch.cat([found[f"{size}/{place}"].flatten() for size in sizes]) for place in range(len(want))]
@@ -286,7 +249,7 @@ def _checked(
     # A region rounds once what eager code rounds twice, and a difference in the last bits moves values to the next FP8
     # value. So a package with regions is held to the bound of a server's graphs; one without has to agree more closely.
     why = disagreements(got, want, card.answers)
-    if not joined:
+    if not any(site.weight.joined is not None for site in frozen_sites(version.module).values()):
         bounds = [
             _most_apart(of_fp8, of_package.rms, [leaf.dtype, *_computed_in(version.module, run)])
             for of_fp8, of_package, leaf in zip(card.answers, apart, want, strict=True)
@@ -304,9 +267,7 @@ def _checked(
             way_out="serve it from Python; please report it with the versions that `loka doctor` prints",
         )
     entries = [len(one) for one in want]
-    return Packaged(
-        path=path,
-        batch=batch,
+    agreement = Agreement(
         sizes=sizes,
         equal=1 - sum(one.changed * count for one, count in zip(apart, entries, strict=True)) / max(sum(entries), 1),
         mean_abs=max(one.mean_abs for one in apart),
@@ -315,10 +276,8 @@ def _checked(
             (sqnr_db(*finite_in_both(a, b)) for a, b in zip(got, want, strict=True) if b.is_floating_point()),
             default=math.inf,
         ),
-        joined=joined,
-        sha256=digest,
-        takes=tuple(map(str, card.form.columns)),
     )
+    return agreement, constants
 
 
 def _most_apart(of_fp8: AnswerError, rms: float, dtypes: Iterable[torch.dtype]) -> float:

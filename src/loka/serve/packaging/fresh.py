@@ -1,5 +1,6 @@
 """What a package answers in a process that cannot import loka, as where it will be served."""
 
+import json
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -14,6 +15,7 @@ SECONDS = 600
 """For importing torch, loading the file and three calls, which take less than a minute on a slow host."""
 
 _FRESH = """
+import json
 import sys
 class Hidden:
     def find_spec(self, name, path=None, target=None):
@@ -27,6 +29,10 @@ device = torch.device(sys.argv[4])
 if device.type == "cuda":
     torch.cuda.set_device(device)
 model = torch._inductor.aoti_load_package(sys.argv[1], device_index=-1 if device.index is None else device.index)
+held = load_file(sys.argv[5], device=sys.argv[4]) if sys.argv[5:] else None
+named = [name for name in model.get_constant_fqns() if not name.startswith("_tensor_constant")]
+if held is not None:
+    model.load_constants({name: held[name] for name in named}, check_full_update=True)
 given, found = load_file(sys.argv[2], device=sys.argv[4]), {}
 for size in sorted({name.partition("/")[0] for name in given}):
     columns = [given[f"{size}/{place}"] for place in range(sum(n.startswith(size + "/") for n in given))]
@@ -34,20 +40,32 @@ for size in sorted({name.partition("/")[0] for name in given}):
         found[f"{size}/{place}"] = leaf.cpu().contiguous().clone()
 assert not any(name.partition(".")[0] == "loka" for name in sys.modules)
 save_file(found, sys.argv[3])
+print(json.dumps(named))
 """
 
 
-def answers_of(package: Path, given: Mapping[str, torch.Tensor], device: torch.device) -> dict[str, torch.Tensor]:
-    """Outputs by "ROWS/PLACE", for columns by "ROWS/PLACE"; files that it exchanges lie beside the package.
+def answers_of(
+    package: Path,
+    given: Mapping[str, torch.Tensor],
+    device: torch.device,
+    *,
+    folder: Path,
+    weights: Mapping[str, torch.Tensor] | None = None,
+) -> tuple[dict[str, torch.Tensor], list[str]]:
+    """Outputs by "ROWS/PLACE", for columns by "ROWS/PLACE", and the names of the package's constants. Files that it
+    exchanges lie in `folder`. `weights`: constants by name, of which it loads those that the package has first.
 
     Raises:
         WrongResults: the process ends with an error or by a signal, or does not end.
         NotWritten: the disk refuses the rows.
     """
-    rows, answers = package.with_name("rows.safetensors"), package.with_name("answers.safetensors")
+    rows, answers, held = (folder / f"{name}.safetensors" for name in ("rows", "answers", "weights"))
     with writing(rows):
         rows.write_bytes(tensors_to_bytes(given))
+        if weights is not None:
+            held.write_bytes(tensors_to_bytes(weights))
     command = [sys.executable, "-c", _FRESH, str(package), str(rows), str(answers), str(device)]
+    command += [] if weights is None else [str(held)]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS)
     except subprocess.TimeoutExpired as error:
@@ -65,4 +83,4 @@ def answers_of(package: Path, given: Mapping[str, torch.Tensor], device: torch.d
             way_out="serve it from Python; or, where a signal ended it as it loaded, name by CXX a compiler that links "
             "libstdc++ dynamically, as torch does",
         )
-    return tensors_from_bytes(answers.read_bytes())
+    return tensors_from_bytes(answers.read_bytes()), json.loads(done.stdout.splitlines()[-1])

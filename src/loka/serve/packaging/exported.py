@@ -1,0 +1,195 @@
+"""A frozen model as a module that torch.export traces, with a name for every tensor in which versions of it differ."""
+
+import copy
+import hashlib
+import json
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+from torch.func import functional_call
+
+from loka.core.numerics.reference import Quantized, quantize
+from loka.core.recipe import Gemm
+from loka.core.records.plan import Plan
+from loka.core.storage.files import digest_of
+from loka.graph.attach import attach, detach
+from loka.kernels.gemm.aten import aten_gemm
+from loka.kernels.gemm.registry import candidate_named
+from loka.nn.unwrap import named_modules
+from loka.planner.convert import fp8_layers
+from loka.serve.run import Runner
+from loka.serve.sites import FrozenSite, HighPrecisionSite, as_rows, frozen_sites
+
+_FEW = 8
+"""Entries of a tensor of less than two sides that Inductor writes into the code as numbers (torch 2.11 to 2.14), where
+no new weights would reach them."""
+
+
+class PackagedSite(nn.Module):
+    """A frozen site that no region may join, in aten ops that torch.export traces with any number of rows."""
+
+    weight: torch.Tensor
+    scale: torch.Tensor
+    input_scale: torch.Tensor | None
+
+    def __init__(self, site: FrozenSite) -> None:
+        super().__init__()
+        self.site, self.sides, self.dtype = site.name, site.weight.sides, site.weight.dtype
+        self.candidate = candidate_named(site.candidate)
+        self.register_buffer("weight", site.weight.low.data)
+        self.register_buffer("scale", site.weight.low.scale)
+        self.register_buffer("input_scale", None if site.input_scale is None else _kept(site.input_scale))
+
+    def forward(self, x: torch.Tensor, weight: torch.Tensor | None = None) -> torch.Tensor:
+        """x [..., K] -> [..., N], as FrozenSite."""
+        rows = as_rows(self.site, x, self.sides[1], self.dtype)
+        casts = self.candidate.recipe.casts(Gemm.OUTPUT)
+        assert casts is not None
+        scale = None if self.input_scale is None else self.input_scale.view(1)
+        with torch.autocast(rows.device.type, enabled=False):
+            low = quantize(rows, casts[0], padded=(rows.shape[0], self.weight.shape[1]), scale=scale)
+            y = aten_gemm(self.candidate.kernel.name, low, Quantized(self.weight, self.scale, casts[1]), rows.dtype)
+        return y[:, : self.sides[0]].reshape(*x.shape[:-1], self.sides[0])
+
+
+class _JoinedSite(nn.Module):
+    """The tensors of a site that a region may join. `site` is nobody else's."""
+
+    def __init__(self, site: FrozenSite) -> None:
+        super().__init__()
+        self.site = site
+        held = site.weight.tensors() | ({} if site.input_scale is None else {"input_scale": site.input_scale})
+        self.shapes = {name: tensor.shape for name, tensor in held.items()}
+        for name, tensor in held.items():
+            self.register_buffer(name, _kept(tensor))
+
+    def bind(self) -> None:
+        """The site multiplies by the buffers."""
+        held = {name: getattr(self, name).view(shape) for name, shape in self.shapes.items()}
+        low = replace(self.site.weight.low, data=held["data"], scale=held["scale"])
+        self.site.weight = replace(self.site.weight, low=low, even=held.get("even"))
+        self.site.input_scale = held.get("input_scale")
+
+
+class _Held(nn.Module):
+    """The model with packaged sites, and what it reads: parameters and buffers are all that versions differ in."""
+
+    def __init__(self, model: nn.Module, sites: Sequence[nn.Module], run: Runner) -> None:
+        super().__init__()
+        self.model, self.run = model, run
+        self.sites = nn.ModuleList(sites)
+        tensors = dict((*model.named_parameters(), *model.named_buffers()))
+        small = {name: tensor for name, tensor in tensors.items() if _written_into_code(tensor)}
+        self.shapes = {name: tensor.shape for name, tensor in small.items()}
+        self.small = nn.ParameterList(nn.Parameter(_kept(one.detach()), requires_grad=False) for one in small.values())
+
+    def forward(self, *columns: torch.Tensor) -> Any:
+        for site in self.sites:
+            if isinstance(site, _JoinedSite):
+                site.bind()
+        small = {name: one.view(shape) for (name, shape), one in zip(self.shapes.items(), self.small, strict=True)}
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            return functional_call(self.model, small, args, kwargs)
+
+        return _plain(self.run(call if small else self.model, columns))  # type: ignore[arg-type]  # a module's call
+
+
+class Exported(nn.Module):
+    """The model with packaged sites, called with the columns of the form in their order.
+
+    The names of its tensors hold a digest of their names and forms, so that a package refuses those of another one:
+    torch looks at names alone, and copies from any memory.
+    """
+
+    def __init__(self, held: nn.Module) -> None:
+        super().__init__()
+        forms = [[name, list(one.shape), str(one.dtype)] for name, one in tensors_of(held).items()]
+        self.layout = f"layout_{digest_of(forms)[:16]}"
+        self.add_module(self.layout, held)
+
+    def forward(self, *columns: torch.Tensor) -> Any:
+        return getattr(self, self.layout)(*columns)
+
+
+def tensors_of(model: nn.Module) -> dict[str, torch.Tensor]:
+    """The tensors in which versions differ, by the names of a package's constants."""
+    return {name: one.detach() for name, one in (*model.named_parameters(), *model.named_buffers())}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Contents:
+    """What a package says of itself: metadata of the file.
+
+    `layout`: of `Exported`. `written`: of the tensors in which versions differ and which the code holds as numbers, by
+    name, a digest of their bytes. `batch`: the least and the most rows of a call.
+    """
+
+    layout: str
+    written: dict[str, str]
+    batch: tuple[int, int]
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> "Contents":
+        told = json.loads(text)
+        return cls(layout=told["layout"], written=told["written"], batch=(told["batch"][0], told["batch"][1]))
+
+
+def contents_of(model: Exported, batch: tuple[int, int], read: Collection[str]) -> Contents:
+    """`read`: names of the tensors that the exported code reads."""
+    held = tensors_of(model)
+    written = {name: bytes_digest(held[name]) for name in sorted(read) if _written_into_code(held[name])}
+    return Contents(layout=model.layout, written=written, batch=batch)
+
+
+def bytes_digest(tensor: torch.Tensor) -> str:
+    """sha256 of what it holds."""
+    return hashlib.sha256(tensor.cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes()).hexdigest()
+
+
+def _written_into_code(tensor: torch.Tensor) -> bool:
+    return tensor.dim() < 2 and 0 < tensor.numel() <= _FEW
+
+
+def _kept(tensor: torch.Tensor) -> torch.Tensor:
+    """The same entries with two sides, where Inductor would write them into the code."""
+    return tensor.reshape(1, -1) if _written_into_code(tensor) else tensor
+
+
+def _plain(output: Any) -> Any:
+    """In tuples, lists and dicts: torch writes no other class into a file, as named tuples are."""
+    if isinstance(output, torch.Tensor):
+        return output
+    if isinstance(output, Mapping):
+        return {key: _plain(value) for key, value in output.items()}
+    return (list if isinstance(output, list) else tuple)(map(_plain, output))
+
+
+def exported(frozen: nn.Module, plan: Plan, run: Runner) -> Exported:
+    """Of the tree of a version, whose tensors it shares."""
+    sites: dict[str, Any] = {
+        name: PackagedSite(site) if site.weight.joined is None else copy.copy(site)
+        for name, site in frozen_sites(frozen).items()
+    }
+    tensors = [*frozen.parameters(), *frozen.buffers()]
+    tree = copy.deepcopy(frozen, {id(tensor): tensor for tensor in tensors})
+    detach(tree)
+    # Called with a site that no row reached, tracing raises: such a path cannot be in a package.
+    attach(
+        tree,
+        plan.model.layers,
+        {path: chosen for path, chosen in fp8_layers(plan).items() if chosen[0] == "hp" or path in sites},
+        make=lambda name, *_, **__: sites.get(name) or HighPrecisionSite(name),
+    )
+    for _, module in named_modules(tree):
+        for name, parameter in module._parameters.items():
+            if parameter is not None and parameter.is_meta:  # its FP8 copy is in the site
+                module._parameters[name] = nn.Parameter(torch.empty(0, dtype=parameter.dtype), requires_grad=False)
+    held = [site if isinstance(site, nn.Module) else _JoinedSite(site) for site in sites.values()]
+    return Exported(_Held(tree, held, run))

@@ -1,0 +1,99 @@
+"""Weights of a version as a file, which a process that runs a package takes in place of the package's own.
+
+Nothing is compiled. In Python `model.load_constants(torch.load(path), check_full_update=True)`, in C++
+`update_inactive_constant_buffer` and `swap_constant_buffer`. torch compares names alone, and these hold a digest of
+all names, shapes and dtypes (`Exported`): weights for another package are refused by it.
+"""
+
+import io
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from loka.core.exceptions import FileRefused, ServeRefused, truncated
+from loka.core.records.plan import Plan
+from loka.core.storage.files import file_behind, sha256_of_file, write_atomic, writing
+from loka.serve.card import Card
+from loka.serve.packaging.aot import METADATA, Agreement, checked
+from loka.serve.packaging.checksum import checksum_of, write_checksum
+from loka.serve.packaging.exported import Contents, bytes_digest, exported, tensors_of
+from loka.serve.run import runner_of
+from loka.serve.version import Version
+
+_ANEW = "make the package anew: server.package(path)"
+
+
+@dataclass(frozen=True, kw_only=True)
+class PackagedWeights(Agreement):
+    """Weights of a version for `package`, as the package answered with them. `sha256`: of the file, which stands in
+    PATH.sha256 too."""
+
+    path: Path
+    package: Path
+    sha256: str
+
+    def __str__(self) -> str:
+        return (
+            f"{self.path}: weights for {self.package}; it was run with them, without loka, at {self.sizes} rows: "
+            f"{self.told}\n"
+            f"sha256 {self.sha256}, in {checksum_of(self.path).name} too"
+        )
+
+
+@torch.no_grad()
+def write_weights(
+    package: Path, path: Path, card: Card, plan: Plan, version: Version, *, device: torch.device
+) -> PackagedWeights:
+    """Raises:
+    FileRefused: `package` cannot be read, or `server.package` did not write it.
+    ServeRefused: the package is of another model or plan, or its code holds numbers that differ in this version.
+    WrongResults: with these weights the package answers otherwise than the server; no file is left.
+    NotWritten: the disk refuses the file.
+    """
+    contents = _contents_of(package)
+    model = exported(version.module, plan, runner_of(card))
+    if model.layout != contents.layout:
+        raise ServeRefused(
+            f"{package} is a package of another server",
+            why=["its tensors have other names, shapes or dtypes than those of this model by its plan"],
+            way_out=f"name the package that this server made, or {_ANEW}",
+        )
+    held = tensors_of(model)
+    if why := [
+        f"{name.partition('.model.')[2] or name}"
+        for name, was in contents.written.items()
+        if bytes_digest(held[name]) != was
+    ]:
+        raise ServeRefused(
+            f"the code of {package} holds numbers that differ in this version", why=truncated(why, 10), way_out=_ANEW
+        )
+    with writing(path):
+        real = file_behind(path)
+        real.parent.mkdir(parents=True, exist_ok=True)
+        beside = tempfile.TemporaryDirectory(dir=real.parent)
+    with beside as folder:
+        given = {name: one.to("cpu", copy=True) for name, one in held.items() if one.numel()}  # views share memory
+        agreement, names = checked(package, Path(folder), card, version, contents.batch, device, given)
+    data = io.BytesIO()
+    torch.save({name: given[name].contiguous() for name in names}, data)
+    write_atomic(path, data.getvalue())
+    digest = sha256_of_file(path)
+    write_checksum(path, digest)
+    return PackagedWeights(**vars(agreement), path=path, package=package, sha256=digest)
+
+
+def _contents_of(package: Path) -> Contents:
+    try:
+        loader: Any = torch._C._aoti.AOTIModelPackageLoader
+        told = loader.load_metadata_from_package(str(package), "model")
+        return Contents.from_json(told[METADATA])
+    except Exception as error:  # torch raises of all kinds on what is no package
+        reason = "it says nothing of LoKA" if isinstance(error, KeyError) else str(error).partition("\n")[0]
+        raise FileRefused(
+            f"{package} is no package that takes weights",
+            why=[reason],
+            way_out="name a file that server.package wrote, by this version of LoKA or a later one",
+        ) from error
