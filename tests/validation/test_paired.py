@@ -97,14 +97,16 @@ def test_intervals_are_those_of_resampled_rows():
     true, a, b = world(rng, 1500)
     labels = rng.random(1500) < chance(true)
     a, b = a.round(1), b.round(1)  # ties
-    pair = paired_difference(a, b, labels)
+    pair, far = paired_difference(a, b, labels), paired_difference(a, 3 * a, labels)
     pairs, gap = beats(b, labels) - beats(a, labels), chance(b) - chance(a)
     weights = rng.multinomial(1500, np.full(1500, 1 / 1500), size=2000).astype(float)
     clicks, others = weights[:, labels], weights[:, ~labels]
     counted = ((clicks @ pairs) * others).sum(1)
     auc = counted / (clicks.sum(1) * others.sum(1))
     calibration = weights @ gap / clicks.sum(1)
-    for estimate, resampled in ((pair.auc, auc), (pair.calibration, calibration)):
+    signed = np.where(labels, -a, a)
+    ne = 100 * (weights @ np.logaddexp(0, 3 * signed) / (weights @ np.logaddexp(0, signed)) - 1)
+    for estimate, resampled in ((pair.auc, auc), (pair.calibration, calibration), (far.ne_percent, ne)):
         # The deviation of 2000 normal samples is itself known to 1 / sqrt(4000) = 1.6 %: three of these.
         # What two rows have in common beyond the means of either, which resampling sees a little more
         # of (it vanishes as 1 / N), is 0.7 % of the AUC's variance here.
@@ -192,6 +194,11 @@ def test_kl_is_what_labels_of_the_first_model_would_lose():
     assert abs(found.ne_percent.value - found.kl_percent.value) < 3 * error
     assert found.kl_percent.low < found.kl_percent.value < found.kl_percent.high
     assert found.kl_percent.high - found.kl_percent.low < 0.3 * 3.92 * error, "it has no noise of labels"
+    b = 3 * a  # so far that KL is another the other way round
+    p, q, labels = chance(a), chance(b), rng.random(len(a)) < 0.5
+    kl = (p * np.log(p / q) + (1 - p) * np.log((1 - p) / (1 - q))).mean()
+    exact = kl / np.logaddexp(0, np.where(labels, -a, a)).mean()
+    assert paired_difference(a, b, labels).kl_percent.value == pytest.approx(100 * exact)
     same = paired_difference(a, a, rng.random(len(a)) < 0.5).kl_percent
     assert same.value == 0
 

@@ -356,7 +356,7 @@ def test_segments_of_a_trainer_are_divisions_too():
 
 
 def test_ties_and_missing_values_of_a_dense_feature_stay_together():
-    values = np.array([0.0] * 70 + [1.0] * 20 + [2.0] * 8 + [np.nan] * 2)
+    values = np.array([0.0] * 70 + [1.0] * 20 + [2.0] * 8 + [np.nan, np.inf])
     group, names = dense_quantiles(5).split(values)
     assert [set(values[group == g][:1].tolist()) for g in range(len(names) - 1)] == [{0.0}, {1.0}, {2.0}]
     assert names[-1] == "dense:5 not finite"

@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from small_run import RandomRows, SmallModel
 
+from loka.core.error import Estimate
 from loka.core.exceptions import LokaError
 from loka.report.validation_table import validation_table
 from loka.train import TrainConfig
@@ -17,7 +18,7 @@ from loka.validation.power import POWER, contributions, deviation_by_rows, forec
 from loka.validation.quantile import student_t
 from loka.validation.record import ArmVerdict, SeedPair, Validation
 from loka.validation.validate import validate
-from loka.validation.variance import CONTRADICTION, KL_SHARE, MIN_PAIRS, Expected, PairVariance, seeds_half
+from loka.validation.variance import CONTRADICTION, KL_SHARE, MIN_PAIRS, Expected, PairVariance, by_kl, seeds_half
 from loka.validation.verdicts import ERROR, RowsVerdict
 
 CONFIG = TrainConfig(batch_size=64, seed=3, lr=1e-2, average="tail")
@@ -270,6 +271,8 @@ def test_more_rows_reduce_the_part_that_rows_make():
     by_rows = deviation_by_rows(ArmVerdict(name="a", pairs=pairs, average=judged))
     # A standard deviation of 800 values is known to 2.5 %: three times that.
     assert by_rows == pytest.approx(between, rel=0.075)
+    shared = replace(judged, variance=replace(variance, rows_error=0.6 * by_rows))
+    assert deviation_by_rows(ArmVerdict(name="a", pairs=pairs, average=shared)) == pytest.approx(0.8 * by_rows)
     same = forecast(variance, pairs=4, limit=LIMIT, held_out=rows, by_rows=by_rows)
     assert same.between == pytest.approx(max(between, by_rows))
     more = forecast(variance, pairs=4, limit=LIMIT, held_out=4 * rows, by_rows=by_rows)
@@ -294,6 +297,12 @@ def test_what_each_pair_contributed(found):
     far = int(np.argmax(np.abs(np.array(values) - np.median(values))))
     widths = [part.without.high - part.without.low for part in parts]
     assert widths[far] == min(widths)
+    # Pairs expect what their own KL/H says, not that of pairs to come.
+    apart = [replace(pair.difference, kl_percent=Estimate(100.0 * 9**k, 0, 0)) for k, pair in enumerate(arm.pairs)]
+    pairs = tuple(replace(pair, difference=each) for pair, each in zip(arm.pairs, apart, strict=True))
+    average = replace(arm.average, variance=replace(arm.average.variance, expected=by_kl(apart)))
+    widths = [part.after.high - part.after.low for part in contributions(replace(arm, pairs=pairs, average=average))]
+    assert widths[1] < widths[2] < widths[3]
 
 
 def test_a_validation_says_what_spread_it_took_and_keeps_to_it(found, tmp_path):

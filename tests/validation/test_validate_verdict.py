@@ -132,6 +132,12 @@ def test_pair_variances_are_the_means_of_the_pairs_own_differences():
         assert variance.mean == pytest.approx(np.mean(ratios), rel=1e-12)
         assert variance.between_pairs == pytest.approx(np.std(ratios, ddof=1), rel=1e-12)
         assert variance.rows == inside.sum()
+    # The error over few rows of one pair is that of a ratio of means; a cluster is a row that is their sum.
+    a, b = (part[:9] for part in losses[0])
+    for clusters, draws in ((None, 9), (np.arange(9) // 3, 3)):
+        (one,) = pair_variances([(a, b)], np.zeros(9, np.int64), 1, clusters=clusters)
+        residual = (b - b.sum() / a.sum() * a).reshape(draws, -1).sum(axis=1) * draws / a.sum()
+        assert one.rows_error == pytest.approx(100 * residual.std(ddof=1) / draws**0.5)
 
 
 @pytest.mark.parametrize(("mean", "between"), [(0.004, 0.02), (-0.011, 0.05), (0.0, 0.2)])
