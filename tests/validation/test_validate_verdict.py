@@ -177,9 +177,10 @@ def test_too_little_to_judge_is_undecided_and_says_why():
     three = variance_of(pairs=3, between_pairs=1e-9, rows_error=1e-9)
     assert judged(three).verdict == "undecided"
     assert "1 more pair" in judged(three).outlook
-    no_clicks = RowsVerdict(name="s", variance=clear, clicks=3, limit=LIMIT, tail=ERROR)
-    assert no_clicks.verdict == "undecided"
-    assert "3 clicks" in no_clicks.outlook
+    for clicks in (3, clear.rows - 3):
+        few = RowsVerdict(name="s", variance=clear, clicks=clicks, limit=LIMIT, tail=ERROR)
+        assert few.verdict == "undecided"
+        assert f"{clicks} clicks and {clear.rows - clicks} others" in few.outlook
     one = variance_of(pairs=1, between_pairs=math.nan)
     assert judged(one).verdict == "undecided"
     empty = pair_variances([(np.ones(5), np.ones(5))] * 4, np.zeros(5, np.int64), 2)[1]
