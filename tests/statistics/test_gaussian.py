@@ -81,7 +81,8 @@ def test_bad_rows_are_counted_and_left_out():
     assert (learnt.count, learnt.nonfinite_rows) == (8, 2)
     assert torch.isfinite(learnt.mean).all()
     empty = gaussian.gaussian_of(rows[2:3], full_covariance=8, rank=2)
-    assert gaussian.merge(learnt, empty, rank=2).count == 8
+    both = gaussian.merge(learnt, empty, rank=2)
+    assert (both.count, both.nonfinite_rows) == (8, 3)
 
 
 def test_round_trip_through_the_record():
