@@ -35,6 +35,20 @@ def test_flip_flop_finds_the_row_and_column_scales(full):
     assert (energy / expected).item() == pytest.approx(1.0, abs=0.25)
 
 
+@pytest.mark.parametrize("full", [2, 64])
+def test_an_update_is_that_of_its_formula(full):
+    m, w = torch.randn(2, 5, 9, generator=torch.Generator().manual_seed(0))
+    u, v = torch.rand(5, generator=torch.Generator().manual_seed(1)) + 0.5, torch.linspace(0.1, 3, 9)
+    kept = (u, v) if full == 2 else (u.diag(), v.diag())
+    found = matrix_normal.update(matrix_normal.MatrixNormal(snapshots=3, mean=m, rows=kept[0], columns=kept[1]), w)
+    moved = w - m
+    rows = 0.95 * u.diag() + 0.05 * moved @ (1 / v).diag() @ moved.t() / 9
+    columns = 0.95 * v.diag() + 0.05 * moved.t() @ (1 / u).diag() @ moved / 5
+    scale = rows.trace() / 5
+    for one, expected in ((found.rows, rows / scale), (found.columns, columns * scale)):
+        torch.testing.assert_close(one, expected.diagonal() if full == 2 else expected, rtol=1e-4, atol=1e-5)
+
+
 def test_many_rows_of_few_columns_stay_factorable():
     """U of 479 rows has rank 13 only; float32 left it indefinite beyond the paper's eps."""
     generator = torch.Generator().manual_seed(0)
