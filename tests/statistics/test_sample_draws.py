@@ -8,6 +8,7 @@ from loka.measurement.operands import sides
 from loka.statistics import gaussian, tails
 from loka.statistics.draw import samplers
 from loka.statistics.sample_coherence import SUMS, merge_samples, samples_of, with_samples
+from loka.statistics.sample_draws import by_sample
 
 CPU = torch.device("cpu")
 SAMPLES, ROWS = 64, 12
@@ -31,9 +32,13 @@ def alike(generator):
     return x, g
 
 
-def apart(generator):
+def apart(generator, mean=0):
     x = 1 + torch.randn(SAMPLES, ROWS, 20, generator=generator)
-    return x, torch.randn(SAMPLES, ROWS, 10, generator=generator)
+    return x, mean + torch.randn(SAMPLES, ROWS, 10, generator=generator)
+
+
+def around_one(generator):
+    return apart(generator, mean=1)
 
 
 def learn(batches, *, by_sample):
@@ -97,10 +102,18 @@ def test_samples_add_up_as_the_real_ones_do(kind):
         assert error(single, granularity) < error(later, granularity) - 1.7
 
 
-def test_rows_that_have_nothing_in_common_stay_apart():
+@pytest.mark.parametrize("kind", [apart, around_one])
+def test_rows_that_have_nothing_in_common_but_a_mean_stay_apart(kind):
     """Few samples have many directions in which they add up by chance; they are not taken for real ones."""
-    draws = drawn(learn(real(apart, range(1)), by_sample=True), 20)
-    assert coherence(draws) == pytest.approx(1, abs=0.1)
+    draws = drawn(learn(real(kind, range(1)), by_sample=True), 20)
+    assert coherence(draws) == pytest.approx(coherence(real(kind, range(100, 120))), rel=0.1)
+
+
+def test_long_samples_are_drawn_as_long_as_they_were():
+    batch = alike(torch.Generator().manual_seed(0))
+    x, g = (part.flatten(0, 1) for part in batch)
+    learnt = (gaussian.gaussian_of(rows, full_covariance=64, rank=8) for rows in (x, g))
+    assert by_sample(samples_of(*batch, all_rows=40), *learnt, tails.cross_of(x, g)).rows == 40
 
 
 def test_rows_keep_their_moments_and_samples_share_energies():

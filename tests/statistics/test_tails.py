@@ -1,4 +1,5 @@
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -90,12 +91,30 @@ def test_cross_moments_merge_and_leave_bad_rows_out():
     generator = torch.Generator().manual_seed(0)
     x, g = torch.randn(90, 30, generator=generator), torch.randn(90, 12, generator=generator)
     spoiled = x.clone()
-    spoiled[3, 1] = math.nan
-    merged = tails.merge_cross(tails.cross_of(spoiled[:40], g[:40]), tails.cross_of(x[40:], g[40:]))
-    kept = torch.arange(90) != 3
-    assert merged.count == 89
-    # Sums of 89 products of about 1 in float32.
+    spoiled[3, 1], spoiled_g = math.nan, g.clone()
+    spoiled_g[50, 2] = math.inf
+    merged = tails.merge_cross(tails.cross_of(spoiled[:40], g[:40]), tails.cross_of(x[40:], spoiled_g[40:]))
+    kept = (torch.arange(90) != 3) & (torch.arange(90) != 50)
+    assert merged.count == 88
+    # Sums of 88 products of about 1 in float32.
     torch.testing.assert_close(merged.sum, g[kept].t() @ x[kept], rtol=1e-4, atol=1e-4)
+
+
+def test_rows_drawn_together_have_the_covariances_of_the_real_ones():
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(4000, 6, generator=generator) @ torch.randn(6, 6, generator=generator) + 2
+    g = x @ torch.randn(6, 4, generator=generator) + torch.randn(4000, 4, generator=generator) - 1
+    operands = {
+        name: gaussian.to_distribution(gaussian.gaussian_of(rows, full_covariance=8, rank=8))
+        for name, rows in (("input", x), ("grad_output", g))
+    }
+    kept, cross = operands["grad_output"], tails.cross_of(x, g)
+    numbers = {**kept.numbers, tails.CROSS_COUNT: cross.count.item()}
+    operands["grad_output"] = replace(kept, tensors={**kept.tensors, tails.CROSS: cross.sum}, numbers=numbers)
+    made = samplers(operands, CPU)
+    drawn, real = torch.cat([draw(20_000, generator) for draw in made.values()], dim=1), torch.cat([x, g], dim=1)
+    # As of `test_draws_have_the_learnt_moments`, and a ridge of a thousandth.
+    assert (drawn.T.cov() - real.T.cov()).norm() < 0.05 * real.T.cov().norm()
 
 
 @pytest.mark.slow
