@@ -95,8 +95,7 @@ def test_the_record_is_read_back_as_it_was(judged):
     assert encode(again) == encode(found)
     assert again.verdict == "fail"
     band = again.band("worse")
-    assert len(band) == 20  # every step is a point of a run this short
-    assert band[-1].rows == 1280
+    assert (len(band), band[-1].rows) == (20, 1280)  # every step is a point of a run this short
     assert band[-1].difference.low > 0
     assert all(point.difference.value == 0 for point in again.band("same"))
     one = next(run for run in again.runs if run.arm == "worse")
