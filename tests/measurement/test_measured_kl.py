@@ -75,7 +75,7 @@ def test_histograms_tell_of_casts_that_were_not_tried_but_of_no_centred_ones(sta
     layer = replace(layer, effects=tried)
     found = predicted_kl(layer, recipe_named("rowwise_e4m3"))
     widest = max(effect.kl().high / effect.kl().value for effect in tried.values())
-    assert found.high / found.value == found.value / found.low == pytest.approx(widest)
+    assert found.high / found.value == pytest.approx(widest)
     assert widest > 1.01
     assert predicted_kl(layer, recipe_named(centred)) is None
 
@@ -83,9 +83,7 @@ def test_histograms_tell_of_casts_that_were_not_tried_but_of_no_centred_ones(sta
 def test_the_report_keeps_it_and_goes_on_from_no_other(report, tmp_path):
     report.save(path := tmp_path / "report.json")
     assert loka.Report.load(path) == continue_from(path, report) == report
-    settings = {**report.settings, "seed": 7}
-    elsewhere = replace(report.machine, torch="0.0")
-    for change in ({"stats_digest": "of others"}, {"machine": elsewhere}, {"settings": settings}):
+    for change in ({"stats_digest": ""}, {"machine": replace(report.machine, torch="")}, {"settings": {}}):
         other = replace(report, **change)
         assert continue_from(path, other) is other
 

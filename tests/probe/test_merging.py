@@ -394,4 +394,3 @@ def test_a_weight_is_of_the_longest_part_and_a_rate_of_parts_that_agree():
         found = merge_stats(parts)
         assert torch.equal(found.layers["1"].operands["weight"].tensors["mean"], weight.tensors["mean"])
         assert found.final_rate is None
-    assert merge_stats([longer, replace(other, final_rate=0.1)]).final_rate == 0.1

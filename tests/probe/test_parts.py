@@ -376,6 +376,5 @@ def test_missing_rows_follow_from_the_width():
 
 
 def test_never_is_a_whole_batch_chosen():
-    """Rows whose gradient is 0 show how rows lie."""
     strata = SegmentRows(Segments(("a", "b"), lambda batch: batch, by="place"))
     assert len(strata.choose(torch.tensor([0, 1, 1, 0]), torch.arange(0), seed=0)) == 3

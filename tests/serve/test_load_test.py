@@ -103,7 +103,6 @@ def test_a_server_that_fails_before_the_test():
         if turn % 2 == 0:
             raise ValueError("now and then")
 
-    # Half of them, of which three warmed up.
     assert measure_capacity(sometimes, seconds=0.2) <= (len(asked) - 3) / 2 / 0.2
     found = load_test(sometimes, rate=100.0, seconds=0.3)
     assert found.failed == math.ceil(found.arrived / 2)

@@ -8,7 +8,6 @@ from loka.measurement.operands import sides
 from loka.statistics import gaussian, tails
 from loka.statistics.draw import samplers
 from loka.statistics.sample_coherence import SUMS, merge_samples, samples_of, with_samples
-from loka.statistics.sample_draws import by_sample
 
 CPU = torch.device("cpu")
 SAMPLES, ROWS = 64, 12
@@ -107,13 +106,6 @@ def test_rows_that_have_nothing_in_common_but_a_mean_stay_apart(kind):
     """Few samples have many directions in which they add up by chance; they are not taken for real ones."""
     draws = drawn(learn(real(kind, range(1)), by_sample=True), 20)
     assert coherence(draws) == pytest.approx(coherence(real(kind, range(100, 120))), rel=0.1)
-
-
-def test_long_samples_are_drawn_as_long_as_they_were():
-    batch = alike(torch.Generator().manual_seed(0))
-    x, g = (part.flatten(0, 1) for part in batch)
-    learnt = (gaussian.gaussian_of(rows, full_covariance=64, rank=8) for rows in (x, g))
-    assert by_sample(samples_of(*batch, all_rows=40), *learnt, tails.cross_of(x, g)).rows == 40
 
 
 def test_rows_keep_their_moments_and_samples_share_energies():

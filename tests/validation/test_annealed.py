@@ -44,7 +44,7 @@ def test_the_gain_is_that_of_the_mean_in_percent_and_has_two_parts(seed, rows, s
     assert said.first_order + said.divergence == pytest.approx(said.gain.value, abs=1e-9)
     assert said.divergence >= -1e-9  # a KL
     whole = paired_difference(found.logits, found.mean_logits, found.labels).ne_percent
-    # Of 50 rows Student's t is 2.5 % above the normal quantile. Runs on the same rows are no further rows.
+    # Student's t of 50 rows is 2.5 % above the normal quantile; runs on the same rows are no more rows.
     assert said.gain.high - said.gain.low == pytest.approx(whole.high - whole.low, rel=0.03)
     assert annealed(0.0, [found, found]).gain.high == pytest.approx(said.gain.high)
 

@@ -72,16 +72,6 @@ def test_identical_predictions_differ_by_exactly_zero():
     assert pair.verdict == "pass"
 
 
-def test_pairing_resolves_what_unpaired_rows_cannot():
-    rng = np.random.default_rng(0)
-    true, a, _ = world(rng, 20_000)
-    labels = rng.random(20_000) < chance(true)
-    near, other = a + rng.normal(0, 0.003, 20_000), rng.permutation(a)
-    close = paired_difference(a, near, labels).ne_percent
-    far = paired_difference(a, other, labels).ne_percent
-    assert close.high - close.low < 0.02 < far.high - far.low
-
-
 def beats(logits, labels):
     """[clicks, others]: 1 where the click outranks the other row, 1/2 where they tie."""
     scores, others = logits[labels][:, None], logits[~labels][None]

@@ -7,7 +7,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from small_run import RandomRows, SmallModel
 
-from loka.core.error import Estimate
 from loka.core.exceptions import LokaError
 from loka.report.validation_table import validation_table
 from loka.train import TrainConfig
@@ -18,7 +17,7 @@ from loka.validation.power import POWER, contributions, deviation_by_rows, forec
 from loka.validation.quantile import student_t
 from loka.validation.record import ArmVerdict, SeedPair, Validation
 from loka.validation.validate import validate
-from loka.validation.variance import CONTRADICTION, KL_SHARE, MIN_PAIRS, Expected, PairVariance, by_kl, seeds_half
+from loka.validation.variance import CONTRADICTION, KL_SHARE, MIN_PAIRS, Expected, PairVariance, seeds_half
 from loka.validation.verdicts import ERROR, RowsVerdict
 
 CONFIG = TrainConfig(batch_size=64, seed=3, lr=1e-2, average="tail")
@@ -297,12 +296,6 @@ def test_what_each_pair_contributed(found):
     far = int(np.argmax(np.abs(np.array(values) - np.median(values))))
     widths = [part.without.high - part.without.low for part in parts]
     assert widths[far] == min(widths)
-    # Pairs expect what their own KL/H says, not that of pairs to come.
-    apart = [replace(pair.difference, kl_percent=Estimate(100.0 * 9**k, 0, 0)) for k, pair in enumerate(arm.pairs)]
-    pairs = tuple(replace(pair, difference=each) for pair, each in zip(arm.pairs, apart, strict=True))
-    average = replace(arm.average, variance=replace(arm.average.variance, expected=by_kl(apart)))
-    widths = [part.after.high - part.after.low for part in contributions(replace(arm, pairs=pairs, average=average))]
-    assert widths[1] < widths[2] < widths[3]
 
 
 def test_a_validation_says_what_spread_it_took_and_keeps_to_it(found, tmp_path):

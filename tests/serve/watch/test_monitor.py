@@ -227,7 +227,7 @@ def test_few_saturated_rows_are_no_alarm():
         monitor.note((["site"], looks([0.0], rows=1000, saturated=11)))
     assert [alarm.kind for alarm in monitor.alarms()] == ["saturation"]
     monitor = Monitor({"site": Range(median=0.0, limit=1.5, ceiling=2.0)})
-    for _ in range(4):  # a tenth of all, but three rows are few
+    for _ in range(4):
         assert len(monitor.alarms()) == 0
         monitor.note((["site"], looks([0.0], rows=10, saturated=1)))
     assert len(monitor.alarms()) == 1

@@ -172,14 +172,14 @@ def test_a_level_far_from_zero_hides_no_wrong_rows(wrong, told):
     assert (found is not None) == told
 
 
-def test_random_numbers_are_those_of_the_model_s_gpu_which_is_not_the_current_one(monkeypatch):
+def test_random_numbers_are_those_of_the_model_s_gpu(monkeypatch):
     generators = torch.Generator(), torch.Generator()
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "default_generators", generators)
     monkeypatch.setattr(torch.cuda.random, "_lazy_call", lambda call, **_: call())
     for name, answer in {"device_count": 2, "current_device": 0, "_lazy_init": None}.items():
         monkeypatch.setattr(torch.cuda.random, name, lambda answer=answer: answer)
-    assert disagreement(nn.Identity(), lambda: torch.rand(64, generator=generators[1])) is None, "dropout there"
+    assert disagreement(nn.Identity(), lambda: torch.rand(64, generator=generators[1])) is None
     monkeypatch.setattr(module, "device_of", lambda model: torch.device("cuda", 1))
     before = module._Before(nn.Identity())
     expected = torch.rand(8, generator=generators[1])
