@@ -11,7 +11,9 @@ from loka.core.recipe import Gemm, recipe_named
 from loka.core.records.report import HP
 from loka.core.storage.codec import encode
 from loka.measurement.predicted_kl import predicted_kl
+from loka.measurement.resume import continue_from
 from loka.measurement.settings import Settings
+from loka.statistics.effect_casts import CASTS, LEARNING
 
 CANDIDATES = ("emulated:tensorwise_e4m3", "emulated:rowwise_e4m3")
 
@@ -66,9 +68,24 @@ def test_of_what_regions_run_it_is_written_whoever_raced(stats, report, tmp_path
     assert set(own.region_kl) == {"int8_row"}
 
 
-def test_the_report_keeps_it(report, tmp_path):
-    report.save(tmp_path / "report.json")
-    assert loka.Report.load(tmp_path / "report.json") == report
+def test_histograms_tell_of_casts_that_were_not_tried_but_of_no_centred_ones(stats):
+    centred = next(name for name in LEARNING if CASTS[name][0].centred)
+    layer = stats.layers["0"]
+    tried = {name: e for name, e in layer.effects.items() if name not in ("rowwise_e4m3", centred)}
+    layer = replace(layer, effects=tried)
+    found = predicted_kl(layer, recipe_named("rowwise_e4m3"))
+    widest = max(effect.kl().high / effect.kl().value for effect in tried.values())
+    assert found.high / found.value == pytest.approx(widest)
+    assert widest > 1.01
+    assert predicted_kl(layer, recipe_named(centred)) is None
+
+
+def test_the_report_keeps_it_and_goes_on_from_no_other(report, tmp_path):
+    report.save(path := tmp_path / "report.json")
+    assert loka.Report.load(path) == continue_from(path, report) == report
+    for change in ({"stats_digest": ""}, {"machine": replace(report.machine, torch="")}, {"settings": {}}):
+        other = replace(report, **change)
+        assert continue_from(path, other) is other
 
 
 def test_a_budget_between_two_sites_buys_one(report):

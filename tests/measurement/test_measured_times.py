@@ -1,4 +1,5 @@
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
@@ -8,11 +9,14 @@ from timers import FakeTimer, install, kernel
 from torch import nn
 
 import loka
+from loka.core.device import fingerprint
 from loka.core.numerics.reference import scaled_mm
+from loka.core.storage.files import canonical
 from loka.measurement import Settings
 from loka.measurement.cache import TimesCache
 from loka.measurement.errors import draw_errors
 from loka.measurement.times import site_times
+from loka.measurement.times.layer_times import Timer, cell_key
 from loka.measurement.times.region_times import unfit
 
 QUICK = Settings(max_draws=4)
@@ -121,6 +125,14 @@ def test_a_second_measurement_finds_its_times_in_the_cache(twins, monkeypatch, t
     count = len(timer.races)
     timed(twins, cache=tmp_path)
     assert len(timer.races) == count + 6 + 6, "an edited kernel is timed again"
+
+
+def test_layers_whose_times_differ_share_no_key(twins):
+    cpu, layer, shape = torch.device("cpu"), twins.layers["0"], twins.model.layers["0"]
+    timer = Timer(machine=fingerprint(cpu), device=cpu, settings=QUICK, candidates=(ROWWISE,), cache=TimesCache(None))
+    others = ({"dtype": "float16"}, {"weight_dtype": "bfloat16"}, {"kept_weight": True}, {"rows": 25})
+    keys = {canonical(cell_key(replace(layer, **other), shape, timer, (), chained=False)) for other in ({}, *others)}
+    assert len(keys) == 1 + len(others)
 
 
 def test_damaged_times_are_measured_again_and_said_so(twins, monkeypatch, tmp_path):

@@ -207,6 +207,7 @@ def test_the_copies_have_the_sides_that_the_gemms_want():
     cast = RECIPES["rowwise_e4m3"].casts(Gemm.OUTPUT)[0]
     with registered(wide):
         found = shared_casts(problems, names_everywhere(ROWWISE, "wide:rowwise_e4m3"))
+        assert shared_casts(problems, names_everywhere("wide:rowwise_e4m3", ROWWISE)) == found
     assert found["input"] == ({cast: (64, 128)}, {cast: (32, 128)})  # x [40, 24], x^T [24, 40]
     assert found["weight"] == ({cast: (64, 128)}, {cast: (32, 128)})  # W [56, 24], W^T [24, 56]
     assert found["grad_output"] == ({cast: (64, 128)}, {cast: (64, 128)})  # dY [40, 56], dY^T [56, 40]

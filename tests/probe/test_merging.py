@@ -383,3 +383,14 @@ def test_layers_keep_the_earliest_place_that_a_rank_saw():
         assert {path: layer.order for path, layer in found.layers.items()} == {
             path: layer.order for path, layer in first.layers.items()
         }
+
+
+def test_a_weight_is_of_the_longest_part_and_a_rate_of_parts_that_agree():
+    one, other = learnt(0), learnt(1)
+    operands = one.layers["1"].operands
+    weight = replace(operands["weight"], numbers={"snapshots": 9})
+    longer = with_layer(replace(one, final_rate=0.1), "1", operands={**operands, "weight": weight})
+    for parts in ([longer, other], [other, longer]):
+        found = merge_stats(parts)
+        assert torch.equal(found.layers["1"].operands["weight"].tensors["mean"], weight.tensors["mean"])
+        assert found.final_rate is None

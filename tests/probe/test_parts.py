@@ -11,6 +11,7 @@ from loka.core.records.report import Report
 from loka.core.records.stats import Stats
 from loka.probe import merge_stats, renew_effects
 from loka.probe.model_effects.alike import alike
+from loka.probe.model_effects.segment_rows import SegmentRows
 from loka.statistics.effect_casts import CASTS
 from loka.train import Segments
 from loka.train.automatic.joint_effect import joint_effect
@@ -372,3 +373,8 @@ def test_missing_rows_follow_from_the_width():
     assert Part(rows=200, width=1.9).missing == 0
     assert Part(rows=200, width=4.0).missing == 600  # twice the logarithm: four times the rows
     assert Part(rows=20, width=1.1).missing == LEAST_ROWS - 20
+
+
+def test_never_is_a_whole_batch_chosen():
+    strata = SegmentRows(Segments(("a", "b"), lambda batch: batch, by="place"))
+    assert len(strata.choose(torch.tensor([0, 1, 1, 0]), torch.arange(0), seed=0)) == 3

@@ -89,6 +89,7 @@ def test_rows_by_sample_as_shapes_tell():
     assert rows_by_sample((8, 1), 8) is None
     assert rows_by_sample((8, 3), 8).tolist() == torch.arange(24).view(8, 3).tolist()
     assert rows_by_sample((3, 8), 8).tolist() == torch.arange(24).view(3, 8).t().tolist()  # sequence first
+    assert rows_by_sample((8, 8), 8).tolist() == torch.arange(64).view(8, 8).tolist()
     assert rows_by_sample((24,), 8).tolist() == torch.arange(24).view(8, 3).tolist()  # flattened
     assert rows_by_sample((4, 5), 7).shape == (4, 5)  # of another batch: runs of rows, along the first side
     assert rows_by_sample((4, 5), 0).shape == (4, 5)

@@ -49,6 +49,10 @@ def test_an_ema_forgets_with_its_time_constant():
         for weights in kept[1:]:
             expected = expected + (weights[name].double() - expected) / 6
         torch.testing.assert_close(mean.detach().double(), expected, rtol=1e-6, atol=1e-6)
+    long = averaged_weights(small_model(), replace(CONFIG, average="ema"), steps=100_000)
+    (mean,) = means = [torch.zeros(1)]
+    long.multi_avg_fn(means, [torch.ones(1)], 1)
+    assert mean.item() == pytest.approx(1 / 100)
 
 
 @example(steps=300, share=0.17)

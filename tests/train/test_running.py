@@ -116,6 +116,7 @@ def test_segments_split_the_rows():
     place = torch.arange(1000) % 5 - 1  # -1 and 3 are no segment
     segments = Segments(("a", "b", "c"), lambda batch: batch.sparse[:, 0], by="place")
     running = RunningQuality(segments=segments)
+    losses[0] = torch.inf  # of no segment, and spoils none
     add(running, (losses, logits, labels, place))
     found = running.read().segments
     assert list(found) == ["a", "b", "c", "other"]

@@ -15,6 +15,7 @@ from loka.train import TrainConfig
 from loka.train.metrics import quality
 from loka.validation.annealed import GAIN, RATE, Annealed, annealed
 from loka.validation.arms import ArmSpec
+from loka.validation.paired import paired_difference
 from loka.validation.record import Validation
 from loka.validation.runs import HeldOut, Run
 from loka.validation.validate import BY_MEAN, validate
@@ -42,6 +43,10 @@ def test_the_gain_is_that_of_the_mean_in_percent_and_has_two_parts(seed, rows, s
     assert said.gain.value == pytest.approx(100 * (after / before - 1), abs=1e-9)
     assert said.first_order + said.divergence == pytest.approx(said.gain.value, abs=1e-9)
     assert said.divergence >= -1e-9  # a KL
+    whole = paired_difference(found.logits, found.mean_logits, found.labels).ne_percent
+    # Student's t of 50 rows is 2.5 % above the normal quantile; runs on the same rows are no more rows.
+    assert said.gain.high - said.gain.low == pytest.approx(whole.high - whole.low, rel=0.03)
+    assert annealed(0.0, [found, found]).gain.high == pytest.approx(said.gain.high)
 
 
 def test_noise_around_the_mean_costs_its_kl_to_first_order_with_the_other_sign():
@@ -75,6 +80,7 @@ def test_what_a_shift_costs_a_model_that_is_off_the_rate_of_its_labels():
     [
         (1.0, None, False),
         (RATE * 2, Estimate(0.0, -0.01, 0.01), False),
+        (RATE, Estimate(0.0, -0.01, 0.01), True),
         (0.0, None, None),
         (0.0, Estimate(0.0, -0.01, 0.01), True),
         (0.0, Estimate(-0.08, -0.4, 0.24), True),

@@ -270,6 +270,8 @@ def test_more_rows_reduce_the_part_that_rows_make():
     by_rows = deviation_by_rows(ArmVerdict(name="a", pairs=pairs, average=judged))
     # A standard deviation of 800 values is known to 2.5 %: three times that.
     assert by_rows == pytest.approx(between, rel=0.075)
+    shared = replace(judged, variance=replace(variance, rows_error=0.6 * by_rows))
+    assert deviation_by_rows(ArmVerdict(name="a", pairs=pairs, average=shared)) == pytest.approx(0.8 * by_rows)
     same = forecast(variance, pairs=4, limit=LIMIT, held_out=rows, by_rows=by_rows)
     assert same.between == pytest.approx(max(between, by_rows))
     more = forecast(variance, pairs=4, limit=LIMIT, held_out=4 * rows, by_rows=by_rows)

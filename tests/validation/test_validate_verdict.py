@@ -132,6 +132,12 @@ def test_pair_variances_are_the_means_of_the_pairs_own_differences():
         assert variance.mean == pytest.approx(np.mean(ratios), rel=1e-12)
         assert variance.between_pairs == pytest.approx(np.std(ratios, ddof=1), rel=1e-12)
         assert variance.rows == inside.sum()
+    # The error over few rows of one pair is that of a ratio of means; a cluster is a row that is their sum.
+    a, b = (part[:9] for part in losses[0])
+    for clusters, draws in ((None, 9), (np.arange(9) // 3, 3)):
+        (one,) = pair_variances([(a, b)], np.zeros(9, np.int64), 1, clusters=clusters)
+        residual = (b - b.sum() / a.sum() * a).reshape(draws, -1).sum(axis=1) * draws / a.sum()
+        assert one.rows_error == pytest.approx(100 * residual.std(ddof=1) / draws**0.5)
 
 
 @pytest.mark.parametrize(("mean", "between"), [(0.004, 0.02), (-0.011, 0.05), (0.0, 0.2)])
@@ -171,9 +177,10 @@ def test_too_little_to_judge_is_undecided_and_says_why():
     three = variance_of(pairs=3, between_pairs=1e-9, rows_error=1e-9)
     assert judged(three).verdict == "undecided"
     assert "1 more pair" in judged(three).outlook
-    no_clicks = RowsVerdict(name="s", variance=clear, clicks=3, limit=LIMIT, tail=ERROR)
-    assert no_clicks.verdict == "undecided"
-    assert "3 clicks" in no_clicks.outlook
+    for clicks in (3, clear.rows - 3):
+        few = RowsVerdict(name="s", variance=clear, clicks=clicks, limit=LIMIT, tail=ERROR)
+        assert few.verdict == "undecided"
+        assert f"{clicks} clicks and {clear.rows - clicks} others" in few.outlook
     one = variance_of(pairs=1, between_pairs=math.nan)
     assert judged(one).verdict == "undecided"
     empty = pair_variances([(np.ones(5), np.ones(5))] * 4, np.zeros(5, np.int64), 2)[1]

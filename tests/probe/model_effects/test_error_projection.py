@@ -78,3 +78,12 @@ def test_effects_are_the_sums_over_samples(signs):
             for name in ("total", "squares", "probabilities", "pulls", "curvatures"):
                 assert getattr(effect, name) == pytest.approx(getattr(expected, name), rel=1e-6), name
     assert effects_of([], predicted, None) == []
+
+
+def test_clusters_cost_what_their_sums_vary_by_with_a_factor_for_few():
+    s, clusters = torch.tensor([[1.0], [2.0], [0.5], [3.0], [4.0], [3.5]]), torch.arange(6) // 2
+    ((effect,),) = effects_of([s], torch.full((6, 1), 0.5), None, clusters)
+    rest = s[:, 0].double().square() / 2
+    rest = rest - rest.mean()
+    cost = rest.view(3, 2).sum(1).square().sum() / rest.square().sum() * 3 / 2
+    assert effect.spread == pytest.approx(6 * cost.item())

@@ -91,6 +91,7 @@ def test_a_row_is_beyond_the_limit_once_in_a_hundred():
     assert abs(known.limit - 2.576 * 1.7) <= 0.75, "octaves are whole"
     assert range_of(torch.tensor([0.0, 1.75, 1.75]), None) == Range(median=-7.5, limit=2.0, ceiling=None, zeros=True)
     assert not range_of(torch.tensor([1.75, 1.75]), None).zeros
+    assert range_of(448 * torch.tensor([1.0, 1.0, 64.0]), None).limit == 5.5 + 0.25
 
 
 def looks(octaves, rows=1, saturated=0):
@@ -225,6 +226,11 @@ def test_few_saturated_rows_are_no_alarm():
     for _ in range(WINDOW):
         monitor.note((["site"], looks([0.0], rows=1000, saturated=11)))
     assert [alarm.kind for alarm in monitor.alarms()] == ["saturation"]
+    monitor = Monitor({"site": Range(median=0.0, limit=1.5, ceiling=2.0)})
+    for _ in range(4):
+        assert len(monitor.alarms()) == 0
+        monitor.note((["site"], looks([0.0], rows=10, saturated=1)))
+    assert len(monitor.alarms()) == 1
 
 
 def test_one_of_eight_requests_is_looked_at_at_no_period():

@@ -41,6 +41,8 @@ def test_shapes_are_those_of_their_formulas():
     assert linear[9 + 30] == pytest.approx(1 - 30 / 91)
     assert set(wsd[9:80]) == {1.0}
     assert wsd[80:] == pytest.approx([1 - k / 21 for k in range(1, 21)])
+    early = factors(100, schedule="wsd", warmup=0.5, decay=0.9)  # nothing falls before the peak
+    assert early[50:] == pytest.approx([1 - k / 51 for k in range(1, 51)])
 
 
 @given(

@@ -172,6 +172,21 @@ def test_a_level_far_from_zero_hides_no_wrong_rows(wrong, told):
     assert (found is not None) == told
 
 
+def test_random_numbers_are_those_of_the_model_s_gpu(monkeypatch):
+    generators = torch.Generator(), torch.Generator()
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "default_generators", generators)
+    monkeypatch.setattr(torch.cuda.random, "_lazy_call", lambda call, **_: call())
+    for name, answer in {"device_count": 2, "current_device": 0, "_lazy_init": None}.items():
+        monkeypatch.setattr(torch.cuda.random, name, lambda answer=answer: answer)
+    assert disagreement(nn.Identity(), lambda: torch.rand(64, generator=generators[1])) is None
+    monkeypatch.setattr(module, "device_of", lambda model: torch.device("cuda", 1))
+    before = module._Before(nn.Identity())
+    expected = torch.rand(8, generator=generators[1])
+    before.put_back()
+    assert torch.equal(torch.rand(8, generator=generators[1]), expected)
+
+
 @pytest.mark.usefixtures("quick_compiler")
 def test_a_graph_needs_a_gpu():
     if torch.cuda.is_available():

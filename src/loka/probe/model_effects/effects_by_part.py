@@ -109,7 +109,7 @@ def _segments(rows: ProbedRows, names: Sequence[str], segments: SegmentRows, all
     for task, name in enumerate(names):
         for at, segment in enumerate(segments.segments.names):
             here, positives, rate = rows.places == at, segments.positives, None
-            if positives is not None and rows.weights is None and positives[at, -1]:  # weighted rows weigh predictions
+            if positives is not None and positives[at, -1]:  # none are counted of weighted rows
                 rate = LabelRate(positives=float(positives[at, task]), rows=int(positives[at, -1]))
             part = Part(task=name, segment=segment, rows=int(here.sum()), read=segments.read[at], allowed=allowed)
             yield _Wanted(part, task, here, rate)

@@ -49,5 +49,5 @@ def _share(apart: torch.Tensor, size: torch.Tensor) -> str:
 
 
 def _random_state() -> list[torch.Tensor]:
-    on_gpu = [torch.cuda.get_rng_state()] if torch.cuda.is_available() else []
+    on_gpu = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
     return [torch.get_rng_state(), *on_gpu]

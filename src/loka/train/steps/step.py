@@ -14,6 +14,7 @@ Adam, which does not see a size that stays, would else move the weights by a few
 import contextlib
 import copy
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -303,8 +304,8 @@ class _Before:
         self._random: list[tuple[Callable[[torch.Tensor], Any], torch.Tensor]] = [
             (torch.set_rng_state, torch.get_rng_state())
         ]
-        if device_of(model).type == "cuda":
-            self._random.append((torch.cuda.set_rng_state, torch.cuda.get_rng_state()))
+        if (device := device_of(model)).type == "cuda":  # which need not be the current one
+            self._random.append((partial(torch.cuda.set_rng_state, device=device), torch.cuda.get_rng_state(device)))
 
     @torch.no_grad()
     def put_back(self) -> None:
