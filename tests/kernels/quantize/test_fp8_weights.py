@@ -374,8 +374,7 @@ def test_a_graph_follows_weights_that_change_in_place():
 @pytest.mark.parametrize("first", [3, 0])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_integers_of_several_weights_are_the_twin_s(dtype, first, device):
-    """By one launch: ragged sides, rows with gaps behind them, of zeros, huge, tiny, not finite. From column 0 on rows
-    of float32 begin at 16 bytes, and end elsewhere."""
+    """By one launch: ragged sides, gaps behind rows, which may begin at 16 bytes; zeros, huge, tiny, not finite."""
     triton_weights = pytest.importorskip("loka.kernels.quantize.triton.int8_weights")
     generator = torch.Generator().manual_seed(0)
     weights = [torch.randn(n, k, generator=generator).to(dtype) for n, k in ((33, 40), (1, 16), (16, 1100))]
