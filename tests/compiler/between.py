@@ -158,6 +158,41 @@ class OfItsLargest(Between):
         return h / (1 + torch.linalg.vector_norm(h, ord=float("inf"), dim=-1, keepdim=True))
 
 
+class WithOptions(Between):
+    """Steps that say more than their operands: factors, bounds in the wrong order, powers."""
+
+    def code(self, h):
+        s = torch.sigmoid(h)
+        sums = torch.add(h, s, alpha=3) - torch.sub(s, h, alpha=-2)
+        return sums + h.clamp(1, -1) + (1 + s) ** 3 / 4 - (1 + s) ** 4 / 8 + (1 + s) ** 0.5 - 2 * (1 + s) ** -0.5
+
+
+class Unbiased(Between):
+    """A norm by blocks of four, whose variance is a sum of squares over three."""
+
+    def code(self, h):
+        blocks = h.unflatten(-1, (16, 4))
+        variance, mean = torch.var_mean(blocks, -1, keepdim=True)
+        return ((blocks - mean) * torch.rsqrt(variance + 1e-5)).flatten(1)
+
+
+class TwoBlocks(Between):
+    def code(self, h):
+        for block in (16, 4):
+            blocks = h.unflatten(-1, (-1, block))
+            h = (blocks * torch.rsqrt(blocks.square().mean(-1, keepdim=True) + 1e-5)).flatten(1)
+        return h
+
+
+class AboveAHalf(Between):
+    """A comparison of what a layer reads, and not with zero."""
+
+    def code(self, h):
+        z = torch.tanh(h)
+        u = self.first(z)
+        return torch.where(z > 0.5, u, -u)
+
+
 class BothSides(Between):
     """Gradients of both sides of a choice: where(mask, dy, 0) and where(mask, 0, dy)."""
 
@@ -173,6 +208,10 @@ ALL = [
     OfItsNorm,
     OfWiderNumbers,
     OfItsLargest,
+    WithOptions,
+    Unbiased,
+    TwoBlocks,
+    AboveAHalf,
     BothSides,
     CastToBool,
     Counted,

@@ -11,7 +11,7 @@ import copy
 import pytest
 import torch
 import torch.nn.functional as F
-from converted import assert_as_good, converted, error, fp8_sites, gradients, plan_for, run
+from converted import INT8, assert_as_good, converted, error, fp8_sites, gradients, plan_for, run
 from joint import JointBackend
 from small_models import MODELS, made
 from sweeps import sweep
@@ -125,6 +125,22 @@ def test_what_is_not_finite_is_neither_hidden_nor_spread(bad):
     assert loka.health_of(joined)["0/output"]["bad_a"]
     y.float().sum().backward()
     assert joined[0].weight.grad.isnan().any()
+
+
+@pytest.mark.parametrize("force", [None, {"*/output": INT8}], ids=["fp8", "int8"])
+@pytest.mark.parametrize("spoilt", ["input", "weight", "gradient"])
+def test_flags_are_those_of_sites_by_themselves(spoilt, force):
+    plain = nn.Sequential(nn.Linear(64, 64, bias=False), nn.Tanh(), nn.Linear(64, 32, bias=False))
+    x, dy = torch.randn(48, 64), torch.randn(48, 32).bfloat16()
+    plan = plan_for(plain, x, force=force)
+    {"input": x, "weight": plain[2].weight.data, "gradient": dy}[spoilt][1, 2] = torch.nan
+    eager, joined = (converted(plain, plan) for _ in range(2))
+    for step in (eager, torch.compile(joined, backend=JointBackend())):
+        with torch.autocast("cpu", torch.bfloat16):
+            y = step(x.clone().requires_grad_())
+        y.backward(dy)
+    assert loka.regions(joined).complete
+    assert loka.health_of(joined) == loka.health_of(eager)
 
 
 def test_zero_rows_huge_and_tiny_values():

@@ -7,6 +7,7 @@ from sweeps import sweep
 from torch import nn
 
 import loka
+from loka.compiler import normed
 from loka.compiler.edges.epilogues import matched
 from loka.compiler.normed import normed_gemm
 from loka.kernels.edge.op import edge
@@ -112,6 +113,8 @@ class Kept(TwoReaders):
             out = out + h[:, :32]
         if self.how == "its GEMM's output":
             out = out + y[:, :32]
+        if self.how == "by a layer":
+            out = out + self.third(y)
         if self.how == "returned":
             out = torch.cat([out, h], dim=1)
         if self.how == "written outside":
@@ -120,7 +123,11 @@ class Kept(TwoReaders):
 
 
 @pytest.mark.parametrize(
-    "how", sweep(("gamma", "added", "its GEMM's output", "returned", "written outside"), ("added", "returned"))
+    "how",
+    sweep(
+        ("gamma", "added", "its GEMM's output", "by a layer", "returned", "written outside"),
+        ("added", "by a layer", "returned"),
+    ),
 )
 def test_what_is_read_elsewhere_in_forward_is_not_taken_away(how):
     check(Kept(how), 0)
@@ -135,6 +142,15 @@ def test_what_no_kernel_does_stays_an_edge(features, block, bias):
         nn.Linear(64, features, bias=bias), BlockNorm(features, block), nn.ReLU(), nn.Linear(features, 32)
     )
     check(model, 0)
+
+
+def test_sums_that_a_plan_has_exact_stay_exact(monkeypatch):
+    taken, run_it = [], normed.gemm_normed
+    monkeypatch.setattr(normed, "gemm_normed", lambda *given, fast, **o: taken.append(fast) or run_it(*given, **o))
+    low, one = torch.ones(64, 64).to(torch.float8_e4m3fn), torch.ones(1)
+    for kernel in ("torch", "torch_fast"):
+        normed_gemm(low, one, low, one, "it", kernel, 64, 1e-6, "relu", False)
+    assert taken == [False, True]
 
 
 def test_inference_keeps_nothing():

@@ -15,6 +15,7 @@ from loka.core.recipe import RECIPES, Gemm
 from loka.kernels.gemm import registry
 from loka.kernels.gemm.run import kernel_runs, reset_kernel_runs, run_gemm
 from loka.nn import health_of, reset_health, site_gemms, site_ops
+from loka.nn.site import OPERAND_NAMES
 from loka.nn.site_ops import layer_pass, site_backward, site_forward
 
 CPU_CANDIDATES = [
@@ -87,6 +88,19 @@ def test_each_gemm_runs_its_own_candidate():
         ("torch:tensorwise_e4m3", "grad_weight"): 1,
     }
     assert {site: counts["runs"] for site, counts in health_of(linear).items()} == {"it/output": 1, "it/grad_weight": 1}
+
+
+@pytest.mark.parametrize("output", ["hp", ROW])
+@pytest.mark.parametrize("spoilt", ["input", "weight", "grad_output"])
+def test_flags_name_the_operand_of_each_gemm_and_stay(spoilt, output, device):
+    linear = convert_layer(nn.Linear(24, 8, bias=False).to(device), (output, ROW, ROW))
+    for bad in (torch.nan, 1.0):
+        x, grad = torch.randn(4, 24, device=device), torch.randn(4, 8, device=device)
+        {"input": x, "weight": linear.weight.data, "grad_output": grad}[spoilt][0, 0] = bad
+        linear(x.requires_grad_()).backward(grad)
+    for site, seen in health_of(linear).items():
+        operands = OPERAND_NAMES[Gemm(site.removeprefix("it/"))]
+        assert [seen["bad_a"], seen["bad_b"]] == [name == spoilt for name in operands], site
 
 
 def test_hp_gemms_equal_a_plain_linear_bit_for_bit():

@@ -8,7 +8,7 @@ from torch import nn
 from loka.core.exceptions import NoKernelFits, NonFinite, NotConverted, UnknownName
 from loka.graph.attach import attach, detach
 from loka.nn import check_finite, health_of, reset_health, signature, sites_of
-from loka.nn.attention import AttentionForward
+from loka.nn.attention import AttentionForward, packed_keys
 
 ROW = "emulated:rowwise_e4m3"
 
@@ -103,6 +103,27 @@ def test_attention_goes_by_the_causal_hint_where_torch_does(own):
         assert torch.allclose(found, expected, atol=1e-5)
 
 
+@pytest.mark.parametrize(
+    ("planned", "inputs", "parts"),
+    [
+        ("self", "qqq", [0]),
+        ("self", "qkv", [0, 0, 0]),
+        ("kv", "qkk", [0, 1]),
+        ("kv", "qkv", [0, 1, 1]),
+        ("apart", "qqq", [0, 1, 2]),
+    ],
+)
+def test_a_projection_goes_by_the_site_of_the_view_around_its_weight(planned, inputs, parts):
+    torch.manual_seed(0)
+    attention, keys, ran = nn.MultiheadAttention(8, 2), packed_keys(8)[planned], []
+    nn.init.normal_(attention.in_proj_bias)
+    sites = {key: lambda x, weight, key=key: ran.append(key) or x @ weight.t() for key in keys}
+    given = {name: torch.randn(3, 1, 8) for name in "qkv"}
+    found, _ = AttentionForward(attention, sites)(*(given[name] for name in inputs))
+    assert ran == [keys[part] for part in parts]
+    torch.testing.assert_close(found, attention(*(given[name] for name in inputs))[0])
+
+
 def converted_mlp(*, inplace=False):
     model = nn.Sequential(nn.Linear(13, 32, bias=False), nn.ReLU(inplace=inplace), nn.Linear(32, 16))
     convert_layers(model, (ROW, ROW, ROW))
@@ -186,3 +207,16 @@ def test_a_model_converted_before_it_has_memory_counts_from_zero():
     model(torch.randn(2, 13)).sum().backward()
     assert health_of(model)["0/output"]["runs"] == 2
     check_finite(model)
+
+
+def test_a_model_converted_before_it_has_memory_keeps_its_centre_and_its_hot_columns():
+    with torch.device("meta"):
+        layer = nn.Linear(80, 16)
+        of_plan = {"centres": {"": [1.0] * 80}, "hot_columns": {"": list(range(32))}}
+        attach(layer, signature(layer).layers, {"": ("emulated:rowwise_e4m3_centred_hot32", "hp", "hp")}, **of_plan)
+    layer.to_empty(device="cpu")
+    for parameter in layer.parameters():
+        nn.init.normal_(parameter)
+    x = torch.randn(4, 80) + 1
+    plain = x @ layer.weight.t() + layer.bias
+    assert (layer(x) - plain).norm() < 0.05 * plain.norm()

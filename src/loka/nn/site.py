@@ -66,8 +66,10 @@ class Site:
         self.join = join
         with torch.inference_mode(False):  # an inference tensor could not be counted in later
             self.health = torch.zeros(len(GEMMS), 3, dtype=torch.int64, device=device)
-            self.centre = None if centre is None else centre.to(device)
-            self.hot = None if hot is None else hot.to(device)
+            # A device without memory would lose what the plan gave; the first call moves it.
+            self.centre, self.hot = centre, hot
+            if device.type != "meta":
+                self._move(device)
 
     def _move(self, device: torch.device) -> None:
         """Takes the counters to where the model was moved, or begins them where it had no memory yet."""

@@ -133,7 +133,7 @@ def forward_parts(
     sides = (x.shape[0], x.shape[1], weight.shape[0])
     made = _forward_of(sides, x.device, x.dtype, candidates, keep)
     if made is None:
-        y = run_gemm(candidates[0], x, weight, gemm=Gemm.OUTPUT, dtype=x.dtype, hot=hot)
+        y = run_gemm(candidates[0], x, weight, gemm=Gemm.OUTPUT, dtype=x.dtype)
         return y, *_unmade(x, weight, candidates, keep)
     low_x, kept_x = quantize_pair(x, row=made.x[0], column=made.x[1], health=health)
     assert low_x is not None

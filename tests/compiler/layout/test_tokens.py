@@ -76,6 +76,14 @@ class _Matmul(_Base):
         return torch.matmul(layer.weight, x)
 
 
+class _Shifted(_Base):
+    """A bias that is added several times."""
+
+    def over(self, x, layer):
+        y = F.linear(x.transpose(1, 2), layer.weight)
+        return torch.add(y, layer.bias.to(y.dtype), alpha=4).transpose(1, 2)
+
+
 class _Keys(_Base):
     """One head of attention: keys are read across by a GEMM, which costs nothing as it is."""
 
@@ -114,10 +122,11 @@ CASES = {
     "pairs": (_Pairs, 2),
     "twice": (_Twice, 3),
     "matmul": (_Matmul, 2),  # autocast casts X twice
+    "shifted": (lambda: _Shifted(bias=True), 1),
 }
 
 
-@pytest.mark.parametrize("case", sweep(CASES, ("odd", "pairs")))
+@pytest.mark.parametrize("case", sweep(CASES, ("odd", "pairs", "shifted")))
 def test_nothing_is_copied_and_nothing_changes(case, monkeypatch):
     make, in_forward = CASES[case]
     plain = make()

@@ -74,7 +74,8 @@ def scales_of(values):
 def test_tables_are_what_their_definition_says(part, weighted, monkeypatch):
     monkeypatch.setitem(depth_tables._PART, "cpu", part)  # several operands at a time; a few rows at a time
     many = [spread_out(*shape, seed) for seed, shape in enumerate(((9, 30), (1, 150), (0, 5), (12, 7), (4, 0)))]
-    weights = [torch.rand(values.shape[1]) + 0.1 if weighted else None for values in many]
+    shapes = [values.shape[place % 2 :] for place, values in enumerate(many)]  # one for each element, or each column
+    weights = [torch.rand(shape) + 0.1 if weighted else None for shape in shapes]
     operands = [
         Operand(values=values, scales=scales_of(values), weight=weight)
         for values, weight in zip(many, weights, strict=True)

@@ -3,6 +3,7 @@ import math
 import pytest
 import torch
 
+from loka.core.error import estimate_jackknife
 from loka.core.numerics.direction import SIDE, Fold, Turn, angle_of, shrink_bias_variance
 
 
@@ -46,9 +47,18 @@ def test_what_was_planted_is_found(mean_row):
 def test_the_parts_make_the_whole():
     """mean |D|^2 / E = s^2 + bias + variance, whatever the draws."""
     gradients, errors = 1 + drawn(5, 9, 7, seed=3), 0.3 * drawn(5, 9, 7, seed=4) + 0.1
-    found = shrink_bias_variance(turns(errors, gradients))
+    drawn_turns = turns(errors, gradients)
+    found = shrink_bias_variance(drawn_turns)
     parts = found["shrink"].value ** 2 + found["bias"].value + found["variance"].value
     assert parts == pytest.approx(float(errors.square().sum() / gradients.square().sum()), rel=1e-6)
+    turned = (errors - found["shrink"].value * gradients).flatten(1)
+    products = turned @ turned.t()
+    pairs = (products.sum() - products.trace()) / (5 * 4)
+    assert found["bias"].value == pytest.approx(float(pairs / (gradients.square().sum() / 5)), rel=1e-4)
+    rest = [shrink_bias_variance(drawn_turns[:t] + drawn_turns[t + 1 :]) for t in range(5)]
+    for name, estimate in found.items():
+        expected = estimate_jackknife(estimate.value, [each[name].value for each in rest])
+        assert (estimate.low, estimate.high) == pytest.approx((expected.low, expected.high), rel=1e-6)
 
 
 def test_rows_that_differ_are_no_bias():

@@ -125,6 +125,9 @@ def test_faded_samples_count_less():
     variance = (0.5 * 5 + 20) / 1.5 - both.loss().value ** 2
     half = 1.973 * math.sqrt(variance / (180 - 1)) / both.loss().value
     assert math.log(both.loss().high / both.loss().value) == pytest.approx(half, rel=1e-3)
+    unsure = replace(both, log_variance=0.5)
+    assert unsure.faded(0.5).log_variance == 0.5
+    assert unsure.merge(Effect.of(first, rows)).log_variance == pytest.approx(0.5 * 150 / 250)
 
 
 @given(st.lists(st.floats(0.01, 100), min_size=2, max_size=9), st.floats(0.1, 10))
@@ -149,6 +152,8 @@ def test_moments_are_those_of_the_terms_whatever_their_weight(terms, factor):
 def test_samples_that_are_not_finite_are_left_out():
     effect = Effect.of([1.0, math.nan, math.inf], [[0.5], [0.1], [0.1]])
     assert effect == Effect.of([1.0], [[0.5]])
+    shifted = Effect.of([1.0, math.nan], [[0.5], [0.1]], [[0.2], [math.nan]], [[0.25], [math.nan]])
+    assert shifted == Effect.of([1.0], [[0.5]], [[0.2]], [[0.25]])
     assert math.isnan(Effect.of([math.nan], [[0.5]]).kl().value)
 
 

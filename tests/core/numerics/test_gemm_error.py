@@ -40,8 +40,8 @@ def test_rows_by_hand():
 
 
 def test_rows_of_zeros_have_no_error():
-    product = torch.tensor([[0.0, 0.0], [1.0, 1.0]])
-    found, _ = errors_of(product * 1.1 + 0.0, Truth(product, by_row=True))
+    product = torch.tensor([[0.0, 0.0], [1.0, 1.0], [1.0, 1.0]])
+    found, _ = errors_of(product * torch.tensor([[2.0], [1.1], [1.01]]), Truth(product, by_row=True))
     assert found["row_p99_db"] == pytest.approx(20.0, abs=1e-4)
     nothing, _ = errors_of(torch.zeros(2, 2), Truth(torch.zeros(2, 2), by_row=True))
     assert math.isnan(nothing["row_p99_db"])

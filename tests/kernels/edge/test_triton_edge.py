@@ -128,13 +128,14 @@ def test_rows_that_are_not_ordinary_stay_apart(name, device):
 
 
 def test_a_row_that_is_not_finite_is_nan_bytes(device):
-    case = identity(40)
+    case = CASES["int8-identity"](40)
     (x,) = case.leaves(33, device)
     x[3, 5], x[17, 0], x[32, 39] = float("nan"), float("inf"), -float("inf")
-    row, column, r, tops, _ = fused.run_program_fused(case.program, [x], 33, None, None, None)
+    row, column, r, tops, _, step, *_ = fused.run_program_fused(case.program, [x], 33, None, None, None)
     bad = torch.zeros(33, dtype=torch.bool, device=device)
     bad[[3, 17, 32]] = True
-    assert torch.equal(torch.isnan(r.view(-1)), bad)
+    for scale in (r, step):
+        assert torch.equal(torch.isnan(scale.view(-1)), bad)
     assert torch.isnan(tops).all()
     for copy in (row.view(torch.uint8)[:, :40], column.view(torch.uint8)[:40, :33].t()):
         assert ((copy[bad] & 0x7F) == 0x7F).all()
@@ -162,6 +163,7 @@ def test_many_tops_have_one_maximum(device):
     tops = torch.full((2500,), 0.25, device=device)
     tops[2400] = 8.0
     check(case, leaves, 33, (None, gradient_scale, tops), exact=True)
+    check(case, leaves, 33, (None, gradient_scale, tops[:0]), exact=True)  # of none it is 1
 
 
 @pytest.mark.parametrize("name", ["identity", "only_transposed"])
@@ -310,6 +312,14 @@ def test_every_step_does_what_pytorch_does(device):
         torch.testing.assert_close(
             out, twin, rtol=2e-6, atol=1e-37, equal_nan=True, msg=lambda m, op=op, args=args: f"{op}{args}: {m}"
         )
+
+
+def test_bytes_less_any_number(device):
+    """What has no room beside 2^15 is taken off in float32."""
+    w = Writing(16)
+    byte = w.leaf(dtype=torch.uint8)
+    case = w.done(values=tuple(w.step("sub", byte, less) for less in (127.5, 0.001, -2.0, 300.0)))
+    check(case, [torch.arange(256, dtype=torch.uint8, device=device).view(16, 16)], 16, (None, None, None), exact=True)
 
 
 def test_booleans_count_as_pytorch_has_them(device):

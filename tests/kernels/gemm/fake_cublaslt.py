@@ -110,6 +110,7 @@ class FakeCublasLt(ModuleType):
         assert wishes[_Preference.REDUCTION_SCHEME_MASK] == 2
         assert set(wishes) == set(_Preference)
         assert wishes[_Preference.MIN_ALIGNMENT_A_BYTES] >= 16
+        self.objects[desc]["alignment"] = wishes[_Preference.MIN_ALIGNMENT_A_BYTES]
         if not self.found:
             raise RuntimeError("NOT_SUPPORTED")
         dtype = self.matmul_heuristic_result_dtype
@@ -146,6 +147,7 @@ class FakeCublasLt(ModuleType):
         assert (handle, stream) == (99, 7)
         settings = self.objects[desc]
         assert settings[_Desc.TRANSA] == 1, "FP8 needs the first operand transposed"
+        assert (a | b | d) % settings["alignment"] == 0, "an algorithm for memory that begins elsewhere"
         modes = settings[_Desc.A_SCALE_MODE], settings[_Desc.B_SCALE_MODE]
         first = self._scaled(adesc, a, modes[0], settings[_Desc.A_SCALE_POINTER])
         second = self._scaled(bdesc, b, modes[1], settings[_Desc.B_SCALE_POINTER])

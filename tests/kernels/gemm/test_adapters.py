@@ -18,7 +18,7 @@ from loka.core.numerics.reference import Quantized, accumulation_bound, dequanti
 from loka.core.problem import Problem, dtype_name
 from loka.core.recipe import Gemm, Granularity
 from loka.kernels.gemm import layouts, libraries
-from loka.kernels.gemm.adapters import cublaslt, deep_gemm
+from loka.kernels.gemm.adapters import cublaslt, deep_gemm, torch_scaled, torchao_scaled
 from loka.kernels.gemm.registry import KERNELS, all_candidates, candidate_named
 from loka.kernels.gemm.run import run_gemm
 
@@ -171,6 +171,34 @@ def test_right_layouts_are_not_copied():
     assert layouts.column_major(shifted).data_ptr() % 16 == 0
     assert torch.equal(layouts.column_major(shifted), shifted)
     assert layouts.vector(group[:, :1]).data_ptr() == group.data_ptr()
+
+
+def test_torch_takes_scales_of_blocks_with_their_padding(monkeypatch):
+    """Of others it makes wrong numbers without a word (pytorch/ao#4209)."""
+    taken = []
+    monkeypatch.setattr(torch_scaled, "scaled_mm", lambda *given, **_: taken.append((given[2], given[4])))
+    candidate = candidate_named("torch:blockwise_e4m3")
+    for gemm, stride in ((Gemm.OUTPUT, 4), (Gemm.GRAD_WEIGHT, 256)):
+        a, b = operands(candidate, gemm, (20, 256, 384), "plain")
+        candidate.run(a, b, torch.bfloat16)
+        scale_a, scale_b = taken.pop()
+        assert torch.equal(scale_a, a.scale)
+        assert torch.equal(scale_b[:3] if gemm is Gemm.OUTPUT else scale_b.t(), b.scale.t())
+        assert (scale_a.stride(), scale_b.stride()) == ((1, 20), (1, stride))
+
+
+def test_scales_begin_at_16_bytes_and_padding_lies_in_memory():
+    odd = torch.arange(38.0).view(2, 19).t()
+    assert layouts.column_major(odd).stride() == (1, 20)
+    assert torch.equal(layouts.column_major(odd), odd)
+    tight = torch.arange(19.0)[8:].as_strided((3, 3), (4, 1))  # memory ends with its last scale
+    assert layouts.padded_rows(tight).shape == (3, 4)
+    assert torch.equal(layouts.padded_rows(tight)[:, :3], tight)
+    memory = torch.arange(24.0)  # whose last 8 are scales of which a kernel reads 16
+    assert torchao_scaled._readable(memory[:8, None], 16, (1, 16)).data_ptr() == memory.data_ptr()
+    grown = torchao_scaled._readable(memory[16:, None], 16, (1, 16))
+    assert grown.untyped_storage().nbytes() == 4 * 16
+    assert torch.equal(grown, memory[16:, None])
 
 
 OUTPUT, GRAD_INPUT, GRAD_WEIGHT = Gemm

@@ -184,6 +184,22 @@ def test_a_wrong_quantizer_is_convicted():
     assert "wrong for operand A (e4m3_group_1x128)" in found
 
 
+def test_wrong_residuals_are_convicted(monkeypatch, plant):  # noqa: F811
+    right = module.append_residuals
+    monkeypatch.setattr(module, "append_residuals", lambda *given, second: right(*given, second=not second))
+    plant(replace(EMULATED, name="swapped"))
+    assert "residuals differ" in self_check("swapped:rowwise_e4m3_hot32", gemm=Gemm.OUTPUT, device=CPU)
+
+
+@pytest.mark.parametrize(
+    ("gemm", "turned"),
+    [(Gemm.OUTPUT, (False, False)), (Gemm.GRAD_INPUT, (False, True)), (Gemm.GRAD_WEIGHT, (True, True))],
+)
+def test_operands_lie_as_a_linear_layer_passes_them(gemm, turned):
+    made = operands(Problem(gemm=gemm, m=132, n=272, k=384, dtype="float32", target="cpu"), CPU)
+    assert tuple(operand.stride(0) == 1 for operand in made) == turned
+
+
 def test_other_shapes_are_tried_where_the_usual_ones_do_not_fit(plant):  # noqa: F811
     seen = []
 

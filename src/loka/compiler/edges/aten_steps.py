@@ -83,8 +83,6 @@ def is_pointwise(node: Node) -> bool:
         return float(args_of(node)[1]) in (*_POWERS, 3.0, 4.0)
     if node.target in (aten.scalar_tensor.default, aten.full.default):
         return isinstance(args_of(node)[-1] if node.target is aten.full.default else args_of(node)[0], int | float)
-    if node.target is aten.clamp.default:
-        return True
     if node.target not in _SAME:
         return False
     val = node.meta.get("val")
@@ -118,14 +116,6 @@ def steps_of(node: Node, values: list[Value], push: Callable[[Step], int]) -> Va
             return push(Step(_POWERS[power], (values[0],)))
         square = push(Step("square", (values[0],)))
         return push(Step("mul", (square, values[0] if power == 3.0 else square)))
-    if target is aten.clamp.default:
-        given = dict(zip(("min", "max"), args_of(node)[1:], strict=False)) | node.kwargs
-        value = values[0]
-        for op, name in (("maximum", "min"), ("minimum", "max")):
-            bound: Any = given.get(name)
-            if bound is not None:
-                value = push(Step(op, (value, float(bound))))
-        return value
     return push(Step(_SAME[target], tuple(values)))
 
 

@@ -230,7 +230,7 @@ def _uncollapsed(rows: Any) -> Node | None:
     whole = args_of(rows)[0]
     while whole.target is aten.clone.default:
         whole = args_of(whole)[0]
-    if not is_tensor(whole) or value_of(whole).dim() != 3 or value_of(whole).dtype != value_of(rows).dtype:
+    if not is_tensor(whole) or value_of(whole).dim() != 3:
         return None
     sides = value_of(whole).shape[1:]
     if not all(isinstance(side, int) for side in sides) or not _same(sides[1:], value_of(rows).shape[1:]):

@@ -104,8 +104,7 @@ def _uniform_error(moments: torch.Tensor, format: Format) -> torch.Tensor:
     """
     c = centres(moments.device)
     factor = _units_of(format, moments.device)
-    half = torch.full_like(c, 0.5 / BINS_PER_OCTAVE)
-    half[-1] = 0  # the amax is a point
+    half = 0.5 / BINS_PER_OCTAVE
     lowest, highest = (((c + end) * factor).round() for end in (-half, half))
     exact = c - highest.clamp(max=format.max) / factor
     inside = exact * exact * moments[:, 0] + 2 * exact * moments[:, 1] + moments[:, 2]
