@@ -25,7 +25,7 @@ sweep: .venv/ready
 
 # Does a test fail where the code is wrong? 300 small mistakes, an hour; SHARD=2/8 makes every eighth of them.
 SHARD ?= 1/1
-# The tool is in the history (tests/mutation/score.md), and comes back beside its score.
+# The tool is in the history, with the score of 2026-11-22: 273 of 300.
 mutants: .venv/ready
 	test -f tests/mutation/mutants.py || git archive 71fcabd tests/mutation | tar x --skip-old-files
 	$(BIN)/python tests/mutation/mutants.py --shard $(SHARD) --out runs/mutants/$(subst /,of,$(SHARD)).jsonl

@@ -1,6 +1,9 @@
 // Loads a package that `server.package(path)` wrote, scores rows and compares with what the server answered.
 //
-//     score PACKAGE ROWS INPUTS [MOST]     ROWS: torch.save of a list of tensors, INPUTS inputs and then the outputs
+//     score PACKAGE ROWS INPUTS [MOST [WEIGHTS]]
+//
+// ROWS: torch.save of a list of tensors, INPUTS inputs and then the outputs. WEIGHTS: what `server.package_weights` wrote
+// for the package, which then computes with these.
 //
 // Neither Python nor loka runs here. Tensors lie where the package computes. Exit status 0: every output has the
 // server's dtype and shape, is finite where the server's is, somewhere at least, and within MOST of it, 1e-3 if it is
@@ -16,6 +19,7 @@
 #include <sstream>
 #include <stdexcept>
 #include <string>
+#include <unordered_map>
 #include <vector>
 
 // The largest difference where both are finite, and why the two are no answers to the same rows, or nothing.
@@ -39,19 +43,33 @@ double difference(const torch::Tensor& found, const torch::Tensor& expected, std
   return why.empty() ? (one - other).masked_select(finite).abs().max().item<double>() : 0;
 }
 
+torch::IValue read(const char* path) {
+  std::ifstream file(path, std::ios::binary);
+  if (!file) throw std::runtime_error(std::string("cannot open ") + path);
+  std::vector<char> bytes((std::istreambuf_iterator<char>(file)), std::istreambuf_iterator<char>());
+  return torch::pickle_load(bytes);
+}
+
+// No call may run meanwhile. A server that answers all the time gives them to `get_runner()`, by
+// update_inactive_constant_buffer and swap_constant_buffer, which wait for nothing but calls that run.
+void take_weights(torch::inductor::AOTIModelPackageLoader& model, const char* path, const torch::Device& device) {
+  std::unordered_map<std::string, torch::Tensor> weights;
+  for (const auto& one : read(path).toGenericDict())
+    weights.emplace(one.key().toStringRef(), one.value().toTensor().to(device));
+  model.load_constants(weights, /*use_inactive=*/false, /*check_full_update=*/true);
+}
+
 int compare(int count, char** arguments) {
   c10::InferenceMode mode;
-  std::ifstream file(arguments[2], std::ios::binary);
-  if (!file) throw std::runtime_error(std::string("cannot open ") + arguments[2]);
-  std::vector<char> bytes((std::istreambuf_iterator<char>(file)), std::istreambuf_iterator<char>());
-  const auto held = torch::pickle_load(bytes).toList();
+  const auto held = read(arguments[2]).toList();
   const size_t inputs = std::stoul(arguments[3]);
-  const double most = count == 5 ? std::stod(arguments[4]) : 1e-3;
+  const double most = count > 4 ? std::stod(arguments[4]) : 1e-3;
   if (inputs == 0 || inputs >= held.size()) throw std::runtime_error("INPUTS leaves no input, or no output, of ROWS");
   std::vector<torch::Tensor> given;
   for (size_t place = 0; place < inputs; ++place) given.push_back(held.get(place).toTensor());
 
   torch::inductor::AOTIModelPackageLoader model(arguments[1]);
+  if (count > 5) take_weights(model, arguments[5], given[0].device());
   const std::vector<torch::Tensor> found = model.run(given);
   if (found.size() != held.size() - inputs) {
     std::cerr << "the package returns " << found.size() << " outputs, ROWS holds " << held.size() - inputs << "\n";
@@ -72,8 +90,8 @@ int compare(int count, char** arguments) {
 }
 
 int main(int count, char** arguments) {
-  if (count != 4 && count != 5) {
-    std::cerr << "score PACKAGE ROWS INPUTS [MOST]\n";
+  if (count < 4 || count > 6) {
+    std::cerr << "score PACKAGE ROWS INPUTS [MOST [WEIGHTS]]\n";
     return 2;
   }
   try {

@@ -92,6 +92,16 @@ def test_on_a_gpu(graphs, tmp_path):
     recording.replay()
     torch.cuda.synchronize()
     assert torch.equal(output, loaded(rows[3]))
+    torch.manual_seed(1)
+    server.refresh(Normed().state_dict())
+    assert sqnr_db(output, server(rows[3]).output) < server.card.answers[0].least_db
+    weights = server.package_weights(found.path, tmp_path / "second.pt")
+    held = torch.load(weights.path, weights_only=True, map_location="cuda")
+    loaded.load_constants(held, check_full_update=True)
+    for request in rows:
+        assert sqnr_db(loaded(request), server(request).output) > server.card.answers[0].least_db
+    if graphs:
+        assert bool((loaded(rows[3]) == server(rows[3]).output).float().mean() > 0.5)
 
 
 def test_constants_of_kernels_have_one_value_each():

@@ -1,3 +1,4 @@
+import math
 import os
 import shutil
 import subprocess
@@ -6,7 +7,6 @@ import time
 from collections import namedtuple
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -29,16 +29,19 @@ from served import (
 )
 from torch import nn
 
-from loka.core.exceptions import MissingLibrary, NotWritten, ServeRefused, WrongResults
+from loka.core.exceptions import FileRefused, MissingLibrary, NotWritten, ServeRefused, WrongResults
 from loka.core.storage.files import sha256_of_file, tensors_from_bytes, tensors_to_bytes
 from loka.serve import Server, freeze
-from loka.serve.packaging import aot
-from loka.serve.packaging.aot import _most_apart, _typical, tried, unpackaged
+from loka.serve.packaging import aot, weights
+from loka.serve.packaging.aot import Agreement, _most_apart, _typical, tried, unpackaged
 from loka.serve.packaging.checksum import checksum_of, write_checksum
-from loka.serve.packaging.exported import PackagedSite
+from loka.serve.packaging.exported import Contents, PackagedSite, contents_of, exported, tensors_of
 from loka.serve.rows import leaves
+from loka.serve.run import runner_of
 from loka.serve.sites import frozen_sites
 from loka.serve.watch.agreement import AnswerError
+
+EXACT = Agreement(sizes=(1,), equal=1.0, mean_abs=0.0, max_abs=0.0, sqnr_db=math.inf)
 
 
 def found_leaves(found, request):
@@ -70,7 +73,7 @@ def test_the_checksum_of_a_package_lies_beside_its_link_too(tmp_path, monkeypatc
         return made
 
     monkeypatch.setattr(aot, "_compiled", compiled)
-    monkeypatch.setattr(aot, "_checked", lambda made, *_: SimpleNamespace(sha256=sha256_of_file(made)))
+    monkeypatch.setattr(aot, "checked", lambda *_: (EXACT, []))
     link, real = tmp_path / "ranker.pt2", tmp_path / "stored" / "0001.pt2"
     real.parent.mkdir()
     real.write_bytes(b"yesterday's")
@@ -101,6 +104,78 @@ def test_a_package_runs_without_loka(candidate, autocast, tmp_path):
         torch.testing.assert_close(model(*request), expected(*request), atol=1e-2, rtol=0)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["ranker.pt2", "ranker.pt2.sha256"]
     check_beside(found.path, found.sha256)
+    server.refresh(tower(2).state_dict())
+    new = server.package_weights(found.path, tmp_path / "second.pt")
+    assert new.mean_abs < 1e-5
+    check_beside(new.path, new.sha256)
+    model.load_constants(torch.load(new.path, weights_only=True), check_full_update=True)
+    with torch.no_grad(), torch.autocast("cpu", dtype=autocast, enabled=autocast is not None):
+        torch.testing.assert_close(model(*request), server.current.module(*request), atol=1e-2, rtol=0)
+    again = server.package(tmp_path / "second.pt2", batch=(1, 300))
+    assert torch.equal(model(*request), found_leaves(again, request)[0])
+    alien = dict.fromkeys(("alien." + name for name in torch.load(new.path, weights_only=True)), torch.zeros(3))
+    with pytest.raises(RuntimeError, match="not found"):  # names that hold another layout
+        model.load_constants(alien, check_full_update=True)
+
+
+def test_weights_are_for_a_package_of_their_own(monkeypatch, tmp_path):
+    server, junk = served(), tmp_path / "junk.pt2"
+    junk.write_text("no package")
+    for path in (junk, tmp_path / "none.pt2"):
+        with pytest.raises(FileRefused, match=r"(?s)no package that takes weights.*Way out"):
+            server.package_weights(path, tmp_path / "w.pt")
+    model = exported(server.current.module, server.plan, runner_of(server.card))
+    read = set(tensors_of(model))
+    contents = contents_of(model, (1, 64), read)
+    assert [name.partition(".model.")[2] for name in contents.written] == [
+        "logit.bias"
+    ]  # what it would be without `small`
+    monkeypatch.setattr(weights, "_contents_of", lambda path: Contents.from_json(contents.to_json()))
+    given = []
+    monkeypatch.setattr(weights, "checked", lambda *all_of: (EXACT, given.append(all_of) or sorted(all_of[-1])))
+    server.package_weights(junk, tmp_path / "w.pt")
+    assert given[0][4] == (1, 64)
+    held = torch.load(tmp_path / "w.pt", weights_only=True)
+    assert held.keys() == {name for name, tensor in tensors_of(model).items() if tensor.numel()}
+    server.refresh(tower(1).state_dict())
+    with pytest.raises(ServeRefused, match=r"(?s)holds numbers that differ.*logit\.bias.*make the package anew"):
+        server.package_weights(junk, tmp_path / "w.pt")
+    other = freeze(Cross().eval(), cross_plan(Cross(), ROW), calibration=[torch.randn(64, 24)])
+    with pytest.raises(ServeRefused, match="a package of another server"):
+        other.package_weights(junk, tmp_path / "w.pt")
+
+
+class Small(nn.Module):
+    """What Inductor would write into code: scalars, few entries, one value all over; and a weight of two names."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(24, 32), nn.Linear(32, 1)
+        self.again = self.second
+        nn.init.zeros_(self.first.bias)
+        self.scale, self.ends = nn.Parameter(torch.tensor(2.0)), nn.Parameter(torch.ones(2))
+        self.register_buffer("ones", torch.ones(32))
+
+    def forward(self, x):
+        x = torch.relu(self.first(x) * (self.ones * 2.0)).clamp(max=9.0)
+        return (self.second(x) + self.again(x)) * self.scale * self.ends.sum() * torch.tensor(0.5)
+
+
+def test_all_that_versions_differ_in_are_named_constants():
+    """Of a program that reads them, none is a number in its code, and what it computes is what the model does."""
+    torch.manual_seed(0)
+    model = Small().eval()
+    server = freeze(model, plan_for(model, {"first": ROW}), calibration=[torch.randn(64, 24)])
+    module = exported(server.current.module, server.plan, runner_of(server.card))
+    x = torch.randn(5, 24)
+    program = torch.export.export(module, (x,), strict=False)
+    assert contents_of(module, (5, 5), aot._read(program)).written == {}
+    read = {name.partition(".")[2] for name in aot._read(program)}
+    assert read >= {"sites.0.weight", "sites.0.scale", "model.first.bias", "model.ones"}
+    assert len(read & {"model.second.weight", "model.again.weight"}) == 1
+    assert {f"small.{place}" for place in range(3)} <= read
+    with torch.no_grad():
+        assert torch.equal(program.module()(x), server.current.module(x))
 
 
 Heads = namedtuple("Heads", ["each", "sum"])
@@ -135,9 +210,9 @@ def test_the_example_in_cpp(tmp_path):
     build = ["sh", str(example / "build.sh"), str(tmp_path / "score")]
     subprocess.run(build, check=True, timeout=900, env={**os.environ, "PYTHON": sys.executable})
 
-    def scored(*held, inputs="2"):
+    def scored(*held, inputs="2", more=()):
         torch.save(list(held), tmp_path / "rows.pt")
-        command = [str(tmp_path / "score"), str(tmp_path / "ranker.pt2"), str(tmp_path / "rows.pt"), inputs]
+        command = [str(tmp_path / "score"), str(tmp_path / "ranker.pt2"), str(tmp_path / "rows.pt"), inputs, *more]
         done = subprocess.run(command, capture_output=True, text=True, timeout=100)
         return done.returncode, done.stdout + done.stderr
 
@@ -161,6 +236,13 @@ def test_the_example_in_cpp(tmp_path):
         assert (found, reason in told) == (status, True), told
     assert scored(dense * float("nan"), ids, answer * float("nan"))[0] == 1
     assert scored(*request, answer, inputs="x")[0] == 2
+    server.refresh(tower(1).state_dict())
+    new = server(request).output
+    given = ["1e-3", str(server.package_weights(tmp_path / "ranker.pt2", tmp_path / "weights.pt").path)]
+    assert (scored(*request, new)[0], scored(*request, new, more=given)[0]) == (1, 0)
+    torch.save({"alien": torch.zeros(3)}, tmp_path / "weights.pt")
+    status, told = scored(*request, new, more=given)
+    assert (status, "alien" in told) == (2, True), told
 
 
 def test_what_cannot_go_into_a_package():
@@ -243,6 +325,7 @@ def test_of_two_at_once_one_waits(monkeypatch, tmp_path):
         raise RuntimeError("seen")
 
     monkeypatch.setattr(torch.export, "export", alone)
+    monkeypatch.setattr(aot, "_read", lambda program: set())
     monkeypatch.setattr(torch._inductor, "aoti_compile_and_package", compiled)
     server = served()
     with ThreadPoolExecutor(3) as threads:
@@ -377,7 +460,7 @@ def test_a_package_that_answers_otherwise_is_not_left(tmp_path, monkeypatch):
             for size in {name.partition("/")[0] for name in given}
         }
         Path(command[5]).write_bytes(tensors_to_bytes(found))
-        return subprocess.CompletedProcess(command, 0, "", "")
+        return subprocess.CompletedProcess(command, 0, "[]", "")
 
     monkeypatch.setattr(torch._inductor, "aoti_compile_and_package", empty_file)
     monkeypatch.setattr(subprocess, "run", run)

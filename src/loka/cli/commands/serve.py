@@ -163,6 +163,10 @@ def package(
     context: typer.Context,
     folder: Folder,
     out: Annotated[Path, typer.Option(help="File that AOTInductor runs without loka.")] = Path("model.pt2"),
+    weights_for: Annotated[
+        Path | None,
+        typer.Option(help="A package of this model and plan: compile nothing, and write weights for it to --out."),
+    ] = None,
     triton: Annotated[
         Path | None, typer.Option(help="Instead of --out: Triton Inference Server's folder of models.")
     ] = None,
@@ -181,10 +185,15 @@ def package(
     with_mods: WithMods = None,
 ) -> None:
     """Compile a folder into one file, and run that in a process without loka."""
+    if weights_for is not None:
+        refuse_idle(context, "with --weights-for", "triton", "name", "delay_us", "least", "most")
     refuse_idle(context, *(("without --triton", "name", "delay_us") if triton is None else ("with --triton", "out")))
     if triton is not None and least != 1:
         raise LokaError(f"--least {least} with --triton", way_out="the server sends single rows too: --least 1")
     _, server = _server(folder, model, data, schema, rows, seed, device, with_mods)
+    if weights_for is not None:
+        say(server.package_weights(weights_for, out))
+        return
     if triton is None:
         say(server.package(out, batch=(least, most)))
         return

@@ -116,8 +116,9 @@ class Exported(nn.Module):
 
 
 def tensors_of(model: nn.Module) -> dict[str, torch.Tensor]:
-    """The tensors in which versions differ, by the names of a package's constants."""
-    return {name: one.detach() for name, one in (*model.named_parameters(), *model.named_buffers())}
+    """The tensors in which versions differ, by all names that they have: a package's constants are some of these."""
+    named = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
+    return {name: one.detach() for name, one in named}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,7 +1,7 @@
 """Weights of a version as a file, which a process that runs a package takes in place of the package's own.
 
-Nothing is compiled. In Python `model.load_constants(torch.load(path), check_full_update=True)`, in C++
-`update_inactive_constant_buffer` and `swap_constant_buffer`. torch compares names alone, and these hold a digest of
+Nothing is compiled: `model.load_constants(torch.load(path, weights_only=True), check_full_update=True)` in Python, or
+`load_constants` of the loader in C++. torch compares names alone, and these hold a digest of
 all names, shapes and dtypes (`Exported`): weights for another package are refused by it.
 """
 
@@ -75,14 +75,21 @@ def write_weights(
         real.parent.mkdir(parents=True, exist_ok=True)
         beside = tempfile.TemporaryDirectory(dir=real.parent)
     with beside as folder:
-        given = {name: one.to("cpu", copy=True) for name, one in held.items() if one.numel()}  # views share memory
+        given = {name: _in_file(one) for name, one in held.items() if one.numel()}
         agreement, names = checked(package, Path(folder), card, version, contents.batch, device, given)
     data = io.BytesIO()
-    torch.save({name: given[name].contiguous() for name in names}, data)
+    torch.save({name: given[name] for name in names}, data)
     write_atomic(path, data.getvalue())
     digest = sha256_of_file(path)
     write_checksum(path, digest)
     return PackagedWeights(**vars(agreement), path=path, package=package, sha256=digest)
+
+
+def _in_file(tensor: torch.Tensor) -> torch.Tensor:
+    """In memory of its own, as the file holds it. FP8 is stored as bytes, which are all that a package copies: torch's
+    `pickle_load` in C++ knows no FP8 (2.13)."""
+    copied = tensor.to("cpu", copy=True).contiguous()
+    return copied.view(torch.uint8) if copied.is_floating_point() and copied.itemsize == 1 else copied
 
 
 def _contents_of(package: Path) -> Contents:
