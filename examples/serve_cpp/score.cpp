@@ -50,13 +50,13 @@ torch::IValue read(const char* path) {
   return torch::pickle_load(bytes);
 }
 
-// No call may run meanwhile. A server that answers all the time gives them to `get_runner()`, by
-// update_inactive_constant_buffer and swap_constant_buffer, which wait for nothing but calls that run.
+// Other threads may call the package meanwhile: it copies them beside those that it has, and then exchanges the two.
 void take_weights(torch::inductor::AOTIModelPackageLoader& model, const char* path, const torch::Device& device) {
   std::unordered_map<std::string, torch::Tensor> weights;
   for (const auto& one : read(path).toGenericDict())
     weights.emplace(one.key().toStringRef(), one.value().toTensor().to(device));
-  model.load_constants(weights, /*use_inactive=*/false, /*check_full_update=*/true);
+  model.load_constants(weights, /*use_inactive=*/true, /*check_full_update=*/true);
+  model.get_runner()->swap_constant_buffer();
 }
 
 int compare(int count, char** arguments) {
