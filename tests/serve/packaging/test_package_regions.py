@@ -100,8 +100,6 @@ def test_on_a_gpu(graphs, tmp_path):
     loaded.load_constants(held, check_full_update=True)
     for request in rows:
         assert sqnr_db(loaded(request), server(request).output) > server.card.answers[0].least_db
-    if graphs:
-        assert bool((loaded(rows[3]) == server(rows[3]).output).float().mean() > 0.5)
 
 
 def test_constants_of_kernels_have_one_value_each():

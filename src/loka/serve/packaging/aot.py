@@ -12,13 +12,15 @@ import os
 import shutil
 import tempfile
 import threading
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
+from torch.fx import Node
 
 from loka.core.compiling import mend_compilers
 from loka.core.error import sqnr_db
@@ -190,14 +192,33 @@ def _read(program: torch.export.ExportedProgram) -> set[str]:
     }
 
 
+@contextmanager
+def _constants_unknown() -> Iterator[None]:
+    """Inductor computes nothing of constants, as it does of those that have one value all over: the result would be a
+    number in the code, where new weights would not reach it. To be entered under `compile_lock`."""
+    from torch._inductor.fx_passes.joint_graph import UniformValueConstantFolder
+
+    folder: Any = UniformValueConstantFolder
+    run_node = folder.run_node
+
+    def run(self: Any, node: Node) -> Any:
+        return self.unknown_value if node.op == "get_attr" else run_node(self, node)
+
+    folder.run_node = run
+    try:
+        yield
+    finally:
+        folder.run_node = run_node
+
+
 def _options(joined: int, contents: Contents) -> dict[str, Any]:
-    """Of Inductor. It computes nothing of constants when it compiles, where new weights would not reach it."""
+    """Of Inductor."""
     from torch._inductor import config
 
     from loka.compiler.packaged import PackagePass  # here, so that `import loka` loads no compiler
 
     mend_compilers()
-    held = {"joint_graph_constant_folding": False, "aot_inductor.metadata": {METADATA: contents.to_json()}}
+    held = {"aot_inductor.metadata": {METADATA: contents.to_json()}}
     if joined:
         return held | {"joint_custom_pre_pass": PackagePass(config.joint_custom_pre_pass)}
     # Without it Inductor keeps in float32 what eager rounds to bf16, and FP8 rounds otherwise.

@@ -68,7 +68,8 @@ class _JoinedSite(nn.Module):
 
     def bind(self) -> None:
         """The site multiplies by the buffers."""
-        held = {name: getattr(self, name).view(shape) for name, shape in self.shapes.items()}
+        kept = {name: getattr(self, name) for name in self.shapes}
+        held = {name: _shaped(one, self.shapes[name]) for name, one in kept.items()}
         low = replace(self.site.weight.low, data=held["data"], scale=held["scale"])
         self.site.weight = replace(self.site.weight, low=low, even=held.get("even"))
         self.site.input_scale = held.get("input_scale")
@@ -161,6 +162,11 @@ def _written_into_code(tensor: torch.Tensor) -> bool:
 def _kept(tensor: torch.Tensor) -> torch.Tensor:
     """The same entries with two sides, where Inductor would write them into the code."""
     return tensor.reshape(1, -1) if _written_into_code(tensor) else tensor
+
+
+def _shaped(tensor: torch.Tensor, shape: torch.Size) -> torch.Tensor:
+    """Undoes `_kept`."""
+    return tensor if tensor.shape == shape else tensor.view(shape)
 
 
 def _plain(output: Any) -> Any:
