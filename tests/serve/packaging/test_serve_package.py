@@ -27,19 +27,16 @@ from served import (
     skip_where_missing,
     tower,
 )
-from torch import nn
 
-from loka.core.exceptions import FileRefused, MissingLibrary, NotWritten, ServeRefused, WrongResults
+from loka.core.exceptions import MissingLibrary, NotWritten, ServeRefused, WrongResults
 from loka.core.storage.files import sha256_of_file, tensors_from_bytes, tensors_to_bytes
 from loka.serve import Server, freeze
-from loka.serve.packaging import aot, weights
-from loka.serve.packaging.aot import Agreement, _most_apart, _typical, tried, unpackaged
+from loka.serve.packaging import aot
+from loka.serve.packaging.aot import Agreement, _typical, tried, unpackaged
 from loka.serve.packaging.checksum import checksum_of, write_checksum
-from loka.serve.packaging.exported import Contents, PackagedSite, contents_of, exported, tensors_of
+from loka.serve.packaging.exported import PackagedSite
 from loka.serve.rows import leaves
-from loka.serve.run import runner_of
 from loka.serve.sites import frozen_sites
-from loka.serve.watch.agreement import AnswerError
 
 EXACT = Agreement(sizes=(1,), equal=1.0, mean_abs=0.0, max_abs=0.0, sqnr_db=math.inf)
 
@@ -116,66 +113,6 @@ def test_a_package_runs_without_loka(candidate, autocast, tmp_path):
     alien = dict.fromkeys(("alien." + name for name in torch.load(new.path, weights_only=True)), torch.zeros(3))
     with pytest.raises(RuntimeError, match="not found"):  # names that hold another layout
         model.load_constants(alien, check_full_update=True)
-
-
-def test_weights_are_for_a_package_of_their_own(monkeypatch, tmp_path):
-    server, junk = served(), tmp_path / "junk.pt2"
-    junk.write_text("no package")
-    for path in (junk, tmp_path / "none.pt2"):
-        with pytest.raises(FileRefused, match=r"(?s)no package that takes weights.*Way out"):
-            server.package_weights(path, tmp_path / "w.pt")
-    model = exported(server.current.module, server.plan, runner_of(server.card))
-    read = set(tensors_of(model))
-    contents = contents_of(model, (1, 64), read)
-    assert [name.partition(".model.")[2] for name in contents.written] == [
-        "logit.bias"
-    ]  # what it would be without `small`
-    monkeypatch.setattr(weights, "_contents_of", lambda path: Contents.from_json(contents.to_json()))
-    given = []
-    monkeypatch.setattr(weights, "checked", lambda *all_of: (EXACT, given.append(all_of) or sorted(all_of[-1])))
-    server.package_weights(junk, tmp_path / "w.pt")
-    assert given[0][4] == (1, 64)
-    held = torch.load(tmp_path / "w.pt", weights_only=True)
-    assert held.keys() == {name for name, tensor in tensors_of(model).items() if tensor.numel()}
-    server.refresh(tower(1).state_dict())
-    with pytest.raises(ServeRefused, match=r"(?s)holds numbers that differ.*logit\.bias.*make the package anew"):
-        server.package_weights(junk, tmp_path / "w.pt")
-    other = freeze(Cross().eval(), cross_plan(Cross(), ROW), calibration=[torch.randn(64, 24)])
-    with pytest.raises(ServeRefused, match="a package of another server"):
-        other.package_weights(junk, tmp_path / "w.pt")
-
-
-class Small(nn.Module):
-    """What Inductor would write into code: scalars, few entries, one value all over; and a weight of two names."""
-
-    def __init__(self):
-        super().__init__()
-        self.first, self.second = nn.Linear(24, 32), nn.Linear(32, 1)
-        self.again = self.second
-        nn.init.zeros_(self.first.bias)
-        self.scale, self.ends = nn.Parameter(torch.tensor(2.0)), nn.Parameter(torch.ones(2))
-        self.register_buffer("ones", torch.ones(32))
-
-    def forward(self, x):
-        x = torch.relu(self.first(x) * (self.ones * 2.0)).clamp(max=9.0)
-        return (self.second(x) + self.again(x)) * self.scale * self.ends.sum() * torch.tensor(0.5)
-
-
-def test_all_that_versions_differ_in_are_named_constants():
-    """Of a program that reads them, none is a number in its code, and what it computes is what the model does."""
-    torch.manual_seed(0)
-    model = Small().eval()
-    server = freeze(model, plan_for(model, {"first": ROW}), calibration=[torch.randn(64, 24)])
-    module = exported(server.current.module, server.plan, runner_of(server.card))
-    x = torch.randn(5, 24)
-    program = torch.export.export(module, (x,), strict=False)
-    assert contents_of(module, (5, 5), aot._read(program)).written == {}
-    read = {name.partition(".")[2] for name in aot._read(program)}
-    assert read >= {"sites.0.weight", "sites.0.scale", "model.first.bias", "model.ones"}
-    assert len(read & {"model.second.weight", "model.again.weight"}) == 1
-    assert {f"small.{place}" for place in range(3)} <= read
-    with torch.no_grad():
-        assert torch.equal(program.module()(x), server.current.module(x))
 
 
 Heads = namedtuple("Heads", ["each", "sum"])
@@ -367,41 +304,6 @@ def test_a_model_that_does_not_export(tmp_path):
     with pytest.raises(ServeRefused, match=r"torch.export does not take this Branches"):
         server.package(tmp_path / "x.pt2")
     assert not list(tmp_path.iterdir())
-
-
-class Beside(Tower):
-    """Its second output is computed in high precision alone."""
-
-    def __init__(self):
-        super().__init__()
-        self.aux = nn.Linear(13, 4)
-
-    def forward(self, dense, ids):
-        return super().forward(dense, ids), torch.softmax(self.aux(dense).tanh().exp().sin(), dim=-1)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("autocast", [None, torch.bfloat16])
-def test_an_output_that_fp8_does_not_touch_may_round_otherwise(autocast, tmp_path):
-    torch.manual_seed(0)
-    server = frozen(Beside().eval(), BOTH, autocast=autocast)
-    assert server.card.answers[1].mean_abs == 0.0
-    found = server.package(tmp_path / "x.pt2", batch=(1, 64))
-    for one, two in zip(found_leaves(found, rows(50)), leaves(server(rows(50)).output), strict=True):
-        torch.testing.assert_close(one, two, atol=1e-2, rtol=0)
-
-
-def test_how_far_apart_a_package_may_be():
-    """A few units in the last place where FP8 changes nothing; a tenth of what it changes elsewhere."""
-    untouched = AnswerError(changed=0.0, max_abs=0.0, mean_abs=0.0, rms=0.5)
-    f32, bf16 = torch.float32, torch.bfloat16
-    assert _most_apart(untouched, 0.5, [f32]) == 8 * 2.0**-23 * 0.5
-    assert _most_apart(untouched, 0.5, [f32, bf16, torch.float8_e4m3fn, torch.int64]) == 8 * 2.0**-7 * 0.5
-    assert _most_apart(untouched, 0.0, [f32]) == 0.0
-    touched = AnswerError(changed=1.0, max_abs=0.04, mean_abs=0.01, rms=0.5)
-    assert _most_apart(touched, 0.5, [bf16]) == pytest.approx(1e-3)
-    hardly = AnswerError(changed=0.1, max_abs=1e-8, mean_abs=1e-9, rms=0.5)
-    assert _most_apart(hardly, 0.5, [bf16]) == 8 * 2.0**-23 * 0.5
 
 
 def check_beside(path, sha256):

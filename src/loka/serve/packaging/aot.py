@@ -12,15 +12,13 @@ import os
 import shutil
 import tempfile
 import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
-from torch.fx import Node
 
 from loka.core.compiling import mend_compilers
 from loka.core.error import sqnr_db
@@ -190,25 +188,6 @@ def _read(program: torch.export.ExportedProgram) -> set[str]:
     return {
         names[node.name] for node in program.graph.find_nodes(op="placeholder") if node.name in names and node.users
     }
-
-
-@contextmanager
-def _constants_unknown() -> Iterator[None]:
-    """Inductor computes nothing of constants, as it does of those that have one value all over: the result would be a
-    number in the code, where new weights would not reach it. To be entered under `compile_lock`."""
-    from torch._inductor.fx_passes.joint_graph import UniformValueConstantFolder
-
-    folder: Any = UniformValueConstantFolder
-    run_node = folder.run_node
-
-    def run(self: Any, node: Node) -> Any:
-        return self.unknown_value if node.op == "get_attr" else run_node(self, node)
-
-    folder.run_node = run
-    try:
-        yield
-    finally:
-        folder.run_node = run_node
 
 
 def _options(joined: int, contents: Contents) -> dict[str, Any]:

@@ -24,8 +24,8 @@ from loka.serve.run import Runner
 from loka.serve.sites import FrozenSite, HighPrecisionSite, as_rows, frozen_sites
 
 _FEW = 8
-"""Entries of a tensor of less than two sides that Inductor writes into the code as numbers (torch 2.11 to 2.14), where
-no new weights would reach them."""
+"""Entries of a tensor of less than two sides that Inductor writes into the code as numbers, as it does a single entry
+of any tensor (torch 2.11 to 2.14). New weights would not reach them there."""
 
 
 class PackagedSite(nn.Module):
@@ -40,7 +40,8 @@ class PackagedSite(nn.Module):
         self.site, self.sides, self.dtype = site.name, site.weight.sides, site.weight.dtype
         self.candidate = candidate_named(site.candidate)
         self.register_buffer("weight", site.weight.low.data)
-        self.register_buffer("scale", site.weight.low.scale)
+        self.shape = site.weight.low.scale.shape
+        self.register_buffer("scale", _kept(site.weight.low.scale))
         self.register_buffer("input_scale", None if site.input_scale is None else _kept(site.input_scale))
 
     def forward(self, x: torch.Tensor, weight: torch.Tensor | None = None) -> torch.Tensor:
@@ -48,10 +49,11 @@ class PackagedSite(nn.Module):
         rows = as_rows(self.site, x, self.sides[1], self.dtype)
         casts = self.candidate.recipe.casts(Gemm.OUTPUT)
         assert casts is not None
-        scale = None if self.input_scale is None else self.input_scale.view(1)
+        scale = None if self.input_scale is None else self.input_scale[0]
         with torch.autocast(rows.device.type, enabled=False):
             low = quantize(rows, casts[0], padded=(rows.shape[0], self.weight.shape[1]), scale=scale)
-            y = aten_gemm(self.candidate.kernel.name, low, Quantized(self.weight, self.scale, casts[1]), rows.dtype)
+            low_weight = Quantized(self.weight, _shaped(self.scale, self.shape), casts[1])
+            y = aten_gemm(self.candidate.kernel.name, low, low_weight, rows.dtype)
         return y[:, : self.sides[0]].reshape(*x.shape[:-1], self.sides[0])
 
 
@@ -91,7 +93,7 @@ class _Held(nn.Module):
         for site in self.sites:
             if isinstance(site, _JoinedSite):
                 site.bind()
-        small = {name: one.view(shape) for (name, shape), one in zip(self.shapes.items(), self.small, strict=True)}
+        small = {name: _shaped(one, shape) for (name, shape), one in zip(self.shapes.items(), self.small, strict=True)}
 
         def call(*args: Any, **kwargs: Any) -> Any:
             return functional_call(self.model, small, args, kwargs)
@@ -156,17 +158,17 @@ def bytes_digest(tensor: torch.Tensor) -> str:
 
 
 def _written_into_code(tensor: torch.Tensor) -> bool:
-    return tensor.dim() < 2 and 0 < tensor.numel() <= _FEW
+    return tensor.numel() == 1 or (tensor.dim() < 2 and 0 < tensor.numel() <= _FEW)
 
 
 def _kept(tensor: torch.Tensor) -> torch.Tensor:
-    """The same entries with two sides, where Inductor would write them into the code."""
-    return tensor.reshape(1, -1) if _written_into_code(tensor) else tensor
+    """The same entries twice, in rows, where Inductor would write them into the code."""
+    return tensor.reshape(1, -1).repeat(2, 1) if _written_into_code(tensor) else tensor
 
 
 def _shaped(tensor: torch.Tensor, shape: torch.Size) -> torch.Tensor:
     """Undoes `_kept`."""
-    return tensor if tensor.shape == shape else tensor.view(shape)
+    return tensor if tensor.shape == shape else tensor[0].view(shape)
 
 
 def _plain(output: Any) -> Any:

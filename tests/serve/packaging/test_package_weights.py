@@ -1,0 +1,73 @@
+import pytest
+import torch
+from served import BOTH, ROW, Cross, cross_plan, frozen, plan_for, tower
+from torch import nn
+
+from loka.core.exceptions import FileRefused, ServeRefused
+from loka.serve import freeze
+from loka.serve.packaging import aot, weights
+from loka.serve.packaging.aot import Agreement
+from loka.serve.packaging.exported import Contents, contents_of, exported, tensors_of
+from loka.serve.run import runner_of
+
+EXACT = Agreement(sizes=(1,), equal=1.0, mean_abs=0.0, max_abs=0.0, sqnr_db=100.0)
+
+
+def test_weights_are_for_a_package_of_their_own(monkeypatch, tmp_path):
+    server, junk = frozen(tower(), dict.fromkeys(BOTH, ROW)), tmp_path / "junk.pt2"
+    junk.write_text("no package")
+    for path in (junk, tmp_path / "none.pt2"):
+        with pytest.raises(FileRefused, match=r"(?s)no package that takes weights.*Way out"):
+            server.package_weights(path, tmp_path / "w.pt")
+    model = exported(server.current.module, server.plan, runner_of(server.card))
+    read = set(tensors_of(model))
+    contents = contents_of(model, (1, 64), read)
+    assert [name.partition(".model.")[2] for name in contents.written] == [
+        "logit.bias"
+    ]  # what it would be without `small`
+    monkeypatch.setattr(weights, "_contents_of", lambda path: Contents.from_json(contents.to_json()))
+    given = []
+    monkeypatch.setattr(weights, "checked", lambda *all_of: (EXACT, given.append(all_of) or sorted(all_of[-1])))
+    server.package_weights(junk, tmp_path / "w.pt")
+    assert given[0][4] == (1, 64)
+    held = torch.load(tmp_path / "w.pt", weights_only=True)
+    assert held.keys() == {name for name, tensor in tensors_of(model).items() if tensor.numel()}
+    server.refresh(tower(1).state_dict())
+    with pytest.raises(ServeRefused, match=r"(?s)holds numbers that differ.*logit\.bias.*make the package anew"):
+        server.package_weights(junk, tmp_path / "w.pt")
+    other = freeze(Cross().eval(), cross_plan(Cross(), ROW), calibration=[torch.randn(64, 24)])
+    with pytest.raises(ServeRefused, match="a package of another server"):
+        other.package_weights(junk, tmp_path / "w.pt")
+
+
+class Small(nn.Module):
+    """What Inductor would write into code: scalars, few entries, one value all over; and a weight of two names."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(24, 32), nn.Linear(32, 1)
+        self.again = self.second
+        nn.init.zeros_(self.first.bias)
+        self.scale, self.ends = nn.Parameter(torch.tensor(2.0)), nn.Parameter(torch.ones(2))
+        self.register_buffer("ones", torch.ones(32))
+
+    def forward(self, x):
+        x = torch.relu(self.first(x) * (self.ones * 2.0)).clamp(max=9.0)
+        return (self.second(x) + self.again(x)) * self.scale * self.ends.sum() * torch.tensor(0.5)
+
+
+def test_all_that_versions_differ_in_are_named_constants():
+    """Of a program that reads them, none is a number in its code, and what it computes is what the model does."""
+    torch.manual_seed(0)
+    model = Small().eval()
+    server = freeze(model, plan_for(model, {"first": ROW}), calibration=[torch.randn(64, 24)])
+    module = exported(server.current.module, server.plan, runner_of(server.card))
+    x = torch.randn(5, 24)
+    program = torch.export.export(module, (x,), strict=False)
+    assert contents_of(module, (5, 5), aot._read(program)).written == {}
+    read = {name.partition(".")[2] for name in aot._read(program)}
+    assert read >= {"sites.0.weight", "sites.0.scale", "model.first.bias", "model.ones"}
+    assert len(read & {"model.second.weight", "model.again.weight"}) == 1
+    assert {f"small.{place}" for place in range(3)} <= read
+    with torch.no_grad():
+        assert torch.equal(program.module()(x), server.current.module(x))
