@@ -3,6 +3,7 @@
 import pytest
 import torch
 from served import BOTH, Tower, frozen, rows
+from torch import nn
 
 from loka.serve.packaging.aot import _most_apart
 from loka.serve.rows import leaves
