@@ -171,6 +171,18 @@ def _shaped(tensor: torch.Tensor, shape: torch.Size) -> torch.Tensor:
     return tensor if tensor.shape == shape else tensor[0].view(shape)
 
 
+def _as_copied(tensor: torch.Tensor, copies: dict[int, torch.Tensor]) -> torch.Tensor:
+    """Nothing of a weight whose FP8 copy is in a site; and rows in their order, as new weights are copied as bytes."""
+    if tensor.is_meta:
+        return nn.Parameter(torch.empty(0, dtype=tensor.dtype), requires_grad=False)
+    if tensor.is_contiguous():
+        return tensor
+    laid = tensor.detach().contiguous()
+    return copies.setdefault(
+        id(tensor), nn.Parameter(laid, requires_grad=False) if isinstance(tensor, nn.Parameter) else laid
+    )
+
+
 def _plain(output: Any) -> Any:
     """In tuples, lists and dicts: torch writes no other class into a file, as named tuples are."""
     if isinstance(output, torch.Tensor):
@@ -196,9 +208,10 @@ def exported(frozen: nn.Module, plan: Plan, run: Runner) -> Exported:
         {path: chosen for path, chosen in fp8_layers(plan).items() if chosen[0] == "hp" or path in sites},
         make=lambda name, *_, **__: sites.get(name) or HighPrecisionSite(name),
     )
+    copies: dict[int, torch.Tensor] = {}
     for _, module in named_modules(tree):
-        for name, parameter in module._parameters.items():
-            if parameter is not None and parameter.is_meta:  # its FP8 copy is in the site
-                module._parameters[name] = nn.Parameter(torch.empty(0, dtype=parameter.dtype), requires_grad=False)
+        kinds: list[dict[str, Any]] = [module._parameters, module._buffers]
+        for own in kinds:
+            own.update({name: _as_copied(one, copies) for name, one in own.items() if one is not None})
     held = [site if isinstance(site, nn.Module) else _JoinedSite(site) for site in sites.values()]
     return Exported(_Held(tree, held, run))
