@@ -68,8 +68,9 @@ class ScaledGemm:
             out = self.candidate.run(a, b, DTYPES[self.problem.dtype])
         _RUNS[self.name, self.problem.gemm.value] += 1
         m, n = self.problem.m, self.problem.n
-        if out.shape[1] == n and out.is_contiguous():
-            return out.resize_(m, n)  # no view, in which autograd lets nobody write
+        if out.shape == (m, n) and out.is_contiguous():
+            return out
+        # No view, in which autograd would let nobody write: `contiguous` is one of whole rows.
         return out[:m, :n].clone(memory_format=torch.contiguous_format)
 
 
