@@ -219,7 +219,7 @@ print(json.dumps(peaks))
 def test_memory_does_not_grow_with_the_folder(tmp_path):
     printed = run_script(MEMORY, name="memory", cwd=tmp_path, output=tmp_path / "printed")
     small, large = json.loads(printed)
-    # 12 shards more are 126 MB as stored and 210 MB as batches; allocators breathe by up to six windows of 7 MB (42 MB once of many runs).
+    # 12 shards more are 126 MB as stored and 210 MB as batches; allocators breathe by some windows of 7 MB, six once.
     assert large - small < 70e6
 
 
