@@ -3,7 +3,7 @@ import torch
 from served import BOTH, POW2, ROW, Cross, cross_plan, frozen, plan_for, tower
 from torch import nn
 
-from loka.core.exceptions import FileRefused, ServeRefused
+from loka.core.exceptions import FileRefused, ServeRefused, WrongResults
 from loka.core.storage.files import sha256_of_file
 from loka.serve import freeze
 from loka.serve.packaging import aot, weights
@@ -27,6 +27,14 @@ def test_weights_are_for_a_package_of_their_own(monkeypatch, tmp_path):
     # The first is what would be in code without `small`.
     assert [name.partition(".model.")[2] for name in contents.written] == ["logit.bias", "table.norm_type", "norm.eps"]
     monkeypatch.setattr(weights, "_contents_of", lambda path: Contents.from_json(contents.to_json()))
+
+    def zeros(package, given, *_, **__):
+        return {f"{size}/0": torch.zeros(int(size)) for size in {name.partition("/")[0] for name in given}}, []
+
+    monkeypatch.setattr(aot, "answers_of", zeros)
+    with pytest.raises(WrongResults, match=r"(?s)answers otherwise.*make the package anew"):
+        server.package_weights(junk, tmp_path / "w.pt")
+    assert [path.name for path in tmp_path.iterdir()] == ["junk.pt2"]
     given = []
     monkeypatch.setattr(weights, "checked", lambda *all_of: (EXACT, given.append(all_of) or sorted(all_of[-1])))
     link, real = tmp_path / "w.pt", tmp_path / "real.pt"

@@ -47,6 +47,8 @@ by vectors by one or two."""
 METADATA = "loka"
 """Name of a package's metadata, a `Contents`."""
 
+ANEW = "make the package anew: server.package(path)"
+
 KEEPING = threading.Lock()  # of two that go to one path, the file and the checksum of the same one stay
 
 
@@ -268,7 +270,8 @@ def checked(
         raise WrongResults(
             "the package answers otherwise than the server",
             why=why,
-            way_out="serve it from Python; please report it with the versions that `loka doctor` prints",
+            way_out=f"{'serve it from Python' if weights is None else ANEW}; please report it with the versions that "
+            "`loka doctor` prints",
         )
     entries = [len(one) for one in want]
     agreement = Agreement(

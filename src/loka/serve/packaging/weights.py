@@ -2,7 +2,7 @@
 
 Nothing is compiled: `model.load_constants(torch.load(path, weights_only=True), check_full_update=True)` in Python, or
 `load_constants` of the loader in C++. torch compares names alone, and these hold a digest of
-all names, shapes and dtypes (`Exported`): weights for another package are refused by it.
+all names, shapes, dtypes and candidates (`Exported`): weights for another package are refused by it.
 """
 
 import hashlib
@@ -18,13 +18,11 @@ from loka.core.exceptions import FileRefused, ServeRefused, truncated
 from loka.core.records.plan import Plan
 from loka.core.storage.files import file_behind, write_atomic, writing
 from loka.serve.card import Card
-from loka.serve.packaging.aot import KEEPING, METADATA, Agreement, checked
+from loka.serve.packaging.aot import ANEW, KEEPING, METADATA, Agreement, checked
 from loka.serve.packaging.checksum import checksum_of, write_checksum
 from loka.serve.packaging.exported import Contents, exported, in_code, tensors_of
 from loka.serve.run import runner_of
 from loka.serve.version import Version
-
-_ANEW = "make the package anew: server.package(path)"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,7 +63,7 @@ def write_weights(
         raise ServeRefused(
             f"{package} is a package of another server",
             why=["its tensors have other names, shapes or dtypes than those of this model by its plan"],
-            way_out=f"name the package that this server made, or {_ANEW}",
+            way_out=f"name the package that this server made, or {ANEW}",
         )
     held, now = tensors_of(model), in_code(model, contents.written)
     if why := [
@@ -74,7 +72,7 @@ def write_weights(
         if contents.written.get(name) != now.get(name)
     ]:
         raise ServeRefused(
-            f"the code of {package} holds numbers that differ in this version", why=truncated(why, 10), way_out=_ANEW
+            f"the code of {package} holds numbers that differ in this version", why=truncated(why, 10), way_out=ANEW
         )
     with writing(path):
         real.parent.mkdir(parents=True, exist_ok=True)
