@@ -156,6 +156,11 @@ def test_a_package_is_written_and_run(folder):
     text = loka("serve", "package", "server", *FEW, "--no-mods", "--out", "dlrm.pt2", "--most", 64, cwd=folder)
     assert "dlrm.pt2: 1 to 64 rows; run without loka at (1, 37, 64)" in text
     assert (folder / "dlrm.pt2").exists()
+    weights = ("serve", "package", "server", *FEW, "--no-mods", "--weights-for", "dlrm.pt2")
+    assert "weights for dlrm.pt2" in loka(*weights, "--out", "dlrm.pt", cwd=folder)
+    assert (folder / "dlrm.pt").exists()
+    assert "dlrm.pt2 is the package" in loka(*weights, "--out", "dlrm.pt2", cwd=folder, fails=2)
+    assert "--most with --weights-for would change nothing" in loka(*weights, "--most", 4, cwd=folder, fails=2)
 
 
 def test_a_plan_for_a_package(folder):

@@ -159,7 +159,8 @@ class Server:
 
         Raises:
             FileRefused: `package` cannot be read, or `package` did not write it.
-            ServeRefused: the package is of another server, or its code holds numbers that differ in this version.
+            ServeRefused: the package is of another server, or its code holds numbers that differ in this version;
+                or `path` is the package.
             WrongResults: with these weights the package answers otherwise than this server. No file is left.
             NotWritten: the disk refuses the file.
         """

@@ -21,7 +21,7 @@ from loka.serve import freeze
 @pytest.mark.slow
 def test_regions_go_into_the_file(backend, monkeypatch, tmp_path):  # noqa: F811
     """Of a server with graphs: what its compiled code answers but for the last bits of sums, by aten alone."""
-    server = frozen(wide())
+    server, other = frozen(wide()), frozen(wide(1))
     requests = [inputs(count) for count in (1, 5, 16)]
     expected = [server(request).output for request in requests]
     monkeypatch.undo()  # the real Inductor
@@ -33,6 +33,10 @@ def test_regions_go_into_the_file(backend, monkeypatch, tmp_path):  # noqa: F811
     for request, answer in zip(requests, expected, strict=True):
         # The stand-in for Inductor rounds to bfloat16 between ops, and a package does where it stores.
         assert sqnr_db(loaded(request), answer) > server.card.answers[0].least_db
+    held = torch.load(other.package_weights(found.path, tmp_path / "other.pt").path, weights_only=True)
+    loaded.load_constants(held, check_full_update=True)
+    assert sqnr_db(loaded(requests[2]), expected[2]) < 10
+    assert sqnr_db(loaded(requests[2]), other.current.module(requests[2])) > other.card.answers[0].least_db
 
 
 SCRIPT = Path(__file__).with_name("written_for_a_gpu.py")

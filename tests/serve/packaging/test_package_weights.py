@@ -1,13 +1,15 @@
 import pytest
 import torch
-from served import BOTH, ROW, Cross, cross_plan, frozen, plan_for, tower
+from served import BOTH, POW2, ROW, Cross, cross_plan, frozen, plan_for, tower
 from torch import nn
 
-from loka.core.exceptions import FileRefused, ServeRefused
+from loka.core.exceptions import FileRefused, ServeRefused, WrongResults
+from loka.core.storage.files import sha256_of_file
 from loka.serve import freeze
 from loka.serve.packaging import aot, weights
 from loka.serve.packaging.aot import Agreement
-from loka.serve.packaging.exported import Contents, contents_of, exported, tensors_of
+from loka.serve.packaging.checksum import checksum_of
+from loka.serve.packaging.exported import Contents, contents_of, exported, in_code, tensors_of
 from loka.serve.run import runner_of
 
 EXACT = Agreement(sizes=(1,), equal=1.0, mean_abs=0.0, max_abs=0.0, sqnr_db=100.0)
@@ -22,19 +24,36 @@ def test_weights_are_for_a_package_of_their_own(monkeypatch, tmp_path):
     model = exported(server.current.module, server.plan, runner_of(server.card))
     read = set(tensors_of(model))
     contents = contents_of(model, (1, 64), read)
-    assert [name.partition(".model.")[2] for name in contents.written] == [
-        "logit.bias"
-    ]  # what it would be without `small`
+    # The first is what would be in code without `small`.
+    assert [name.partition(".model.")[2] for name in contents.written] == ["logit.bias", "table.norm_type", "norm.eps"]
     monkeypatch.setattr(weights, "_contents_of", lambda path: Contents.from_json(contents.to_json()))
+
+    def zeros(package, given, *_, **__):
+        return {f"{size}/0": torch.zeros(int(size)) for size in {name.partition("/")[0] for name in given}}, []
+
+    monkeypatch.setattr(aot, "answers_of", zeros)
+    with pytest.raises(WrongResults, match=r"(?s)answers otherwise.*make the package anew"):
+        server.package_weights(junk, tmp_path / "w.pt")
+    assert [path.name for path in tmp_path.iterdir()] == ["junk.pt2"]
     given = []
     monkeypatch.setattr(weights, "checked", lambda *all_of: (EXACT, given.append(all_of) or sorted(all_of[-1])))
-    server.package_weights(junk, tmp_path / "w.pt")
+    link, real = tmp_path / "w.pt", tmp_path / "real.pt"
+    link.symlink_to(real)
+    found = server.package_weights(junk, link)
     assert given[0][4] == (1, 64)
-    held = torch.load(tmp_path / "w.pt", weights_only=True)
-    assert held.keys() == {name for name, tensor in tensors_of(model).items() if tensor.numel()}
+    assert torch.load(real, weights_only=True).keys() == tensors_of(model).keys()
+    assert found.sha256 == sha256_of_file(real)
+    for name in (link, real):
+        assert checksum_of(name).read_text() == f"{found.sha256}  {name.name}\n"
+    (tmp_path / "link.pt2").symlink_to(junk)
+    with pytest.raises(ServeRefused, match="is the package"):
+        server.package_weights(junk, tmp_path / "link.pt2")
+    assert junk.read_text() == "no package"
     server.refresh(tower(1).state_dict())
     with pytest.raises(ServeRefused, match=r"(?s)holds numbers that differ.*logit\.bias.*make the package anew"):
         server.package_weights(junk, tmp_path / "w.pt")
+    with pytest.raises(ServeRefused, match="a package of another server"):
+        frozen(tower(), dict.fromkeys(BOTH, POW2)).package_weights(junk, tmp_path / "w.pt")
     other = freeze(Cross().eval(), cross_plan(Cross(), ROW), calibration=[torch.randn(64, 24)])
     with pytest.raises(ServeRefused, match="a package of another server"):
         other.package_weights(junk, tmp_path / "w.pt")
@@ -73,3 +92,40 @@ def test_all_that_versions_differ_in_are_named_constants():
     assert {f"small.{place}" for place in range(3)} <= read
     with torch.no_grad():
         torch.testing.assert_close(program.module()(x), server.current.module(x))
+
+
+class Noting(nn.Module):
+    """What versions differ in beside the state dict: a hook derives a tensor, extra state holds a number."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.bias, self.factor = nn.Linear(24, 32), nn.Parameter(torch.randn(32)), 1.0
+        self._note()
+        self.register_load_state_dict_post_hook(lambda module, _: module._note())
+
+    def _note(self):
+        self.twice = self.bias.detach() * 2
+
+    def get_extra_state(self):
+        return torch.tensor(self.factor)
+
+    def set_extra_state(self, state):
+        self.factor = float(state)
+
+    def forward(self, x):
+        return self.first(x) * self.twice * self.factor
+
+
+def test_what_attributes_hold_is_in_the_code():
+    model = Noting().eval()
+    server = freeze(model, plan_for(model, {"first": ROW}), calibration=[torch.randn(64, 24)])
+    run = runner_of(server.card)
+    module = exported(server.current.module, server.plan, run)
+    program = torch.export.export(module, (torch.randn(5, 24),), strict=False)
+    was = contents_of(module, (5, 5), aot._read(program)).written
+    assert [name.partition(".model.")[2] for name in was] == ["factor", "twice"]
+    model.factor = 3.0
+    server.refresh({**model.state_dict(), "bias": torch.randn(32)})
+    now = in_code(exported(server.current.module, server.plan, run), was)
+    assert now.keys() == was.keys()
+    assert all(now[name] != was[name] for name in was)

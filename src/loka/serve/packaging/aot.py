@@ -47,7 +47,9 @@ by vectors by one or two."""
 METADATA = "loka"
 """Name of a package's metadata, a `Contents`."""
 
-_KEEPING = threading.Lock()  # of two that go to one path, the file and the checksum of the same one stay
+ANEW = "make the package anew: server.package(path)"
+
+KEEPING = threading.Lock()  # of two that go to one path, the file and the checksum of the same one stay
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -139,7 +141,7 @@ def package_version(
             made = _compiled(Path(folder), card, exported(version.module, plan, run), joined, batch, device)
         digest = sha256_of_file(made)  # before the check, so that it is the sha256 of what is checked
         agreement, _ = checked(made, Path(folder), card, version, batch, device)
-        with _KEEPING, writing(path):
+        with KEEPING, writing(path):
             os.replace(made, real)
             for name in dict.fromkeys((real, path)):  # a link's checksum is looked for beside the link
                 write_checksum(name, digest)
@@ -182,9 +184,13 @@ def _compiled(
 
 
 def _read(program: torch.export.ExportedProgram) -> set[str]:
-    """Names of the parameters and buffers that the program's code reads."""
+    """Names of the parameters, buffers and other tensors of modules that the program's code reads."""
     signature = program.graph_signature
-    names = {**signature.inputs_to_parameters, **signature.inputs_to_buffers}
+    names = {
+        **signature.inputs_to_parameters,
+        **signature.inputs_to_buffers,
+        **signature.inputs_to_lifted_tensor_constants,
+    }
     return {
         names[node.name] for node in program.graph.find_nodes(op="placeholder") if node.name in names and node.users
     }
@@ -264,7 +270,8 @@ def checked(
         raise WrongResults(
             "the package answers otherwise than the server",
             why=why,
-            way_out="serve it from Python; please report it with the versions that `loka doctor` prints",
+            way_out=f"{'serve it from Python' if weights is None else ANEW}; please report it with the versions that "
+            "`loka doctor` prints",
         )
     entries = [len(one) for one in want]
     agreement = Agreement(

@@ -104,14 +104,14 @@ class _Held(nn.Module):
 class Exported(nn.Module):
     """The model with packaged sites, called with the columns of the form in their order.
 
-    The names of its tensors hold a digest of their names and forms, so that a package refuses those of another one:
-    torch looks at names alone, and copies from any memory.
+    The names of its tensors hold a digest of their names and forms and of the sites' candidates, so that a package
+    refuses those of another one: torch looks at names alone, and copies from any memory.
     """
 
-    def __init__(self, held: nn.Module) -> None:
+    def __init__(self, held: nn.Module, candidates: Sequence[str]) -> None:
         super().__init__()
         forms = [[name, list(one.shape), str(one.dtype)] for name, one in tensors_of(held).items()]
-        self.layout = f"layout_{digest_of(forms)[:16]}"
+        self.layout = f"layout_{digest_of([forms, list(candidates)])[:16]}"
         self.add_module(self.layout, held)
 
     def forward(self, *columns: torch.Tensor) -> Any:
@@ -128,8 +128,7 @@ def tensors_of(model: nn.Module) -> dict[str, torch.Tensor]:
 class Contents:
     """What a package says of itself: metadata of the file.
 
-    `layout`: of `Exported`. `written`: of the tensors in which versions differ and which the code holds as numbers, by
-    name, a digest of their bytes. `batch`: the least and the most rows of a call.
+    `layout`: of `Exported`. `written`: `in_code`. `batch`: the least and the most rows of a call.
     """
 
     layout: str
@@ -147,12 +146,27 @@ class Contents:
 
 def contents_of(model: Exported, batch: tuple[int, int], read: Collection[str]) -> Contents:
     """`read`: names of the tensors that the exported code reads."""
-    held = tensors_of(model)
-    written = {name: bytes_digest(held[name]) for name in sorted(read) if _written_into_code(held[name])}
-    return Contents(layout=model.layout, written=written, batch=batch)
+    return Contents(layout=model.layout, written=in_code(model, read), batch=batch)
 
 
-def bytes_digest(tensor: torch.Tensor) -> str:
+def in_code(model: Exported, read: Collection[str]) -> dict[str, str]:
+    """What the code holds and no weights replace, by name: of tensors in `read` a digest, and numbers as text.
+
+    Extra state and hooks of a state dict may set attributes. Whole numbers are left out: `forward` notes them too, as
+    how many rows it was called with.
+    """
+    found = {name: _digest(one) for name, one in tensors_of(model).items() if name in read and _written_into_code(one)}
+    for path, module in model.named_modules(remove_duplicate=False):
+        for name, value in vars(module).items():
+            place = f"{path}.{name}"
+            if isinstance(value, float | complex):
+                found[place] = repr(value)
+            elif isinstance(value, torch.Tensor) and place in read:
+                found[place] = _digest(value)
+    return found
+
+
+def _digest(tensor: torch.Tensor) -> str:
     """sha256 of what it holds."""
     return hashlib.sha256(tensor.cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes()).hexdigest()
 
@@ -214,4 +228,4 @@ def exported(frozen: nn.Module, plan: Plan, run: Runner) -> Exported:
         for own in kinds:
             own.update({name: _as_copied(one, copies) for name, one in own.items() if one is not None})
     held = [site if isinstance(site, nn.Module) else _JoinedSite(site) for site in sites.values()]
-    return Exported(_Held(tree, held, run))
+    return Exported(_Held(tree, held, run), [site.candidate for site in frozen_sites(frozen).values()])

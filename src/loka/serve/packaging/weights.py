@@ -2,9 +2,10 @@
 
 Nothing is compiled: `model.load_constants(torch.load(path, weights_only=True), check_full_update=True)` in Python, or
 `load_constants` of the loader in C++. torch compares names alone, and these hold a digest of
-all names, shapes and dtypes (`Exported`): weights for another package are refused by it.
+all names, shapes, dtypes and candidates (`Exported`): weights for another package are refused by it.
 """
 
+import hashlib
 import io
 import tempfile
 from dataclasses import dataclass
@@ -15,15 +16,13 @@ import torch
 
 from loka.core.exceptions import FileRefused, ServeRefused, truncated
 from loka.core.records.plan import Plan
-from loka.core.storage.files import file_behind, sha256_of_file, write_atomic, writing
+from loka.core.storage.files import file_behind, write_atomic, writing
 from loka.serve.card import Card
-from loka.serve.packaging.aot import METADATA, Agreement, checked
+from loka.serve.packaging.aot import ANEW, KEEPING, METADATA, Agreement, checked
 from loka.serve.packaging.checksum import checksum_of, write_checksum
-from loka.serve.packaging.exported import Contents, bytes_digest, exported, tensors_of
+from loka.serve.packaging.exported import Contents, exported, in_code, tensors_of
 from loka.serve.run import runner_of
 from loka.serve.version import Version
-
-_ANEW = "make the package anew: server.package(path)"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,39 +48,45 @@ def write_weights(
 ) -> PackagedWeights:
     """Raises:
     FileRefused: `package` cannot be read, or `server.package` did not write it.
-    ServeRefused: the package is of another model or plan, or its code holds numbers that differ in this version.
+    ServeRefused: the package is of another model or plan, or its code holds numbers that differ in this version; or
+        `path` is the package.
     WrongResults: with these weights the package answers otherwise than the server; no file is left.
     NotWritten: the disk refuses the file.
     """
     contents = _contents_of(package)
+    with writing(path):
+        real = file_behind(path)
+        if real.exists() and real.samefile(package):
+            raise ServeRefused(f"{path} is the package", way_out="name another file, such as weights.pt")
     model = exported(version.module, plan, runner_of(card))
     if model.layout != contents.layout:
         raise ServeRefused(
             f"{package} is a package of another server",
             why=["its tensors have other names, shapes or dtypes than those of this model by its plan"],
-            way_out=f"name the package that this server made, or {_ANEW}",
+            way_out=f"name the package that this server made, or {ANEW}",
         )
-    held = tensors_of(model)
+    held, now = tensors_of(model), in_code(model, contents.written)
     if why := [
-        f"{name.partition('.model.')[2] or name}"
-        for name, was in contents.written.items()
-        if bytes_digest(held[name]) != was
+        name.partition(".model.")[2] or name
+        for name in sorted({**contents.written, **now})
+        if contents.written.get(name) != now.get(name)
     ]:
         raise ServeRefused(
-            f"the code of {package} holds numbers that differ in this version", why=truncated(why, 10), way_out=_ANEW
+            f"the code of {package} holds numbers that differ in this version", why=truncated(why, 10), way_out=ANEW
         )
     with writing(path):
-        real = file_behind(path)
         real.parent.mkdir(parents=True, exist_ok=True)
         beside = tempfile.TemporaryDirectory(dir=real.parent)
     with beside as folder:
-        given = {name: _in_file(one) for name, one in held.items() if one.numel()}
+        given = {name: _in_file(one) for name, one in held.items()}
         agreement, names = checked(package, Path(folder), card, version, contents.batch, device, given)
     data = io.BytesIO()
     torch.save({name: given[name] for name in names}, data)
-    write_atomic(path, data.getvalue())
-    digest = sha256_of_file(path)
-    write_checksum(path, digest)
+    digest = hashlib.sha256(data.getbuffer()).hexdigest()
+    with KEEPING:
+        write_atomic(path, data.getvalue())
+        for name in dict.fromkeys((real, path)):
+            write_checksum(name, digest)
     return PackagedWeights(**vars(agreement), path=path, package=package, sha256=digest)
 
 
