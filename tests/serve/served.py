@@ -1,4 +1,5 @@
 import copy
+import math
 
 import pytest
 import torch
@@ -14,10 +15,12 @@ from loka.core.records.plan import Decision, Plan
 from loka.kernels.gemm.registry import require_supported
 from loka.nn import signature
 from loka.serve import freeze
+from loka.serve.packaging.aot import Agreement
 
 ROW, POW2, GROUP = "emulated:rowwise_e4m3", "emulated:rowwise_e4m3_pow2", "emulated:blockwise_e4m3"
 TENSOR, BLOCK, TORCH = "emulated:tensorwise_e4m3", "emulated:block128_e4m3", "torch:rowwise_e4m3"
 BOTH = {"first": ROW, "second": ROW}
+EXACT = Agreement(sizes=(1,), equal=1.0, mean_abs=0.0, max_abs=0.0, sqnr_db=math.inf)
 
 
 class Tower(nn.Module):

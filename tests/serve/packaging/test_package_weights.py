@@ -1,18 +1,18 @@
+import json
+
 import pytest
 import torch
-from served import BOTH, POW2, ROW, Cross, cross_plan, frozen, plan_for, tower
+from served import BOTH, EXACT, POW2, ROW, Cross, cross_plan, frozen, plan_for, tower
 from torch import nn
 
 from loka.core.exceptions import FileRefused, ServeRefused, WrongResults
+from loka.core.storage.codec import decode, encode
 from loka.core.storage.files import sha256_of_file
 from loka.serve import freeze
 from loka.serve.packaging import aot, weights
-from loka.serve.packaging.aot import Agreement
 from loka.serve.packaging.checksum import checksum_of
 from loka.serve.packaging.exported import Contents, contents_of, exported, in_code, tensors_of
 from loka.serve.run import runner_of
-
-EXACT = Agreement(sizes=(1,), equal=1.0, mean_abs=0.0, max_abs=0.0, sqnr_db=100.0)
 
 
 def test_weights_are_for_a_package_of_their_own(monkeypatch, tmp_path):
@@ -26,7 +26,9 @@ def test_weights_are_for_a_package_of_their_own(monkeypatch, tmp_path):
     contents = contents_of(model, (1, 64), read)
     # The first is what would be in code without `small`.
     assert [name.partition(".model.")[2] for name in contents.written] == ["logit.bias", "table.norm_type", "norm.eps"]
-    monkeypatch.setattr(weights, "_contents_of", lambda path: Contents.from_json(contents.to_json()))
+    monkeypatch.setattr(
+        weights, "_contents_of", lambda path: decode(Contents, json.loads(json.dumps(encode(contents))))
+    )
 
     def zeros(package, given, *_, **__):
         return {f"{size}/0": torch.zeros(int(size)) for size in {name.partition("/")[0] for name in given}}, []

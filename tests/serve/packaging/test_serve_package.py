@@ -1,4 +1,3 @@
-import math
 import os
 import shutil
 import subprocess
@@ -12,6 +11,7 @@ import pytest
 import torch
 from served import (
     BOTH,
+    EXACT,
     GROUP,
     POW2,
     ROW,
@@ -32,13 +32,11 @@ from loka.core.exceptions import MissingLibrary, NotWritten, ServeRefused, Wrong
 from loka.core.storage.files import sha256_of_file, tensors_from_bytes, tensors_to_bytes
 from loka.serve import Server, freeze
 from loka.serve.packaging import aot
-from loka.serve.packaging.aot import Agreement, _typical, tried, unpackaged
+from loka.serve.packaging.aot import _typical, tried, unpackaged
 from loka.serve.packaging.checksum import checksum_of, write_checksum
 from loka.serve.packaging.exported import PackagedSite
 from loka.serve.rows import leaves
 from loka.serve.sites import frozen_sites
-
-EXACT = Agreement(sizes=(1,), equal=1.0, mean_abs=0.0, max_abs=0.0, sqnr_db=math.inf)
 
 
 def found_leaves(found, request):

@@ -7,10 +7,10 @@ no alarm, no buckets and no shadow, and holds one version of the weights for any
 another one are a file of their own (weights.py).
 """
 
+import json
 import math
 import os
 import shutil
-import tempfile
 import threading
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -24,13 +24,14 @@ from loka.core.compiling import mend_compilers
 from loka.core.error import sqnr_db
 from loka.core.exceptions import LokaError, MissingLibrary, ServeRefused, WrongResults, truncated
 from loka.core.records.plan import Plan
+from loka.core.storage.codec import encode
 from loka.core.storage.files import file_behind, sha256_of_file, writing
 from loka.kernels.gemm.registry import candidate_named
 from loka.planner.convert import fp8_layers
 from loka.serve.card import Card
 from loka.serve.packaging.checksum import checksum_of, write_checksum
 from loka.serve.packaging.exported import Contents, Exported, contents_of, exported
-from loka.serve.packaging.fresh import answers_of
+from loka.serve.packaging.fresh import answers_of, folder_beside
 from loka.serve.rows import leaves
 from loka.serve.run import Runner, runner_of
 from loka.serve.sites import frozen_sites
@@ -131,22 +132,22 @@ def package_version(
     from torch._dynamo.convert_frame import compile_lock  # here, as it takes a while to import
 
     run = runner_of(card)
-    with writing(path):  # before compiling, which takes minutes
-        real = file_behind(path)
-        real.parent.mkdir(parents=True, exist_ok=True)
-        beside = tempfile.TemporaryDirectory(dir=real.parent)
-    with beside as folder:
-        joined = sum(site.weight.joined is not None for site in frozen_sites(version.module).values())
+    with folder_beside(path) as folder:  # before compiling, which takes minutes
+        joined = _joined(version)
         with compile_lock:  # export and compile patch torch as they run: two at once refuse each other's models
             made = _compiled(Path(folder), card, exported(version.module, plan, run), joined, batch, device)
         digest = sha256_of_file(made)  # before the check, so that it is the sha256 of what is checked
         agreement, _ = checked(made, Path(folder), card, version, batch, device)
         with KEEPING, writing(path):
-            os.replace(made, real)
-            for name in dict.fromkeys((real, path)):  # a link's checksum is looked for beside the link
-                write_checksum(name, digest)
+            os.replace(made, file_behind(path))
+            write_checksum(path, digest)
     takes = tuple(map(str, card.form.columns))
     return Packaged(**vars(agreement), path=path, batch=batch, joined=joined, sha256=digest, takes=takes)
+
+
+def _joined(version: Version) -> int:
+    """How many of its sites a region may join."""
+    return sum(site.weight.joined is not None for site in frozen_sites(version.module).values())
 
 
 def _compiled(
@@ -203,7 +204,7 @@ def _options(joined: int, contents: Contents) -> dict[str, Any]:
     from loka.compiler.packaged import PackagePass  # here, so that `import loka` loads no compiler
 
     mend_compilers()
-    held = {"aot_inductor.metadata": {METADATA: contents.to_json()}}
+    held = {"aot_inductor.metadata": {METADATA: json.dumps(encode(contents))}}
     if joined:
         return held | {"joint_custom_pre_pass": PackagePass(config.joint_custom_pre_pass)}
     # Without it Inductor keeps in float32 what eager rounds to bf16, and FP8 rounds otherwise.
@@ -255,7 +256,7 @@ def checked(
     # A region rounds once what eager code rounds twice, and a difference in the last bits moves values to the next FP8
     # value. So a package with regions is held to the bound of a server's graphs; one without has to agree more closely.
     why = disagreements(got, want, card.answers)
-    if not any(site.weight.joined is not None for site in frozen_sites(version.module).values()):
+    if not _joined(version):
         bounds = [
             _most_apart(of_fp8, of_package.rms, [leaf.dtype, *_computed_in(version.module, run)])
             for of_fp8, of_package, leaf in zip(card.answers, apart, want, strict=True)

@@ -3,7 +3,7 @@ looks at none of the checksums in the archive."""
 
 from pathlib import Path
 
-from loka.core.storage.files import write_atomic
+from loka.core.storage.files import file_behind, write_atomic
 
 
 def checksum_of(package: Path) -> Path:
@@ -12,5 +12,6 @@ def checksum_of(package: Path) -> Path:
 
 
 def write_checksum(package: Path, sha256: str) -> None:
-    """Raises NotWritten where the disk refuses."""
-    write_atomic(checksum_of(package), f"{sha256}  {package.name}\n".encode())
+    """Beside a link, where it is looked for, and beside its file too. Raises NotWritten where the disk refuses."""
+    for path in dict.fromkeys((file_behind(package), package)):
+        write_atomic(checksum_of(path), f"{sha256}  {path.name}\n".encode())

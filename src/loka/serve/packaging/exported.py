@@ -1,10 +1,8 @@
 """A frozen model as a module that torch.export traces, with a name for every tensor in which versions of it differ."""
 
 import copy
-import hashlib
-import json
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -20,6 +18,7 @@ from loka.kernels.gemm.aten import aten_gemm
 from loka.kernels.gemm.registry import candidate_named
 from loka.nn.unwrap import named_modules
 from loka.planner.convert import fp8_layers
+from loka.serve.rows import digest
 from loka.serve.run import Runner
 from loka.serve.sites import FrozenSite, HighPrecisionSite, as_rows, frozen_sites
 
@@ -70,8 +69,7 @@ class _JoinedSite(nn.Module):
 
     def bind(self) -> None:
         """The site multiplies by the buffers."""
-        kept = {name: getattr(self, name) for name in self.shapes}
-        held = {name: _shaped(one, self.shapes[name]) for name, one in kept.items()}
+        held = {name: _shaped(getattr(self, name), shape) for name, shape in self.shapes.items()}
         low = replace(self.site.weight.low, data=held["data"], scale=held["scale"])
         self.site.weight = replace(self.site.weight, low=low, even=held.get("even"))
         self.site.input_scale = held.get("input_scale")
@@ -135,14 +133,6 @@ class Contents:
     written: dict[str, str]
     batch: tuple[int, int]
 
-    def to_json(self) -> str:
-        return json.dumps(asdict(self))
-
-    @classmethod
-    def from_json(cls, text: str) -> "Contents":
-        told = json.loads(text)
-        return cls(layout=told["layout"], written=told["written"], batch=(told["batch"][0], told["batch"][1]))
-
 
 def contents_of(model: Exported, batch: tuple[int, int], read: Collection[str]) -> Contents:
     """`read`: names of the tensors that the exported code reads."""
@@ -155,20 +145,17 @@ def in_code(model: Exported, read: Collection[str]) -> dict[str, str]:
     Extra state and hooks of a state dict may set attributes. Whole numbers are left out: `forward` notes them too, as
     how many rows it was called with.
     """
-    found = {name: _digest(one) for name, one in tensors_of(model).items() if name in read and _written_into_code(one)}
+    found = {
+        name: digest([[one]]) for name, one in tensors_of(model).items() if name in read and _written_into_code(one)
+    }
     for path, module in model.named_modules(remove_duplicate=False):
         for name, value in vars(module).items():
             place = f"{path}.{name}"
             if isinstance(value, float | complex):
                 found[place] = repr(value)
             elif isinstance(value, torch.Tensor) and place in read:
-                found[place] = _digest(value)
+                found[place] = digest([[value]])
     return found
-
-
-def _digest(tensor: torch.Tensor) -> str:
-    """sha256 of what it holds."""
-    return hashlib.sha256(tensor.cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes()).hexdigest()
 
 
 def _written_into_code(tensor: torch.Tensor) -> bool:
@@ -208,9 +195,9 @@ def _plain(output: Any) -> Any:
 
 def exported(frozen: nn.Module, plan: Plan, run: Runner) -> Exported:
     """Of the tree of a version, whose tensors it shares."""
+    own_sites = frozen_sites(frozen)
     sites: dict[str, Any] = {
-        name: PackagedSite(site) if site.weight.joined is None else copy.copy(site)
-        for name, site in frozen_sites(frozen).items()
+        name: PackagedSite(site) if site.weight.joined is None else copy.copy(site) for name, site in own_sites.items()
     }
     tensors = [*frozen.parameters(), *frozen.buffers()]
     tree = copy.deepcopy(frozen, {id(tensor): tensor for tensor in tensors})
@@ -228,4 +215,4 @@ def exported(frozen: nn.Module, plan: Plan, run: Runner) -> Exported:
         for own in kinds:
             own.update({name: _as_copied(one, copies) for name, one in own.items() if one is not None})
     held = [site if isinstance(site, nn.Module) else _JoinedSite(site) for site in sites.values()]
-    return Exported(_Held(tree, held, run), [site.candidate for site in frozen_sites(frozen).values()])
+    return Exported(_Held(tree, held, run), [site.candidate for site in own_sites.values()])

@@ -3,13 +3,14 @@
 import json
 import subprocess
 import sys
+import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
 import torch
 
 from loka.core.exceptions import WrongResults
-from loka.core.storage.files import tensors_from_bytes, tensors_to_bytes, writing
+from loka.core.storage.files import file_behind, tensors_from_bytes, tensors_to_bytes, writing
 
 SECONDS = 600
 """For importing torch, loading the file and three calls, which take less than a minute on a slow host."""
@@ -42,6 +43,16 @@ assert not any(name.partition(".")[0] == "loka" for name in sys.modules)
 save_file(found, sys.argv[3])
 print(json.dumps(named))
 """
+
+
+def folder_beside(path: Path) -> tempfile.TemporaryDirectory[str]:
+    """For files that a check exchanges: where `path` is to lie, in a folder that is made if it lacks; of a link, where
+    its file lies. Raises NotWritten where the disk refuses.
+    """
+    with writing(path):
+        folder = file_behind(path).parent
+        folder.mkdir(parents=True, exist_ok=True)
+        return tempfile.TemporaryDirectory(dir=folder)
 
 
 def answers_of(

@@ -1,13 +1,13 @@
 """Weights of a version as a file, which a process that runs a package takes in place of the package's own.
 
 Nothing is compiled: `model.load_constants(torch.load(path, weights_only=True), check_full_update=True)` in Python, or
-`load_constants` of the loader in C++. torch compares names alone, and these hold a digest of
-all names, shapes, dtypes and candidates (`Exported`): weights for another package are refused by it.
+`load_constants` of the loader in C++. torch compares names alone, and these hold a digest of all names, shapes, dtypes
+and candidates (`Exported`): weights for another package are refused by it.
 """
 
 import hashlib
 import io
-import tempfile
+import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,11 +16,13 @@ import torch
 
 from loka.core.exceptions import FileRefused, ServeRefused, truncated
 from loka.core.records.plan import Plan
+from loka.core.storage.codec import decode
 from loka.core.storage.files import file_behind, write_atomic, writing
 from loka.serve.card import Card
 from loka.serve.packaging.aot import ANEW, KEEPING, METADATA, Agreement, checked
 from loka.serve.packaging.checksum import checksum_of, write_checksum
 from loka.serve.packaging.exported import Contents, exported, in_code, tensors_of
+from loka.serve.packaging.fresh import folder_beside
 from loka.serve.run import runner_of
 from loka.serve.version import Version
 
@@ -46,12 +48,14 @@ class PackagedWeights(Agreement):
 def write_weights(
     package: Path, path: Path, card: Card, plan: Plan, version: Version, *, device: torch.device
 ) -> PackagedWeights:
-    """Raises:
-    FileRefused: `package` cannot be read, or `server.package` did not write it.
-    ServeRefused: the package is of another model or plan, or its code holds numbers that differ in this version; or
-        `path` is the package.
-    WrongResults: with these weights the package answers otherwise than the server; no file is left.
-    NotWritten: the disk refuses the file.
+    """Runs the package with the version's tensors, and then writes them.
+
+    Raises:
+        FileRefused: `package` cannot be read, or `server.package` did not write it.
+        ServeRefused: the package is of another model or plan, or its code holds numbers that differ in this version; or
+            `path` is the package.
+        WrongResults: with these weights the package answers otherwise than the server; no file is left.
+        NotWritten: the disk refuses the file.
     """
     contents = _contents_of(package)
     with writing(path):
@@ -74,10 +78,7 @@ def write_weights(
         raise ServeRefused(
             f"the code of {package} holds numbers that differ in this version", why=truncated(why, 10), way_out=ANEW
         )
-    with writing(path):
-        real.parent.mkdir(parents=True, exist_ok=True)
-        beside = tempfile.TemporaryDirectory(dir=real.parent)
-    with beside as folder:
+    with folder_beside(path) as folder:
         given = {name: _in_file(one) for name, one in held.items()}
         agreement, names = checked(package, Path(folder), card, version, contents.batch, device, given)
     data = io.BytesIO()
@@ -85,8 +86,7 @@ def write_weights(
     digest = hashlib.sha256(data.getbuffer()).hexdigest()
     with KEEPING:
         write_atomic(path, data.getvalue())
-        for name in dict.fromkeys((real, path)):
-            write_checksum(name, digest)
+        write_checksum(path, digest)
     return PackagedWeights(**vars(agreement), path=path, package=package, sha256=digest)
 
 
@@ -101,7 +101,7 @@ def _contents_of(package: Path) -> Contents:
     try:
         loader: Any = torch._C._aoti.AOTIModelPackageLoader
         told = loader.load_metadata_from_package(str(package), "model")
-        return Contents.from_json(told[METADATA])
+        return decode(Contents, json.loads(told[METADATA]))
     except Exception as error:  # torch raises of all kinds on what is no package
         reason = "it says nothing of LoKA" if isinstance(error, KeyError) else str(error).partition("\n")[0]
         raise FileRefused(
