@@ -66,7 +66,7 @@ class Agreement:
     sqnr_db: float
 
     @property
-    def told(self) -> str:
+    def summary(self) -> str:
         return (
             f"{self.equal:.1%} of the outputs are equal bit for bit to those of the model run "
             f"eagerly, the others differ by at most {self.max_abs:.2e} ({self.mean_abs:.2e} on average over all; "
@@ -88,7 +88,7 @@ class Packaged(Agreement):
     def __str__(self) -> str:
         return (
             f"{self.path}: {self.batch[0]} to {self.batch[1]} rows; run without loka at {self.sizes}, {self.joined} "
-            f"sites in regions: {self.told}\n"
+            f"sites in regions: {self.summary}\n"
             f"called by place with {'; '.join(truncated(self.takes, 8))}: these dtypes, contiguous, all of as many "
             f"rows B. It looks at none of that and answers the rest with nonsense; AOTI_RUNTIME_CHECK_INPUTS=1 "
             f"refuses it{', and single rows' if self.batch[0] == 1 < self.batch[1] else ''}\n"

@@ -150,11 +150,11 @@ def in_code(model: Exported, read: Collection[str]) -> dict[str, str]:
     }
     for path, module in model.named_modules(remove_duplicate=False):
         for name, value in vars(module).items():
-            place = f"{path}.{name}"
+            full_name = f"{path}.{name}"
             if isinstance(value, float | complex):
-                found[place] = repr(value)
-            elif isinstance(value, torch.Tensor) and place in read:
-                found[place] = digest([[value]])
+                found[full_name] = repr(value)
+            elif isinstance(value, torch.Tensor) and full_name in read:
+                found[full_name] = digest([[value]])
     return found
 
 

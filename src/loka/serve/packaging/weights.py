@@ -39,7 +39,7 @@ class PackagedWeights(Agreement):
     def __str__(self) -> str:
         return (
             f"{self.path}: weights for {self.package}; it was run with them, without loka, at {self.sizes} rows: "
-            f"{self.told}\n"
+            f"{self.summary}\n"
             f"sha256 {self.sha256}, in {checksum_of(self.path).name} too"
         )
 
@@ -100,8 +100,8 @@ def _in_file(tensor: torch.Tensor) -> torch.Tensor:
 def _contents_of(package: Path) -> Contents:
     try:
         loader: Any = torch._C._aoti.AOTIModelPackageLoader
-        told = loader.load_metadata_from_package(str(package), "model")
-        return decode(Contents, json.loads(told[METADATA]))
+        metadata = loader.load_metadata_from_package(str(package), "model")
+        return decode(Contents, json.loads(metadata[METADATA]))
     except Exception as error:  # torch raises of all kinds on what is no package
         reason = "it says nothing of LoKA" if isinstance(error, KeyError) else str(error).partition("\n")[0]
         raise FileRefused(
