@@ -8,6 +8,9 @@ from torch.fx import Graph, Node
 BACKWARD = "loka_backward"
 """In the meta of a node that is computed from gradients which come from outside."""
 
+WRITTEN = "loka_written"
+"""In the meta of a constant of the graph that goes into a file together with LoKA's ops, written out."""
+
 
 def args_of(node: Node) -> tuple[Any, ...]:
     """The arguments of a node, typed as anything: torch.fx says no more about them."""

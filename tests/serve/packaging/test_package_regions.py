@@ -11,7 +11,9 @@ from served import plan_for
 from test_serve_graphs import POW2, backend, frozen, inputs, wide  # noqa: F401
 from torch import nn
 
+from loka.compiler import packaged
 from loka.core.error import sqnr_db
+from loka.core.exceptions import ServeRefused
 from loka.core.recording import record
 from loka.core.timing import warm_up
 from loka.nn import BlockNorm
@@ -37,6 +39,24 @@ def test_regions_go_into_the_file(backend, monkeypatch, tmp_path):  # noqa: F811
     loaded.load_constants(held, check_full_update=True)
     assert sqnr_db(loaded(requests[2]), expected[2]) < 10
     assert sqnr_db(loaded(requests[2]), other.current.module(requests[2])) > other.card.answers[0].least_db
+
+
+def test_parameters_of_the_file_are_read_by_regions(backend, monkeypatch, tmp_path):  # noqa: F811
+    """AOTInductor has them as constants of its graph: biases and a norm's weights were left to kernels of its own."""
+    server = frozen(wide())
+    monkeypatch.undo()  # the real Inductor
+    torch._dynamo.reset()
+    read = []
+
+    def stopped(graph):
+        edges = graph.find_nodes(op="call_function", target=torch.ops.loka.edge.default)
+        read.extend(str(leaf.target).partition("model.")[2] for edge in edges for leaf in edge.args[0])
+        raise RuntimeError("seen")
+
+    monkeypatch.setattr(packaged, "write_out", stopped)
+    with pytest.raises(ServeRefused, match="seen"):
+        server.package(tmp_path / "ranker.pt2", batch=(1, 64))
+    assert {"first.bias", "norm.weight", "norm.bias"} <= set(read)
 
 
 SCRIPT = Path(__file__).with_name("written_for_a_gpu.py")

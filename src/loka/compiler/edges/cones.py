@@ -24,7 +24,7 @@ from torch.fx import Node
 from loka.compiler.edges.aten_steps import SUMS, computed_from, exact, is_pointwise, operands, passes_on, variance_of
 from loka.compiler.edges.matrix import Cone, Low, Matrix, same
 from loka.compiler.edges.traffic import better_read, is_given
-from loka.compiler.nodes import above, args_of, in_backward, value_of
+from loka.compiler.nodes import WRITTEN, above, args_of, in_backward, value_of
 from loka.kernels.edge.program import Kind
 
 aten = torch.ops.aten
@@ -107,7 +107,7 @@ def _computable(node: Node, matrix: Matrix, forward: bool) -> bool:
     read = [a for a in operands(node) if isinstance(a, Node)]
     if any("rand" in str(a.target) for a in read):
         return False  # a mask is read as one byte, not as the random numbers that it was made of
-    if any(a.op == "get_attr" for a in read):
+    if any(a.op == "get_attr" and not a.meta.get(WRITTEN) for a in read):
         return False  # a constant of the graph is a real tensor, which ops of ours do not take among fake ones
     kinds = [matrix.kind(a) for a in read]
     if None in kinds or not read:
