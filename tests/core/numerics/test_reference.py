@@ -146,3 +146,13 @@ def test_scaled_mm_is_the_float32_product_of_the_dequantized():
     # Two e4m3 operands of some 32 dB each: 29.0 together over 300 draws, with a deviation of 0.4.
     noise = (out - a @ b.t()).square().sum() / (a @ b.t()).square().sum()
     assert -10 * math.log10(noise) == pytest.approx(29.0, abs=1.2)
+
+
+def test_a_last_group_that_is_not_whole_is_right_compiled():
+    """By Inductor's C++, as in a package for a CPU: columns of the last group were left as memory had them."""
+    cast, x = Cast(Format.E4M3, Granularity.GROUP_1X128, False), torch.randn(5, 192)
+
+    def rounded(x):
+        return dequantize(quantize(x, cast))
+
+    assert torch.equal(torch.compile(rounded, dynamic=False)(x), rounded(x))
