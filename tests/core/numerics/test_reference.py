@@ -148,6 +148,7 @@ def test_scaled_mm_is_the_float32_product_of_the_dequantized():
     assert -10 * math.log10(noise) == pytest.approx(29.0, abs=1.2)
 
 
+@pytest.mark.slow
 def test_a_last_group_that_is_not_whole_is_right_compiled():
     """By Inductor's C++, as in a package for a CPU: columns of the last group were left as memory had them."""
     cast, x = Cast(Format.E4M3, Granularity.GROUP_1X128, False), torch.randn(5, 192)
