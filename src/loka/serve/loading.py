@@ -32,8 +32,10 @@ from loka.serve.by_rows import buckets_by_site
 from loka.serve.card import Card, Folder
 from loka.serve.graphs import wants_graphs
 from loka.serve.model.absent import absent
+from loka.serve.model.code import digest_of_code
 from loka.serve.model.private import check_apart, kinds_of, own_copy
-from loka.serve.saving import CARD, COMPARED, PLAN, PRECISE, WEIGHTS, check_outputs
+from loka.serve.model.written import WrittenGraph, WrittenGraphs
+from loka.serve.saving import CARD, COMPARED, FILES, GRAPHS, PLAN, PRECISE, WEIGHTS, check_outputs
 from loka.serve.server import Server
 from loka.serve.sites import FrozenWeight, even_weight
 from loka.serve.watch.agreement import disagreements, finite_in_both, same_bits
@@ -106,7 +108,17 @@ def load(folder: Path | str, model: nn.Module, *, shadow: float = 0.0, graphs: b
         shadow=shadow,
         graphs=graphs,
         device=device,
+        written=_written(folder / GRAPHS, tree) if graphs and GRAPHS in record.files else {},
     )
+
+
+def _written(path: Path, tree: nn.Module) -> dict[int, WrittenGraph]:
+    """None of another code's: what it computes for rows that no check has may differ."""
+    found = WrittenGraphs.load(path)
+    if found.code != digest_of_code(tree):
+        _LOG.info("%s is of other code or numbers than this model's, which is traced", path)
+        return {}
+    return {int(rows): graph for rows, graph in found.graphs.items()}
 
 
 def _below(prefix: str, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -117,7 +129,7 @@ def _read(folder: Path, files: Mapping[str, str]) -> dict[str, torch.Tensor]:
     wrong = [f"{name} is not named in the card" for name in (PLAN, WEIGHTS) if name not in files]
     for name, digest in files.items():
         try:
-            found = sha256_of_file(folder / name) if name in (PLAN, WEIGHTS, PRECISE) else ""
+            found = sha256_of_file(folder / name) if name in FILES else ""
         except OSError as error:
             wrong.append(f"{name} cannot be read ({error.strerror})")
             continue

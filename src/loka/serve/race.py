@@ -54,7 +54,9 @@ def fastest(
     for choice in choices:
         for name, site in sites.items():
             site.in_hp = frozenset(buckets if name in choice else ())
-        capturer = Capturer(tree, run=run, buckets=buckets, orders={}, device=device_of(precise), errors=None)
+        capturer = Capturer(
+            tree, run=run, buckets=buckets, orders={}, device=device_of(precise), errors=None, written={}
+        )
         times[choice] = capturer.times(tree)
     found = []
     for bucket in buckets:

@@ -4,6 +4,7 @@
                           state/KEY                                       the rest of the state dict
                           check/PLACE                                     outputs for the form's own rows
     precise.safetensors   state/KEY                                       where requests are shadowed
+    graphs.json.xz        what the model computes in each bucket, in ops, where it answers by CUDA graphs
 
 The card has the sha256 of each file and is put there last. The model's code is not saved (serve/loading.py).
 """
@@ -20,6 +21,8 @@ from loka.core.records.plan import Plan
 from loka.core.storage.alone import alone_with
 from loka.core.storage.files import file_behind, sha256_of_file, sync_folder, write_tensors, writing
 from loka.serve.card import Card, Folder
+from loka.serve.model.code import digest_of_code
+from loka.serve.model.written import WrittenGraphs
 from loka.serve.rows import leaves
 from loka.serve.run import runner_of
 from loka.serve.sites import frozen_sites
@@ -27,7 +30,8 @@ from loka.serve.version import Version
 
 COMPARED = 64  # rows: what clamps and other rare branches do is seen in few of them
 CARD, PLAN, WEIGHTS, PRECISE = "card.json", "plan.json", "weights.safetensors", "precise.safetensors"
-_FILES, _STAGED = (PLAN, WEIGHTS, PRECISE), ".saving"
+GRAPHS = "graphs.json.xz"
+FILES, _STAGED = (PLAN, WEIGHTS, PRECISE, GRAPHS), ".saving"
 
 
 @torch.no_grad()
@@ -46,9 +50,12 @@ def save_version(folder: Path, card: Card, plan: Plan, version: Version, device:
             write_tensors(staged / WEIGHTS, _content(card, version, device))
             if version.precise is not None:
                 write_tensors(staged / PRECISE, _state(version.precise))
-            files = {name: sha256_of_file(staged / name) for name in _FILES if (staged / name).exists()}
+            if version.replays is not None:
+                graphs = {str(rows): graph for rows, graph in version.replays.written.items()}
+                WrittenGraphs(code=digest_of_code(version.module), graphs=graphs).save(staged / GRAPHS)
+            files = {name: sha256_of_file(staged / name) for name in FILES if (staged / name).exists()}
             Folder(card=card, files=files).save(staged / CARD)
-            for name in (*_FILES, CARD):
+            for name in (*FILES, CARD):
                 file_behind(folder / name)  # raises for what is no file
             _put_in_place(staged, before, folder)
         finally:
@@ -58,11 +65,11 @@ def save_version(folder: Path, card: Card, plan: Plan, version: Version, device:
 
 def _put_in_place(staged: Path, before: Path, folder: Path) -> None:
     """Moves the files of `staged` into `folder`; where that is interrupted, those of before lie there again."""
-    new = [name for name in (CARD, *_FILES) if (staged / name).exists()]
+    new = [name for name in (CARD, *FILES) if (staged / name).exists()]
     before.mkdir()
     try:
-        _move(folder, before, (CARD, *_FILES))  # without a card a mixture is no server
-        _move(staged, folder, (*_FILES, CARD))
+        _move(folder, before, (CARD, *FILES))  # without a card a mixture is no server
+        _move(staged, folder, (*FILES, CARD))
     except BaseException:  # Ctrl-C, too
         for name in new:
             if not (staged / name).exists():
@@ -76,7 +83,7 @@ def _put_in_place(staged: Path, before: Path, folder: Path) -> None:
 def _put_back(before: Path, folder: Path) -> None:
     """The card is the last that is put into a folder: where there is one, what was there before is not missed."""
     if not os.path.lexists(folder / CARD):
-        _move(before, folder, (*_FILES, CARD))
+        _move(before, folder, (*FILES, CARD))
 
 
 def _move(source: Path, target: Path, names: Sequence[str]) -> None:

@@ -29,12 +29,14 @@ from loka.core.records.plan import Plan
 from loka.serve.build import frozen_tree, load_precise, record_weights, share
 from loka.serve.by_rows import buckets_by_site
 from loka.serve.card import Card
-from loka.serve.graphs import Capturer, Replays
+from loka.serve.graphs import Capturer
 from loka.serve.model.absent import for_compilers
 from loka.serve.model.programs import like
+from loka.serve.model.written import WrittenGraph
 from loka.serve.packaging.aot import Packaged, package_version
 from loka.serve.packaging.triton_folder import PACKAGE, Batching, add_version, config_of
 from loka.serve.packaging.weights import PackagedWeights, write_weights
+from loka.serve.replays import Replays
 from loka.serve.rows import MOST_DRAWN, Request, joined, leaves, mapped, pad
 from loka.serve.run import runner_of
 from loka.serve.saving import save_version
@@ -81,8 +83,9 @@ class Server:
         shadow: float,
         graphs: bool,
         device: torch.device,
+        written: Mapping[int, WrittenGraph],
     ) -> None:
-        """`module`, `precise`: those of version 1. `graphs`: whether versions answer by CUDA graphs."""
+        """`module`, `precise`: those of version 1. `graphs`: whether versions answer by graphs. `written`: of these."""
         self.card, self.plan, self.device = card, plan, device
         self._skeleton, self._scales = skeleton, scales
         self._changing, self._saving = threading.Lock(), threading.Lock()
@@ -93,7 +96,13 @@ class Server:
         self._orders = self._orders_in(module)
         self._capturer = (
             Capturer(
-                module, run=self._run, buckets=card.buckets, orders=self._orders, device=device, errors=card.answers
+                module,
+                run=self._run,
+                buckets=card.buckets,
+                orders=self._orders,
+                device=device,
+                errors=card.answers,
+                written=written,
             )
             if graphs
             else None

@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 
 from torch import nn
 
-from loka.serve.graphs import Replays
+from loka.serve.replays import Replays
 from loka.serve.watch.monitor import Monitor
 from loka.serve.watch.shadow import Tally
 

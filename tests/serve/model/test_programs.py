@@ -32,7 +32,7 @@ def graphs(monkeypatch):
 
 
 def programs(model, autocast=None, rows=ROWS):
-    return Programs(model.eval(), Runner(form=form_of(rows), autocast=autocast))
+    return Programs(model.eval(), Runner(form=form_of(rows), autocast=autocast), {})
 
 
 def answers(program, model, rows=ROWS):

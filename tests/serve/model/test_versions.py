@@ -166,7 +166,7 @@ def test_threads_trace_one_after_the_other():
             for _ in range(4):
                 model = nn.Sequential(*[nn.Linear(8, 8) for _ in range(20)]).eval()
                 try:
-                    Programs(model, Runner(form=form_of(x), autocast=None)).call([x])
+                    Programs(model, Runner(form=form_of(x), autocast=None), {}).call([x])
                 except Exception as error:
                     failed.append(error)
 

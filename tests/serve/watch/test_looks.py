@@ -9,7 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from loka.compiler import notes
 from loka.compiler.notes import watched_by
-from loka.serve import freeze, graphs
+from loka.serve import freeze, graphs, replays
 from loka.serve.sites import frozen_sites, observed_by
 from loka.serve.watch.monitor import EVERY, look, octaves_of
 
@@ -135,8 +135,8 @@ def test_alarms_wait_for_what_was_shown(backend, monkeypatch):
         def synchronize(self):
             self.done = True
 
-    made = graphs._Waiting.for_device
-    monkeypatch.setattr(graphs._Waiting, "for_device", lambda *of: replace(made(*of), event=Later()))
+    made = replays._Waiting.for_device
+    monkeypatch.setattr(replays._Waiting, "for_device", lambda *of: replace(made(*of), event=Later()))
     server, x = frozen(wide()), inputs(9)
     x[3, 2] = torch.nan
     server(x)

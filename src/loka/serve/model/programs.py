@@ -17,7 +17,9 @@ from loka.core.exceptions import LokaError, first_line
 from loka.nn.site import install, site_forwards
 from loka.nn.site_ops import site_forward
 from loka.nn.unwrap import named_modules
-from loka.serve.model.traced import Traced, likeness, traced
+from loka.serve.model.code import numbers_of
+from loka.serve.model.traced import Traced, likeness, recalled, traced
+from loka.serve.model.written import WrittenGraph
 from loka.serve.rows import leaves
 from loka.serve.run import Runner
 from loka.serve.sites import answering, frozen_sites, tracing
@@ -25,14 +27,15 @@ from loka.serve.watch.agreement import same_bits
 
 _LOG = logging.getLogger("loka.serve")
 _APART = ("_parameters", "_buffers", "_modules")
-_NUMBERS = (int, float, complex, str)
 
 
 class Programs:
-    """Of one tree, whose tensors are read anew at each call. Its sites stay as they are planned for so many rows."""
+    """Of one tree, whose tensors are read anew at each call. Its sites stay as they are planned for so many rows.
 
-    def __init__(self, tree: nn.Module, run: Runner) -> None:
-        self._tree, self._run = tree, run
+    `graphs`: of calls with so many rows, which were written when the model was frozen."""
+
+    def __init__(self, tree: nn.Module, run: Runner, graphs: Mapping[int, WrittenGraph]) -> None:
+        self._tree, self._run, self._graphs = tree, run, graphs
         self._traced: dict[int, Traced] = {}
         self._by_dynamo: Callable[..., Any] | None = None
 
@@ -58,24 +61,34 @@ class Programs:
         assert program is not None
         return functools.partial(program, inputs, held)
 
+    def written(self) -> dict[int, WrittenGraph]:
+        """The graphs of the calls so far that have a text, by the number of rows."""
+        return {rows: each.written for rows, each in self._traced.items() if each.written is not None}
+
     def _trace(self, inputs: Sequence[torch.Tensor], held: Mapping[str, torch.Tensor]) -> Traced:
         """Of a tree of its own, which keeps what its modules note. It answers first with values, so that what functions
         and modules make once for all calls is made of these."""
         with _Sharing():
             tree = like(self._tree)
-        with answering(inputs[0].shape[0]):
-            expected = leaves(self._run(tree, [each.clone() for each in inputs]))
+        rows = inputs[0].shape[0]
+        with answering(rows):
+            answer = self._run(tree, [each.clone() for each in inputs])
         sites = frozen_sites(self._tree)
 
-        def call(rows: Sequence[torch.Tensor], tensors: Mapping[str, torch.Tensor]) -> Any:
+        def call(columns: Sequence[torch.Tensor], tensors: Mapping[str, torch.Tensor]) -> Any:
             put(tree, tensors)
-            return self._run(tree, rows)
+            return self._run(tree, columns)
 
-        def multiplied(rows: torch.Tensor, weight: object, health: object, name: str, *_: object) -> Any:
-            return (sites[name].multiply(rows), *[None] * (len(site_forward._schema.returns) - 1))
+        def multiplied(x: torch.Tensor, weight: object, health: object, name: str, *_: object) -> Any:
+            return (sites[name].multiply(x), *[None] * (len(site_forward._schema.returns) - 1))
 
         ops = {site_forward: multiplied}
-        return traced(call, inputs, held, expected=expected, ops=ops, tracing=tracing())
+        if rows in self._graphs:
+            try:
+                return recalled(self._graphs[rows], inputs, held, answer=answer, ops=ops)
+            except Exception as error:  # of any kind: its ops need not fit this model
+                _LOG.info("the model is traced for %d rows, as its graph does not fit: %s", rows, first_line(error))
+        return traced(call, inputs, held, answer=answer, ops=ops, tracing=tracing())
 
 
 class _Sharing(TorchFunctionMode):
@@ -98,7 +111,7 @@ def fits(template: nn.Module, tree: nn.Module, run: Runner, inputs: Sequence[tor
     """Whether the template with the tensors of `tree` computes what `tree` does, to the bit, for `inputs`. It may not,
     because modules may keep other things too, which hooks of a state dict set or forward derives from weights. Numbers
     in attributes have to be equal besides."""
-    numbers = [[(path, _numbers(module)) for path, module in named_modules(each)] for each in (template, tree)]
+    numbers = [[(path, numbers_of(module)) for path, module in named_modules(each)] for each in (template, tree)]
     if held_by(template).keys() != held_by(tree).keys() or numbers[0] != numbers[1]:
         return False
     bind(template, tree)
@@ -112,11 +125,6 @@ def fits(template: nn.Module, tree: nn.Module, run: Runner, inputs: Sequence[tor
     except Exception:  # whatever code raises that finds other things in its modules than it kept there
         return False
     return all(same_bits(one, other) for one, other in zip(ours, theirs, strict=True))
-
-
-def _numbers(module: nn.Module) -> dict[str, str]:
-    """As text, by which NaN is NaN."""
-    return {name: repr(value) for name, value in vars(module).items() if isinstance(value, _NUMBERS)}
 
 
 def bind(template: nn.Module, tree: nn.Module) -> None:

@@ -3,7 +3,8 @@
 Dynamo reads the same call's bytecode and guards all that it saw, which takes four to seven times as long (docs/log.md);
 a CUDA graph of the call holds on to all that without asking. What the graph must not hold on to are the tensors that
 versions differ in: they are its arguments, so that code that asks one of them for a number fails. And before it is
-compiled the graph answers the same rows, op by op, with the bits of the model's own call.
+compiled the graph answers the same rows, op by op, with the bits of the model's own call, as does one that was written
+down when the model was frozen (written.py).
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -15,6 +16,7 @@ import torch
 from torch.fx import GraphModule, Interpreter, Node
 
 from loka.core.compiling import mend_compilers
+from loka.serve.model.written import WrittenGraph, read, written
 from loka.serve.rows import leaves, mapped
 from loka.serve.watch.agreement import same_bits
 
@@ -25,12 +27,14 @@ Ops = Mapping[Any, Callable[..., Any]]
 
 @dataclass(frozen=True)
 class Traced:
-    """`program` of the rows' tensors and then of `constants`: by which name each is held, or, held nowhere, itself."""
+    """`program` of the rows' tensors and then of `constants`: by which name each is held, or, held nowhere, itself.
+    `written`: its graph, where that has a text."""
 
     program: Callable[..., Sequence[torch.Tensor]]
     constants: tuple[str | torch.Tensor, ...]
     output: Any
     likeness: tuple[object, ...]
+    written: WrittenGraph | None
 
     def __call__(self, rows: Sequence[torch.Tensor], held: Mapping[str, torch.Tensor]) -> Any:
         """What the call returns for `rows` with the tensors of `held`, which are like those that it was traced with."""
@@ -61,14 +65,14 @@ def traced(
     rows: Sequence[torch.Tensor],
     held: Mapping[str, torch.Tensor],
     *,
-    expected: Sequence[torch.Tensor],
+    answer: Any,
     ops: Ops,
     tracing: AbstractContextManager[Any],
 ) -> Traced:
     """The call compiled for rows of these shapes.
 
     Args:
-        expected: what the model answers `rows`, output by output.
+        answer: what the model answers `rows`.
         ops: what runs in the place of ops of the graph, where that is to answer the same.
         tracing: entered while the model's Python runs.
 
@@ -88,13 +92,11 @@ def traced(
     named: dict[int, str] = {}
     one = {name: each for name, each in held.items() if named.setdefault(id(each), name) == name}
     places = {name: place for place, name in enumerate(one)}
-    outputs = []
 
     def flat(*tensors: torch.Tensor) -> list[torch.Tensor]:
         _symbolic_trace._is_fx_tracing_flag = False  # of the process: compiled functions of other threads would raise
         own = tensors[len(rows) :]
-        outputs.append(call(tensors[: len(rows)], {name: own[places[named[id(each)]]] for name, each in held.items()}))
-        return leaves(outputs[-1])
+        return leaves(call(tensors[: len(rows)], {name: own[places[named[id(each)]]] for name, each in held.items()}))
 
     # Two threads would undo each other's patches of nn.Module, which tracers make. As under Dynamo, Python is written
     # for graphs that are called alone: a fifth of a bucket's time where compiled code lies in caches.
@@ -102,15 +104,51 @@ def traced(
         given = [fake.from_tensor(each) for each in (*rows, *one.values())]
         with fake, tracing:
             module = make_fx(flat, _disable_torch_fn_metadata_mode=True)(*given)
-        read = _without_unread(module, len(rows), list(one))
-        constants = [one[name] for name in read] + (own := _lifted(module))
-        _check(module, [*(each.clone() for each in rows), *constants], expected, ops)
-        program = _compiled(module, [*rows, *constants])
+        names, graph = _without_unread(module, len(rows), list(one)), None
+        if not (own := _lifted(module)):
+            graph = written(module, names, rows[0].device)
+            module = module if graph is None else read(graph, rows[0].device)  # compiled as it will be where it is read
+        return _made(module, rows, held, names, own, answer, ops, graph)
+
+
+@torch.no_grad()
+def recalled(
+    graph: WrittenGraph, rows: Sequence[torch.Tensor], held: Mapping[str, torch.Tensor], *, answer: Any, ops: Ops
+) -> Traced:
+    """As `traced`, by a graph that was written for as many rows.
+
+    Raises ValueError for one that cannot be read, and whatever ops raise that do not fit, where it answers otherwise.
+    """
+    from torch._dynamo.convert_frame import compile_lock
+    from torch.fx._lazy_graph_module import _use_lazy_graph_module
+
+    mend_compilers()
+    if unknown := [name for name in graph.reads if name not in held]:
+        raise ValueError(f"it reads {unknown[0]}, which this model does not hold")
+    with compile_lock, _use_lazy_graph_module(True):
+        module = read(graph, rows[0].device)
+        return _made(module, rows, held, graph.reads, [], answer, ops, graph)
+
+
+def _made(
+    module: GraphModule,
+    rows: Sequence[torch.Tensor],
+    held: Mapping[str, torch.Tensor],
+    names: Sequence[str],
+    own: Sequence[torch.Tensor],
+    answer: Any,
+    ops: Ops,
+    graph: WrittenGraph | None,
+) -> Traced:
+    """Checked and compiled. `names`: what it reads of `held`; `own`: tensors that it alone holds, behind those."""
+    constants = [*(held[name] for name in names), *own]
+    _check(module, [*(each.clone() for each in rows), *constants], leaves(answer), ops)
     return Traced(
-        program=program,
-        constants=(*read, *own),
-        output=mapped(outputs[-1], lambda leaf: torch.empty(0)),
+        program=_compiled(module, [*rows, *constants]),
+        constants=(*names, *own),
+        output=mapped(answer, lambda leaf: torch.empty(0)),
         likeness=likeness(held),
+        written=graph,
     )
 
 
