@@ -106,7 +106,7 @@ def traced(
             module = make_fx(flat, _disable_torch_fn_metadata_mode=True)(*given)
         names, graph = _without_unread(module, len(rows), list(one)), None
         if not (own := _lifted(module)):
-            graph = written(module, names, rows[0].device)
+            graph = written(module, [_names_of(held[name], held) for name in names], rows[0].device)
             module = module if graph is None else read(graph, rows[0].device)  # compiled as it will be where it is read
         return _made(module, rows, held, names, own, answer, ops, graph)
 
@@ -123,11 +123,16 @@ def recalled(
     from torch.fx._lazy_graph_module import _use_lazy_graph_module
 
     mend_compilers()
-    if unknown := [name for name in graph.reads if name not in held]:
-        raise ValueError(f"it reads {unknown[0]}, which this model does not hold")
+    for names in graph.reads:
+        if names[0] not in held or names != _names_of(held[names[0]], held):
+            raise ValueError(f"it reads {names[0]}, which this model does not hold, or holds by other names")
     with compile_lock, _use_lazy_graph_module(True):
         module = read(graph, rows[0].device)
-        return _made(module, rows, held, graph.reads, [], answer, ops, graph)
+        return _made(module, rows, held, [names[0] for names in graph.reads], [], answer, ops, graph)
+
+
+def _names_of(tensor: torch.Tensor, held: Mapping[str, torch.Tensor]) -> tuple[str, ...]:
+    return tuple(name for name, each in held.items() if each is tensor)
 
 
 def _made(

@@ -21,10 +21,10 @@ _KINDS = {torch.dtype: "dtype", torch.layout: "layout", torch.memory_format: "me
 
 @dataclass(frozen=True, kw_only=True)
 class WrittenGraph:
-    """`reads`: the names of the tensors that it takes behind the columns of the rows. `nodes`: name, op, arguments and
-    options of each, the inputs first and the outputs, without a name, last."""
+    """`reads`: the tensors that it takes behind the columns of the rows, each by all its names. `nodes`: name, op,
+    arguments and options of each, the inputs first and the outputs, without a name, last."""
 
-    reads: tuple[str, ...]
+    reads: tuple[tuple[str, ...], ...]
     nodes: tuple[Any, ...]
 
 
@@ -36,7 +36,7 @@ class WrittenGraphs(RecordFile, kind="loka-serve-graphs", version=1, way_out="fr
     graphs: Mapping[str, WrittenGraph]
 
 
-def written(module: GraphModule, reads: Sequence[str], device: torch.device) -> WrittenGraph | None:
+def written(module: GraphModule, reads: Sequence[tuple[str, ...]], device: torch.device) -> WrittenGraph | None:
     """None for a graph that holds tensors, or ops and arguments that have no name."""
     try:
         nodes = tuple(_node(node, device) for node in module.graph.nodes)
@@ -63,7 +63,7 @@ def read(graph: WrittenGraph, device: torch.device) -> GraphModule:
             else:
                 known[name] = made.create_node("call_function", _target(op, args), args, kwargs, name)
         made.lint()
-    except (AttributeError, KeyError, RuntimeError, TypeError, ValueError) as error:
+    except (AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
         raise ValueError(f"a graph that cannot be read: {error!r}") from error
     return _make_graph_module(torch.nn.Module(), made, class_name="Call")
 
