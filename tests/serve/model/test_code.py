@@ -92,3 +92,14 @@ def test_a_function_that_calls_itself_and_a_closure_without_a_value():
     first = digest_of_code(module)
     later = True
     assert digest_of_code(module) != first
+
+
+def test_deep_chains_of_calls_and_modules_end():
+    """Also of libraries: only names that code gives are looked up, and nothing is imported for it."""
+    scope = {"__name__": "mine"}
+    exec("\n".join(f"def f{place}(x): return f{place + 1}(x)" for place in range(2000)), scope)
+    module = nn.Identity()
+    module.act = scope["f0"]
+    first = digest_of_code(module)
+    exec("def f3(x): return -f4(x)", scope)
+    assert digest_of_code(module) != first

@@ -1,6 +1,7 @@
 """Which Python a model's calls run, as a digest: by it a graph that was kept is told from one of other code."""
 
 import contextlib
+import functools
 import hashlib
 from collections.abc import Iterator
 from types import CodeType, FunctionType, ModuleType
@@ -12,6 +13,7 @@ from loka.core.storage.files import digest_of
 from loka.nn.unwrap import kind_of, named_modules
 
 NUMBERS = (int, float, complex, str)
+_DEEPEST = 40  # Python's own stack is of some hundred such calls
 
 
 def numbers_of(module: nn.Module) -> dict[str, str]:
@@ -23,7 +25,7 @@ def digest_of_code(tree: nn.Module) -> str:
     """Of the modules' classes with all their functions, of functions and numbers that these name among the globals of
     their files, and of numbers and functions in attributes. What code finds in another way is in no digest.
     """
-    seen: dict[object, str] = {}
+    seen: dict[int, str] = {}
     parts = []
     for path, module in named_modules(tree):
         kind = kind_of(module)
@@ -34,25 +36,25 @@ def digest_of_code(tree: nn.Module) -> str:
     return digest_of(parts)
 
 
-def _of(value: Any, seen: dict[object, str]) -> str:
-    """Of a function, a class, or a number; "" for anything else."""
+def _of(value: Any, seen: dict[int, str], depth: int = 0) -> str:
+    """Of a function, a class, or a number; "" for anything else, and for what lies deeper than `_DEEPEST` calls."""
     if isinstance(value, NUMBERS) or value is None:
         return repr(value)
-    if not isinstance(value, (FunctionType, type)):
-        value = getattr(value, "__wrapped__", value)  # of a class method, or a cache
+    if isinstance(value, (classmethod, staticmethod, functools._lru_cache_wrapper)):
+        value = value.__wrapped__
     if isinstance(value, property):
-        return "".join(_of(each, seen) for each in (value.fget, value.fset))
-    if not isinstance(value, (FunctionType, type)) or _is_known(str(value.__module__)):
+        return "".join(_of(each, seen, depth) for each in (value.fget, value.fset))
+    if not isinstance(value, (FunctionType, type)) or _is_known(str(value.__module__)) or depth > _DEEPEST:
         return ""
-    if value not in seen:
-        seen[value] = ""  # where it calls itself
+    if id(value) not in seen:
+        seen[id(value)] = ""  # where it calls itself
         if isinstance(value, type):
-            parts = sorted([name, _of(each, seen)] for name, each in _inherited(value))
+            parts = sorted([name, _of(each, seen, depth + 1)] for name, each in _inherited(value))
         else:
-            parts = [[name, _of(each, seen)] for name, each in _named(value)]
+            parts = [[name, _of(each, seen, depth + 1)] for name, each in _named(value)]
             parts.append(["code", _text(value.__code__)])
-        seen[value] = digest_of(parts)
-    return seen[value]
+        seen[id(value)] = digest_of(parts)
+    return seen[id(value)]
 
 
 def _inherited(kind: type) -> Iterator[tuple[str, Any]]:
@@ -77,7 +79,7 @@ def _named(function: FunctionType) -> Iterator[tuple[str, Any]]:
         value = function.__globals__.get(name)
         yield name, value
         if isinstance(value, ModuleType) and not _is_known(value.__name__):
-            yield from ((f"{name}.{other}", getattr(value, other, None)) for other in names)
+            yield from ((f"{name}.{other}", vars(value).get(other)) for other in names)
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
         with contextlib.suppress(ValueError):  # of a name that has no value yet
             yield name, cell.cell_contents
