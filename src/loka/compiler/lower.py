@@ -11,15 +11,17 @@ Where no program can hold the code above x, its cast is plain aten, which the co
 """
 
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch.fx import Graph, Node
 
 from loka.compiler.backward import lower_backward
+from loka.compiler.edges.aten_steps import passes_on
 from loka.compiler.edges.cones import cone_of
 from loka.compiler.edges.matrix import Low, Matrix
 from loka.compiler.edges.writer import Writer
-from loka.compiler.emit import COPY, Emitter, ordered
+from loka.compiler.emit import COPY, Emitter, ordered, strides_of
 from loka.compiler.gemms import Gemms, Weight
 from loka.compiler.joint_sites import JointSite, sites_in
 from loka.compiler.kept import keep_compared
@@ -48,6 +50,7 @@ def join_sites(graph: Graph) -> dict[str, str]:
             hold(graph)
         return apart
     mark_backward(graph)
+    sites = _of_one_input(sites)
     emitter = Emitter(graph)
     gemms = Gemms(emitter, {op for site in sites for op in (site.node, site.backward) if op is not None})
     weights = _quantize_weights(emitter, sites)
@@ -86,6 +89,29 @@ def join_sites(graph: Graph) -> dict[str, str]:
     graph.eliminate_dead_code()
     hold(graph)
     return apart
+
+
+def _of_one_input(sites: list[JointSite]) -> list[JointSite]:
+    """Has sites read one node, which is quantized once, where they read views and casts of one value that are alike:
+    autocast casts it, and a frozen site makes rows of it, for each site anew. Graphs with a backward stay as they are.
+    """
+    if any(site.backward is not None for site in sites):
+        return sites
+    known: dict[tuple[Any, ...], Node] = {}
+
+    def first_like(node: Node) -> Node:
+        if not passes_on(node):
+            return node
+        value = value_of(node)
+        like = (tuple(map(str, value.shape)), *strides_of(value), value.dtype)
+        return known.setdefault((first_like(args_of(node)[0]), *like), node)
+
+    found = []
+    for site in sites:
+        x = first_like(site.x)
+        site.node.replace_input_with(site.x, x)
+        found.append(replace(site, x=x))
+    return found
 
 
 def _quantize_input(

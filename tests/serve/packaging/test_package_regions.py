@@ -41,22 +41,50 @@ def test_regions_go_into_the_file(backend, monkeypatch, tmp_path):  # noqa: F811
     assert sqnr_db(loaded(requests[2]), other.current.module(requests[2])) > other.card.answers[0].least_db
 
 
-def test_parameters_of_the_file_are_read_by_regions(backend, monkeypatch, tmp_path):  # noqa: F811
-    """AOTInductor has them as constants of its graph: biases and a norm's weights were left to kernels of its own."""
-    server = frozen(wide())
+class Residual(nn.Module):
+    """x [B, 16] -> [B]: between sites biases, an affine norm, a gate, a residual, and what is no parameter."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.norm, self.second = nn.Linear(16, 64), nn.LayerNorm(64), nn.Linear(64, 64)
+        self.gate, self.third, self.last = nn.Linear(64, 64), nn.Linear(64, 32), nn.Linear(32, 32)
+        self.register_buffer("mask", torch.arange(64) % 3 > 0)
+        self.factor = nn.Parameter(torch.full((64,), 0.7))
+
+    def forward(self, x):
+        x = self.norm(self.first(x))
+        x = x + torch.where(self.mask, torch.sigmoid(self.gate(x)) * self.second(x), 0.0) * self.factor
+        x = nn.functional.gelu(self.third(x)) * torch.tensor([0.5, 2.0] * 16, device=x.device)
+        return self.last(x).sum(1).float()
+
+
+def read_and_computed(graph):
+    """Of each region's kernel: its program, and which leaves lie in memory before the graph runs."""
+    edges = graph.find_nodes(op="call_function", target=torch.ops.loka.edge.default)
+    return [(edge.args[-1], [leaf.op != "call_function" for leaf in edge.args[0]]) for edge in edges]
+
+
+def test_kernels_of_the_file_are_those_of_the_server(backend, monkeypatch, tmp_path):  # noqa: F811
+    """AOTInductor has parameters as constants of its graph: they were left to kernels of its own, without a word."""
+    model = Residual().eval()
+    plan = plan_for(model, dict.fromkeys(("first", "second", "gate", "third", "last"), POW2))
+    options = {"autocast": torch.bfloat16, "buckets": (16,)}
+    server = freeze(model, plan, calibration=[inputs(40, seed) for seed in range(3)], **options)
+    assert server.apart() == {}
+    (expected,) = map(read_and_computed, backend.graphs)
+    assert len(expected) == 4  # sites that read one value, here `gate` and `second`, have it quantized once
     monkeypatch.undo()  # the real Inductor
     torch._dynamo.reset()
-    read = []
+    found = []
 
     def stopped(graph):
-        edges = graph.find_nodes(op="call_function", target=torch.ops.loka.edge.default)
-        read.extend(str(leaf.target).partition("model.")[2] for edge in edges for leaf in edge.args[0])
+        found.extend(read_and_computed(graph))
         raise RuntimeError("seen")
 
     monkeypatch.setattr(packaged, "write_out", stopped)
     with pytest.raises(ServeRefused, match="seen"):
-        server.package(tmp_path / "ranker.pt2", batch=(1, 64))
-    assert {"first.bias", "norm.weight", "norm.bias"} <= set(read)
+        server.package(tmp_path / "ranker.pt2", batch=(1, 16))
+    assert found == expected
 
 
 SCRIPT = Path(__file__).with_name("written_for_a_gpu.py")

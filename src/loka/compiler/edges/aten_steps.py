@@ -18,7 +18,7 @@ _PASSED_ON = {
     aten.view.default, aten.reshape.default, aten._unsafe_view.default, aten.unsqueeze.default,
     aten.squeeze.dim, aten.squeeze.dims, aten.expand.default, aten.alias.default, aten.clone.default,
     aten.detach.default, prims.convert_element_type.default, aten._to_copy.default, aten.contiguous.default,
-    prims.view_of.default,
+    prims.view_of.default, aten.lift_fresh_copy.default,
 }  # fmt: skip
 
 _SAME = {
