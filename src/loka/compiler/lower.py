@@ -92,8 +92,8 @@ def join_sites(graph: Graph) -> dict[str, str]:
 
 
 def _of_one_input(sites: list[JointSite]) -> list[JointSite]:
-    """Has sites read one node, which is quantized once, where they read views and casts of one value that are alike:
-    autocast casts it, and a frozen site makes rows of it, for each site anew. Graphs with a backward stay as they are.
+    """Has sites read one node, which is quantized once, where they read like views and casts of one value: autocast
+    casts it for each, and a frozen site makes rows of it. Graphs with a backward stay as they are.
     """
     if any(site.backward is not None for site in sites):
         return sites
@@ -103,15 +103,12 @@ def _of_one_input(sites: list[JointSite]) -> list[JointSite]:
         if not passes_on(node):
             return node
         value = value_of(node)
-        like = (tuple(map(str, value.shape)), *strides_of(value), value.dtype)
-        return known.setdefault((first_like(args_of(node)[0]), *like), node)
+        key = first_like(args_of(node)[0]), value.dtype, *map(str, value.shape), *strides_of(value)
+        return known.setdefault(key, node)
 
-    found = []
     for site in sites:
-        x = first_like(site.x)
-        site.node.replace_input_with(site.x, x)
-        found.append(replace(site, x=x))
-    return found
+        site.node.replace_input_with(site.x, first_like(site.x))
+    return [replace(site, x=args_of(site.node)[0]) for site in sites]
 
 
 def _quantize_input(

@@ -21,7 +21,6 @@ from loka.compiler.emit import VIEW, Emitter
 from loka.compiler.gemms import TOKEN, operands_recipe, region_gemm
 from loka.compiler.joint_pass import RegionPass
 from loka.compiler.nodes import WRITTEN, args_of, value_of
-from loka.compiler.scaled_mm import call_scaled_mm
 from loka.core.exceptions import LokaError
 from loka.core.numerics.reference import Quantized
 from loka.core.recipe import RECIPES, Gemm
@@ -67,7 +66,6 @@ def write_out(graph: Graph) -> None:
     for node in graph.find_nodes(op="call_function", target=region_gemm):
         node.update_arg(TOKEN, None)
     emitter = Emitter(graph)
-    call_scaled_mm(emitter)
     graph.eliminate_dead_code()
     for node in list(graph.nodes):
         if getattr(node.target, "namespace", None) == "loka":
