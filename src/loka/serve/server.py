@@ -280,8 +280,8 @@ class Server:
 
         Args:
             state: a state dict of the model that was frozen.
-            keep: patterns of keys, such as "front.embeddings.*", which `state` need not hold and which stay as they
-                are. Weights that are kept in FP8 alone cannot be kept so.
+            keep: patterns of keys, such as "front.embeddings.*", that stay as they are where `state` does not hold
+                them. Weights that are kept in FP8 alone cannot be kept so.
 
         Raises ServeRefused where keys or shapes differ or a weight is not finite; what runs now goes on.
         """
