@@ -39,6 +39,7 @@ def test_a_gemm_that_is_faster_alone_and_shares_less_says_so():
     [
         (120, "speed-up 0.8333"),
         (80, "KL/H 3e-05 [3e-05, 3e-05] for no less time"),
+        (59.5, "KL/H 3e-05 [3e-05, 3e-05] for no less time"),
         (50, "KL/H 3e-05 [3e-05, 3e-05] is better spent elsewhere"),
     ],
 )
