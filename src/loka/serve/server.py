@@ -225,7 +225,7 @@ class Server:
                 parts.append(by(part, sizes[-1], looking=looking is not None and not first))
                 continue
             monitor = None if first else looking
-            observed = nullcontext() if monitor is None else observed_by(self._shown(monitor, rows, sizes[-1]))
+            observed = observed_by(None if monitor is None else self._shown(monitor, rows, sizes[-1]))
             with answering(sizes[-1]), observed, self._refusing():
                 output = self._run(by, pad(part, sizes[-1], self.card.form))
                 parts.append(mapped(output, partial(_own_rows, rows)))
