@@ -24,8 +24,9 @@ from towers import LR, STEPS, alone, as_gathered, loss_of, plan_of, rows, tower,
 import loka
 from loka.core.exceptions import NotConverted, PlanMismatch
 from loka.distributed import fp8_all_gather
-from loka.distributed.fp8_all_gather import Exchange
+from loka.distributed.fp8_all_gather import Exchange, _unplanned
 from loka.kernels.quantize.fp8_weights import room_for_rows
+from loka.nn.site import site_forwards
 
 # A step of Adam moves a weight by LR in the direction of its gradient, whatever its size, so the last bit of
 # a sum decides little but near zero; eight roundings of float32 in a loss near 1, which three steps of 0.01
@@ -283,3 +284,19 @@ def test_weights_that_are_renewed_one_by_one_have_the_bytes_of_all_at_once(monke
         return torch.cat([made._scales, *(each.flatten().float() for each in made._bytes)])
 
     assert torch.equal(renewed([1], [0]), renewed([0, 1]))
+
+
+@pytest.mark.parametrize(
+    ("recipe", "owners", "why"),
+    [
+        ("rowwise_e4m3_pow2", 1, None),
+        ("rowwise_e4m3_pow2", 2, "several modules hold it"),
+        ("rowwise_e4m3", 1, "wants other scales than powers of two"),
+    ],
+)
+def test_which_weights_sites_read_as_they_are_gathered(recipe, owners, why):
+    plan, model = plan_of(uneven, f"emulated:{recipe}"), uneven()
+    forward = next(iter(site_forwards(loka.convert(model, plan)).values()))
+    one = SimpleNamespace(size=forward.module.weight.shape, owners=[(forward.module, "weight")] * owners)
+    told = _unplanned(one, {id(forward.module): forward}, plan)
+    assert told is None if why is None else why in told
