@@ -187,6 +187,9 @@ def test_diff_names_what_changed():
     assert any(line.split()[:3] == ["fc/output", FAST, EXACT] for line in told)
     assert told[-1] == "1 sites differ, 0 are the same"
     assert not loka.diff(first, first)
+    hot = dataclasses.replace(first, hot_columns={"fc": (1,)})
+    for pair in ((hot, first), (first, hot)):
+        assert "hot columns: those of fc differ" in loka.diff(*pair).context
     assert str(loka.diff(first, first)) == "0 sites differ, 1 are the same"
     other = dataclasses.replace(H200, torch="2.12.0")
     moved = loka.plan(report({FAST: measured(28, 70)}, machine=other))

@@ -98,3 +98,8 @@ def test_every_gemm_of_a_layer_says_why_it_is_in_no_region():
         assert decision.rejected[REGION].startswith("a/output: sqnr_db 20 ")
     kept = loka.plan(made, loka.Budget(keep=("a/output",))).decisions["a/grad_input"]
     assert kept.rejected[REGION] == "a GEMM of it is decided by rule"
+
+
+def test_a_package_is_not_planned_by_times_of_regions_with_gradients():
+    decision = loka.plan(in_region()[0], target="package").decisions["a/output"]
+    assert decision.rejected[REGION].startswith("timed with its gradients")

@@ -13,7 +13,7 @@ from durable import flushed_before, folder_flushed_after, watch_disk
 from loka.core.exceptions import CheckpointRefused
 from loka.core.storage.files import sha256_of_file, write_record
 from loka.train import CheckpointNotSaved, load_newest, save
-from loka.train.checkpointing import step_folders
+from loka.train.checkpointing import checkpoint, step_folders
 
 IDENTITY = {"config": {"lr": 0.1, "seed": 0}, "source": "rows"}
 
@@ -288,3 +288,20 @@ def test_a_removal_that_is_cut_short_leaves_no_half_under_a_valid_name(folder, m
     monkeypatch.setattr(step_folders.shutil, "rmtree", lambda *given, **named: None)
     save(folder, step=30, state=state(30), identity=IDENTITY, keep=1)
     assert [name for name in names(folder) if name.startswith("step-")] == ["step-00000030"]
+
+
+def test_what_another_rank_finds_damaged_is_used_by_none(folder, monkeypatch):
+    """Each rank looks at some of the files."""
+    together, asked = checkpoint.together, []
+
+    def beside_another(*given):
+        mine, told = together(*given)
+        if told != [""]:
+            return mine, told
+        asked.append(told)
+        return mine, ["", "a checksum differs"] if len(asked) == 1 else told
+
+    monkeypatch.setattr(checkpoint, "together", beside_another)
+    found = load_newest(folder, identity=IDENTITY)
+    assert found.step == 10
+    assert "a checksum differs" in found.skipped[0]
