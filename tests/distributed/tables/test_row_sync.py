@@ -16,9 +16,12 @@ from row_jobs import (
     not_a_number,
     refused,
 )
+from torch import nn
 
 from loka.distributed.replicas import sum_of_bits
+from loka.distributed.tables.lookups import lookups_of
 from loka.distributed.tables.row_sync import RowSync
+from loka.train import RowwiseAdagrad
 
 TRAINED = ("one.weight", "bag.weight")
 STEP = 0.01 * 5.0  # lr times more than the largest gradient of a row that is looked up once
@@ -197,3 +200,10 @@ def test_when_exchanges_begin_end_and_are_checked(monkeypatch):
         sync.step()
     first = ["2 coded", "3 agreed", "4 coded", "4 agreed", "4 checked", "6 coded", "7 agreed"]
     assert told == [*first, "8 exact", "8 agreed", "8 checked"]
+
+
+@pytest.mark.parametrize("option", [{"scale_grad_by_freq": True}, {"max_norm": 1.0}])
+def test_a_table_that_something_else_scales_is_not_row_wise_adagrads_alone(option):
+    table = nn.Embedding(8, 4, **option)
+    (lookup,) = lookups_of(table, RowwiseAdagrad(table.parameters(), lr=0.1))
+    assert lookup.adagrad() == next(iter(option))
