@@ -7,6 +7,7 @@ another order than autograd adds them, so from the second step on losses agree w
 
 import contextlib
 from dataclasses import dataclass
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -23,6 +24,9 @@ from towers import LR, STEPS, alone, as_gathered, loss_of, plan_of, rows, tower,
 import loka
 from loka.core.exceptions import NotConverted, PlanMismatch
 from loka.distributed import fp8_all_gather
+from loka.distributed.fp8_all_gather import Exchange, _unplanned
+from loka.kernels.quantize.fp8_weights import room_for_rows
+from loka.nn.site import site_forwards
 
 # A step of Adam moves a weight by LR in the direction of its gradient, whatever its size, so the last bit of
 # a sum decides little but near zero; eight roundings of float32 in a loss near 1, which three steps of 0.01
@@ -260,3 +264,39 @@ def test_what_cannot_be_is_refused_on_all_ranks(three):
             "rank 1: 2.weight: not in FP8 (left out by the filter), and in FP8 on rank 0" in found["refused"]["ranks"]
         )
         assert found["no scale"] == {"nan": True, "bad": True}
+
+
+def test_weights_that_are_renewed_one_by_one_have_the_bytes_of_all_at_once(monkeypatch):
+    """By their new maxima: bytes by an old one beside a new scale are other weights."""
+    monkeypatch.setattr(dist, "all_reduce", lambda *given, **named: None)
+    weights = [torch.randn(16, 16, generator=torch.Generator().manual_seed(0)) * 2.0**power for power in (0, 5)]
+
+    def renewed(*several):
+        made = Exchange.__new__(Exchange)
+        made.chosen, made._group = [SimpleNamespace(padded=weight) for weight in weights], None
+        made._weight_of = torch.tensor([0, 1]).repeat_interleave(16)
+        made._scales, made._largest = torch.ones(32), torch.ones(2)
+        made._bytes = [room_for_rows(weight) for weight in weights]
+        made._hooks = [SimpleNamespace(scale=scale) for scale in made._scales.split(16)]
+        for which in several:
+            made.agree_on_scales(which)
+            made.quantize(which)
+        return torch.cat([made._scales, *(each.flatten().float() for each in made._bytes)])
+
+    assert torch.equal(renewed([1], [0]), renewed([0, 1]))
+
+
+@pytest.mark.parametrize(
+    ("recipe", "owners", "why"),
+    [
+        ("rowwise_e4m3_pow2", 1, None),
+        ("rowwise_e4m3_pow2", 2, "several modules hold it"),
+        ("rowwise_e4m3", 1, "wants other scales than powers of two"),
+    ],
+)
+def test_which_weights_sites_read_as_they_are_gathered(recipe, owners, why):
+    plan, model = plan_of(uneven, f"emulated:{recipe}"), uneven()
+    forward = next(iter(site_forwards(loka.convert(model, plan)).values()))
+    one = SimpleNamespace(size=forward.module.weight.shape, owners=[(forward.module, "weight")] * owners)
+    told = _unplanned(one, {id(forward.module): forward}, plan)
+    assert told is None if why is None else why in told

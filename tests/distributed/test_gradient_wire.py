@@ -13,7 +13,7 @@ from towers import LR, loss_of, rows, tower
 
 from loka.core.exceptions import LokaError, PlanMismatch, UnknownName
 from loka.distributed import GradientWire, send_gradients
-from loka.distributed.gradient_codec import CODECS, codec_named
+from loka.distributed.gradient_codec import CODECS, block_begins, codec_named
 
 SIDES = (128, 200, 33, 1)
 
@@ -38,6 +38,11 @@ def test_a_codec_rounds_once(name):
         "e4m3": torch.maximum(x.abs() * 2**-4, top / 448 * 2**-10),
     }[name]
     assert ((codec.decode(code) - x).abs() <= allowed * (1 + 1e-5)).all()
+
+
+def test_a_matrix_of_whole_blocks_takes_no_more():
+    assert block_begins([128, 1, 256]) == ([0, 128, 256], 512)
+    assert block_begins([3, 4], block=1) == ([0, 3], 7)
 
 
 @pytest.mark.parametrize("name", CODECS)

@@ -4,14 +4,14 @@ from torch import nn
 
 from loka.core.exceptions import LokaError
 from loka.distributed.dense_sharding import _unfit
-from loka.distributed.replicas import require_alike
+from loka.distributed.replicas import require_alike, sum_of_bits
 
 
 def told_of(kind, rank):
     torch.manual_seed(rank if kind == "weights" else 0)
     model = nn.Sequential(nn.Linear(3, 2), nn.Embedding(4, 2, device="meta"))
     model.register_buffer("mask", torch.tensor([True, kind != "buffer" or rank == 0]))
-    model.register_buffer("turns", torch.tensor([1j, -1j if kind == "complex" and rank else 1j]))
+    model.register_buffer("turns", torch.tensor([1j, 2j if kind == "complex" and rank else 1j]))
     try:
         require_alike(model)
     except LokaError as error:
@@ -30,6 +30,14 @@ def test_ranks_that_hold_others_are_named(tmp_path):
         assert found["weights"] == ("rank 1: 0.bias", "rank 1: 0.weight")
         assert found["buffer"] == ("rank 1: mask",)
         assert found["complex"] == ("rank 1: turns",)
+
+
+def test_the_sum_of_bits_tells_values_and_their_places():
+    """Also those of several pieces of a million."""
+    held = torch.zeros(5, (1 << 20) + 2, dtype=torch.uint8)
+    for row, place in enumerate((0, 1, 1 << 20, (1 << 20) + 1)):
+        held[row, place] = 1
+    assert len({sum_of_bits(row) for row in held}) == 5
 
 
 def test_which_weights_units_share():

@@ -11,13 +11,14 @@ from torch import nn
 
 import loka
 from loka.core.device import fingerprint
-from loka.core.exceptions import NotConverted, PlanMismatch
+from loka.core.exceptions import NoKernelFits, NotConverted, PlanMismatch
 from loka.core.problem import linear_problem
 from loka.core.recipe import Gemm
 from loka.core.records.plan import Decision
 from loka.measurement import Settings
 from loka.nn import signature, sites_of
 from loka.nn.site import site_forwards
+from loka.planner.convert import check, fp8_layers
 
 QUICK = Settings(max_draws=4)
 
@@ -203,6 +204,23 @@ def test_a_decision_for_no_layer_is_refused_before_anything_changes(mlp_plan):
         with pytest.raises(PlanMismatch, match=message):
             loka.convert(model, dataclasses.replace(mlp_plan, decisions={**mlp_plan.decisions, name: wrong}))
         assert not site_forwards(model)
+
+
+def test_a_weight_that_tensor_parallelism_cuts_is_refused_by_name(mlp_plan):
+    model, path = odd_mlp(), next(iter(fp8_layers(mlp_plan)))
+    model.get_submodule(path).weight.device_mesh = "as a DTensor has"
+    with pytest.raises(NoKernelFits, match=rf"(?s)not by FSDP2 alone.*{path}\.weight"):
+        loka.convert(model, mlp_plan)
+    assert not site_forwards(model)
+
+
+def test_of_what_a_server_runs_gradients_need_no_kernel_here(mlp_plan):
+    name, decision = next((n, d) for n, d in mlp_plan.decisions.items() if n.endswith("grad_input"))
+    there = dataclasses.replace(decision, candidate="fbgemm:rowwise_e4m3")  # not installed
+    plan = dataclasses.replace(mlp_plan, decisions={**mlp_plan.decisions, name: there})
+    check(odd_mlp(), plan, (Gemm.OUTPUT,))
+    with pytest.raises(NoKernelFits):
+        loka.convert(odd_mlp(), plan)
 
 
 def test_towers_converted_one_by_one_are_reverted_together(mlp_plan):

@@ -11,6 +11,8 @@ from ne_reports import ROW, THREE, costing, effect, model_report, outputs
 from reports import measured
 
 import loka
+from loka.core.budget import upper_bound
+from loka.core.error import Estimate
 from loka.core.exceptions import LokaError
 from loka.core.recipe import Gemm
 from loka.core.records.parts import Part
@@ -43,8 +45,24 @@ def test_the_knee_is_where_ne_stops_buying_more_than_its_share():
     assert "hp takes 300 us" in lines[-1]
 
 
-def test_times_agree_with_the_summary():
-    report = outputs(**THREE)
+def test_what_is_spent_is_the_upper_end():
+    found = frontier(outputs(a={ROW: costing(60, effect(1e-5, 1e-5))}))
+    assert found.points[-1].spent == pytest.approx(upper_bound(effect(1e-5, 1e-5))) != found.points[-1].kl.value
+
+
+SHARED = {  # grad_weight takes 104 us, of which 30 are the quantization of `input` that `output` has done
+    "a": {Gemm.OUTPUT: {ROW: costing(80, effect(1e-5))}, Gemm.GRAD_WEIGHT: {ROW: costing(104, None)}}
+}
+
+
+@pytest.mark.parametrize(
+    "report",
+    [
+        outputs(**THREE),
+        model_report(SHARED, quantize_once_savings={"a": {"input": {"e4m3_row+e4m3_row": Estimate(30, 30, 30)}}}),
+    ],
+)
+def test_times_agree_with_the_summary(report):
     made = loka.plan(report, loka.Budget(ne=1.0))
     assert f"{base_time(report):.0f} us in hp, {base_time(report) - saved_time(made):.0f} us" in made.summary()
 

@@ -81,8 +81,9 @@ def test_without_the_time_of_a_chain_it_is_the_cells(lost):
 
 def test_times_that_contradict_each_other_are_the_cells():
     """A chain's layer in an eighth of a cell's time: between others it would take less than none."""
-    made = report_of("a", "b", "c", reads=TOWER, chain=times(40.0, 300.0))
-    assert times_at(made, "b", {"a", "c"}) == CELL
+    for chain in (times(40.0, 300.0), times(85.0, 300.0, noise=0.05)):  # of the second the fast end alone is so
+        made = report_of("a", "b", "c", reads=TOWER, chain=chain)
+        assert times_at(made, "b", {"a", "c"}) == CELL
 
 
 def test_an_arm_that_cannot_run_keeps_its_reason():
@@ -158,6 +159,29 @@ def test_one_of_two_that_slow_each_other_down_is_planned_where_the_other_gains_b
     assert inside(plan) == {"a"}
     assert plan.decisions["a/output"].speedup.value == pytest.approx(330 / 280)
     assert plan.decisions["b/output"].rejected["region"] == "its neighbours in a region and it slow each other down"
+
+
+def test_of_what_both_starts_of_the_search_come_to_the_faster_is_planned():
+    """From none joined c comes in, and saves 100 us for 60 of its GEMMs alone; from all c leaves, and a and b save 123
+    for 120."""
+    sites = {gemm: {FAST: measured(28.5, 80.0), SLOW: measured(28.5, 85.0)} for gemm in Gemm}
+    made = report_of("a", "b", "c", reads={"b": ("a",), "c": ("a", "b")}, sites=sites)
+    cells = {"a": times(260.0, 270.0), "b": times(260.0, 280.0), "c": times(270.0, 370.0)}
+    chains = {"a": times(210.0, 300.0), "b": times(250.0, 330.0), "c": times(340.0, 270.0)}
+    plan = loka.plan(dataclasses.replace(made, region_times=cells, times_in_chains=chains))
+    assert inside(plan) == {"c"}
+    assert saved_time(plan) == pytest.approx(60 + 60 + 100)
+
+
+def test_layers_that_gain_together_alone_are_joined_within_a_limit_too():
+    """By itself a GEMM saves 20 us. In a region each layer alone is slower than in hp, and both save 123 us."""
+    sites = {gemm: {FAST: costing(80, effect(1e-4)), SLOW: costing(85, effect(1e-4))} for gemm in Gemm}
+    made = in_regions(report_of("a", "b", reads={"b": ("a",)}, sites=sites), effect(1e-4))
+    cells, chains = ((370.0, 290.0), (300.0, 250.0)), ((300.0, 400.0), (240.0, 390.0))
+    cells, chains = ({p: times(*us) for p, us in zip("ab", each, strict=True)} for each in (cells, chains))
+    plan = loka.plan(dataclasses.replace(made, region_times=cells, times_in_chains=chains), loka.Budget(ne=2.5e-4))
+    assert inside(plan) == {"a", "b"}
+    assert saved_time(plan) == pytest.approx(370 / 3)
 
 
 def test_a_search_ends_where_more_is_said_to_be_saved_than_all_takes():

@@ -92,6 +92,12 @@ def test_the_limit_on_mere_binds_the_upper_end(high, chosen):
     assert (chosen == FAST) or "is above 0.2" in decision.rejected[FAST]
 
 
+@pytest.mark.parametrize(("low", "chosen"), [(25.0, FAST), (24.9, "hp")])
+def test_the_limit_on_sqnr_binds_the_lower_end(low, chosen):
+    errors = {**measured(28, 50).errors, "sqnr_db": Estimate(28.0, low, 31.0)}
+    assert decide({FAST: dataclasses.replace(measured(28, 50), errors=errors)}).candidate == chosen
+
+
 def test_nan_errors_are_never_admitted():
     bad = Measurement(
         errors={"sqnr_db": Estimate(math.nan, math.nan, math.nan), "mere": Estimate(math.nan, math.nan, math.nan)},
@@ -117,6 +123,8 @@ def test_without_times_the_smallest_error_wins_and_the_plan_says_so():
     assert made.decisions["fc/output"].candidate == EXACT
     assert "not timed" in made.decisions["fc/output"].reason
     assert "no speed is claimed" in str(made)
+    tied = loka.plan(report({FAST: measured(28.1), EXACT: measured(28.0)}, timed=False)).decisions["fc/output"]
+    assert (tied.candidate, tied.rejected[FAST]) == (EXACT, f"tied with {EXACT}, which comes first")
 
 
 def test_force_bypasses_the_budget_but_not_legality():
@@ -129,6 +137,8 @@ def test_force_bypasses_the_budget_but_not_legality():
     with pytest.raises(NoKernelFits, match="sm_80 has no FP8") as caught:
         loka.plan(dataclasses.replace(slow, sites={"fc/output": site}), force={"*": FAST})
     assert "emulated:rowwise_e4m3" in str(caught.value)
+    with pytest.raises(NoKernelFits, match="on the machine that was measured"):
+        loka.plan(report({FAST: Measurement(unsupported="it crashed there")}), force={"*": FAST})
     with pytest.raises(UnknownName):
         loka.plan(slow, force={"fc/output": "torch:nonsense"})
     with pytest.raises(UnknownName, match="no site matches"):
@@ -177,6 +187,9 @@ def test_diff_names_what_changed():
     assert any(line.split()[:3] == ["fc/output", FAST, EXACT] for line in told)
     assert told[-1] == "1 sites differ, 0 are the same"
     assert not loka.diff(first, first)
+    hot = dataclasses.replace(first, hot_columns={"fc": (1,)})
+    for pair in ((hot, first), (first, hot)):
+        assert "hot columns: those of fc differ" in loka.diff(*pair).context
     assert str(loka.diff(first, first)) == "0 sites differ, 1 are the same"
     other = dataclasses.replace(H200, torch="2.12.0")
     moved = loka.plan(report({FAST: measured(28, 70)}, machine=other))

@@ -6,13 +6,15 @@ from pathlib import Path
 
 import pytest
 import torch
-from served import ROW, TENSOR, calibration, converted, frozen, plan_for, rows, tower
+from served import BOTH, ROW, TENSOR, calibration, converted, frozen, plan_for, rows, tower
 from torch import nn
 
 from loka.core.exceptions import ServeRefused, WrongResults
 from loka.core.storage.files import tensors_from_bytes, tensors_to_bytes
 from loka.serve import freeze, load
-from loka.serve.rows import leaves
+from loka.serve.freeze import HEADROOM, LEAST_ROWS
+from loka.serve.rows import digest, leaves
+from loka.serve.sites import as_rows
 from loka.serve.watch.agreement import AnswerError, disagreements, error_of
 from loka.serve.watch.shadow import Tally
 
@@ -89,6 +91,8 @@ def test_other_bits_are_told(tmp_path, caplog):
         load(tmp_path, Mlp(lambda y, x: y * 1.001))
     assert "answers by other bits" in caplog.text
     assert "60.0 dB" in caplog.text
+    with pytest.raises(ServeRefused, match="returns other outputs"):
+        load(tmp_path, Mlp(lambda y, x: y.double()))
 
 
 def test_check_rows_know_no_default_dtype(tmp_path):
@@ -132,6 +136,7 @@ def test_each_output_is_compared_by_itself(tmp_path, monkeypatch):
 
 def test_scores_that_are_masked_out(tmp_path):
     server = served(Mlp(masked))
+    assert server(X[0]).nonfinite_rows == int((X[0][:, 0] < 0).sum()), "one of two outputs is finite"
     assert all(error.rms < 10 and error.least_db == 20.0 for error in server.card.answers)
     server.save(tmp_path)
     assert torch.equal(load(tmp_path, Mlp(masked))(X[0]).output["masked"], server(X[0]).output["masked"])
@@ -157,6 +162,12 @@ def test_disagreements_by_kind():
     assert "output 0 agrees to 8.0 dB" in disagreements([turned * 1.4], [turned], [error_of(turned, turned)])[0]
 
 
+def test_the_error_of_an_answer_by_hand():
+    nan = torch.tensor([torch.nan, torch.inf])
+    found, exact = (torch.cat([torch.tensor(each), nan]) for each in ([0.0, 2.0], [1.0, 2.0]))
+    assert error_of(found, exact) == AnswerError(changed=0.25, max_abs=1.0, mean_abs=0.5, rms=2.5**0.5)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_another_dtype_is_refused_by_name(dtype, tmp_path):
     served(Mlp()).save(tmp_path)
@@ -171,6 +182,20 @@ def test_answers_are_not_the_callers_memory():
         answer = server(request).output["x"]
         request.zero_()
         assert torch.equal(answer, X[0][:count])
+
+
+def test_who_writes_to_an_answer_writes_to_no_buffer_of_the_model():
+    class Numbered(Mlp):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("number", torch.ones(1))
+
+        def forward(self, x):
+            return {"y": super().forward(x), "number": self.number.expand(len(x))}
+
+    server = served(Numbered())
+    server(X[0]).output["number"][0] = 7.0
+    assert server(X[0]).output["number"].eq(1.0).all()
 
 
 @pytest.mark.parametrize("kind", [Branching, Multiplying])
@@ -213,6 +238,10 @@ def test_shadows_of_integers_are_counted_and_not_averaged():
     tally.note([y, ids], [y + 0.5, ids.roll(1)])
     shadow = tally.shadow()
     assert (shadow.mean_abs, shadow.max_abs, shadow.changed) == (0.5, 0.5, 4)
+    tally.note([y, ids], [(y + 0.25).where(ids > 0, torch.nan), ids.clamp_min(5)])
+    shadow = tally.shadow()
+    assert (shadow.max_abs, shadow.changed, shadow.rows, shadow.nonfinite) == (0.5, 5, 8, 1)
+    assert shadow.mean_abs == pytest.approx((4 * 0.5 + 3 * 0.25) / 7)
 
 
 @pytest.mark.parametrize(
@@ -270,3 +299,32 @@ def test_other_modules_are_refused_where_answers_are_near(tmp_path):
     load(tmp_path, made(Written))  # which rounds otherwise
     with pytest.raises(ServeRefused, match=r"(?s)built of other modules\n  1: Hardswish, frozen SiLU\n"):
         load(tmp_path, made(nn.Hardswish))
+
+
+def test_as_few_rows_as_are_asked_for_are_enough():
+    assert frozen(tower(), BOTH, calibration=[rows(LEAST_ROWS)]).card.calibration.rows == LEAST_ROWS
+
+
+def test_the_largest_magnitude_may_be_a_negative_number():
+    low = [(-10 - dense.abs(), ids) for dense, ids in calibration()]
+    largest = max(float(dense.abs().max()) for dense, _ in low)
+    (scale,) = frozen(tower(), {"first": TENSOR}, calibration=low)._scales.values()
+    assert scale.item() * 448 == pytest.approx(largest * HEADROOM)
+
+
+def test_rows_of_another_width_or_type_reach_no_kernel():
+    for x, error in ((torch.ones(2, 5), ValueError), (torch.ones(2, 6).double(), TypeError)):
+        with pytest.raises(error, match="a: input"):
+            as_rows("a", x, 6, torch.float32)
+
+
+def test_errors_on_the_card_are_of_all_batches():
+    dense, ids = (torch.cat(column) for column in zip(*calibration(), strict=True))
+    apart, whole = (frozen(tower(), BOTH, calibration=given).card for given in (calibration(), [(dense, ids)]))
+    for name in BOTH:
+        assert apart.sites[name].sqnr_db == pytest.approx(whole.sites[name].sqnr_db, abs=1e-3)
+
+
+def test_a_digest_tells_types_and_shapes():
+    x = torch.arange(4.0).view(2, 2)
+    assert len({digest([[each]]) for each in (x, x.view(torch.int32), x.flatten(), x + 1)}) == 4

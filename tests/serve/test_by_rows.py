@@ -1,17 +1,18 @@
 import pytest
 import torch
-from served import POW2, ROW, calibration, converted, plan_for, rows, tower
+from served import POW2, ROW, Tower, calibration, converted, plan_for, rows, tower
 
 from loka.core.exceptions import PlanMismatch, ServeRefused
 from loka.serve import freeze, load
 from loka.serve.sites import frozen_sites
+from loka.serve.watch.monitor import EVERY, WINDOW
 
 BUCKETS = (8, 16, 64)
 FEW, MANY = {"first": ROW}, {"first": ROW, "second": ROW}  # `second` has no bias, so that bits can be equal
 
 
-def frozen():
-    model = tower()
+def frozen(model=None):
+    model = tower() if model is None else model
     plans = {16: plan_for(model, FEW), 64: plan_for(model, MANY)}
     return freeze(model, plans, calibration=calibration(), autocast=torch.bfloat16, buckets=BUCKETS)
 
@@ -28,6 +29,24 @@ def test_each_bucket_answers_by_its_plan(count, candidates):
     assert torch.equal(server(rows(count)).output, by_plan(candidates, count))
     other = MANY if candidates is FEW else FEW
     assert not torch.equal(server(rows(count)).output, by_plan(other, count))
+
+
+def test_a_forward_that_asks_another_server_goes_on_by_the_plan_of_its_bucket():
+    """Behind that answer its sites ran in FP8, as if no bucket had them in high precision; and its alarm saw the other
+    server's sites for its own, of the same names."""
+    other = frozen()
+
+    class Asking(Tower):
+        def forward(self, dense, ids):
+            other((dense * 1000, ids))
+            return super().forward(dense, ids)
+
+    torch.manual_seed(0)
+    server = frozen(Asking().eval())
+    assert torch.equal(server(rows(8)).output, by_plan(FEW, 8))
+    for turn in range(EVERY * WINDOW):
+        server(rows(8, seed=turn))
+    assert server.alarms() == ()
 
 
 def test_parts_of_a_long_request_go_by_their_buckets():

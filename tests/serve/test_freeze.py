@@ -381,7 +381,8 @@ def test_requests_of_another_form_are_refused(named):
     server = freeze(model, plan, calibration=[form(*batch) for batch in calibration()], buckets=(64,))
     dense, ids = rows(64)
     assert torch.equal(server(form(dense, ids)).output, answered(converted(model, plan), [dense, ids], None))
-    for wrong in (form(dense.double(), ids), form(dense[:, :12], ids), dense, (dense,), form(dense, ids[:3])):
+    more = {**form(dense, ids), "more": ids} if named else (dense, ids, ids)
+    for wrong in (form(dense.double(), ids), form(dense[:, :12], ids), dense, (dense,), form(dense, ids[:3]), more):
         with pytest.raises(ServeRefused):
             server(wrong)
     for other in (3, ids.to_sparse()):

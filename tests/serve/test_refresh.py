@@ -177,6 +177,8 @@ def test_part_of_the_weights_may_be_kept():
     with torch.no_grad():
         expected = converted(fresh, plan_for(fresh, BOTH))(*rows(64))
     assert torch.equal(server(rows(64)).output, expected)
+    server.refresh(tower(1).state_dict(), keep="table.*")
+    assert torch.equal(server.current.module.table.weight, tower(1).table.weight), "none of it is missing"
     with pytest.raises(ServeRefused, match=r"(?s)'first.\*' cannot be kept.*in FP8 alone"):
         server.refresh({}, keep=["first.*"])
     with pytest.raises(ServeRefused, match="no key matches"):
@@ -283,6 +285,7 @@ def test_the_shadow_check_reports_the_difference():
     for _ in range(4):
         server(rows(8))
     assert server.shadow().requests == 1
+    assert server.shadow().max_abs > 0, "of weights that are no FP8 sites'"
     with pytest.raises(ServeRefused, match="no share"):
         served(shadow=1.5)
 

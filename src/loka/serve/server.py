@@ -234,7 +234,7 @@ class Server:
                 parts.append(by(part, sizes[-1], looking=looking is not None and not first))
                 continue
             monitor = None if first else looking
-            observed = nullcontext() if monitor is None else observed_by(self._shown(monitor, rows, sizes[-1]))
+            observed = observed_by(None if monitor is None else self._shown(monitor, rows, sizes[-1]))
             with answering(sizes[-1]), observed, self._refusing():
                 output = self._run(by, pad(part, sizes[-1], self.card.form))
                 parts.append(mapped(output, partial(_own_rows, rows)))
@@ -289,8 +289,8 @@ class Server:
 
         Args:
             state: a state dict of the model that was frozen.
-            keep: patterns of keys, such as "front.embeddings.*", which `state` need not hold and which stay as they
-                are. Weights that are kept in FP8 alone cannot be kept so.
+            keep: patterns of keys, such as "front.embeddings.*", that stay as they are where `state` does not hold
+                them. Weights that are kept in FP8 alone cannot be kept so.
 
         Raises ServeRefused where keys or shapes differ or a weight is not finite; what runs now goes on.
         """

@@ -306,11 +306,12 @@ def _bucket() -> int | None:
 
 @contextmanager
 def _with(name: str, value: object) -> Iterator[None]:
+    before = getattr(_HERE, name, None)  # a model's forward may ask another server
     setattr(_HERE, name, value)
     try:
         yield
     finally:
-        setattr(_HERE, name, None)
+        setattr(_HERE, name, before)
 
 
 def answering(bucket: int) -> AbstractContextManager[None]:
@@ -323,6 +324,6 @@ def tracing() -> AbstractContextManager[None]:
     return _with("traced", True)
 
 
-def observed_by(observer: Observer) -> AbstractContextManager[None]:
-    """Inside, frozen sites that this thread runs show `observer` their name and rows [T, K]."""
+def observed_by(observer: Observer | None) -> AbstractContextManager[None]:
+    """Inside, frozen sites that this thread runs show `observer` their name and rows [T, K], or nobody."""
     return _with("observer", observer)

@@ -1,3 +1,5 @@
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
@@ -14,8 +16,12 @@ from row_jobs import (
     not_a_number,
     refused,
 )
+from torch import nn
 
 from loka.distributed.replicas import sum_of_bits
+from loka.distributed.tables.lookups import lookups_of
+from loka.distributed.tables.row_sync import RowSync
+from loka.train import RowwiseAdagrad
 
 TRAINED = ("one.weight", "bag.weight")
 STEP = 0.01 * 5.0  # lr times more than the largest gradient of a row that is looked up once
@@ -171,3 +177,33 @@ def test_plain_tables_as_one_group(tmp_path):
     for found in on_ranks(as_one_group, 2, tmp_path):
         for name, right in found["one"].items():
             np.testing.assert_allclose(found["two"][name], right, rtol=2e-4, atol=2e-4)
+
+
+def test_when_exchanges_begin_end_and_are_checked(monkeypatch):
+    told = []
+
+    def begin(sync, *, exact):
+        told.append(f"{sync._steps} {'exact' if exact else 'coded'}")
+        sync._flight = SimpleNamespace(begun=sync._steps)
+        sync.traffic.syncs += 1
+
+    def finish(sync):
+        if sync._flight is not None:
+            told.append(f"{sync._steps} agreed")
+            sync._flight = None
+
+    monkeypatch.setattr(RowSync, "_begin", begin)
+    monkeypatch.setattr(RowSync, "_finish", finish)
+    monkeypatch.setattr(RowSync, "_check", lambda sync: told.append(f"{sync._steps} checked"))
+    sync = RowSync([], {}, None, every=2, exact_every=4, staleness=1, codec="int8", one_group=False)
+    for _ in range(9):
+        sync.step()
+    first = ["2 coded", "3 agreed", "4 coded", "4 agreed", "4 checked", "6 coded", "7 agreed"]
+    assert told == [*first, "8 exact", "8 agreed", "8 checked"]
+
+
+@pytest.mark.parametrize("option", [{"scale_grad_by_freq": True}, {"max_norm": 1.0}])
+def test_a_table_that_something_else_scales_is_not_row_wise_adagrads_alone(option):
+    table = nn.Embedding(8, 4, **option)
+    (lookup,) = lookups_of(table, RowwiseAdagrad(table.parameters(), lr=0.1))
+    assert lookup.adagrad() == next(iter(option))

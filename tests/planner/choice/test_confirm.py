@@ -11,6 +11,7 @@ from torch import nn
 import loka
 from loka.core.error import Estimate
 from loka.core.exceptions import LokaError, PlanMismatch
+from loka.core.recipe import Gemm
 from loka.core.timing import Race, Timing
 from loka.nn.site import site_forwards
 from loka.planner.convert import fp8_layers
@@ -33,8 +34,9 @@ def plan():
         model(X).sum().backward()
     made = forced_plan(probe.stats(), "emulated:rowwise_e4m3")
     decisions = {
-        site: replace(d, speedup=Estimate(PROMISED[d.path], 1.0, 2.0), hp_microseconds=Estimate(9.0, 8.0, 10.0))
+        site: replace(d, speedup=Estimate(promised, 1.0, 2.0), hp_microseconds=Estimate(9.0, 8.0, 10.0))
         for site, d in made.decisions.items()
+        for promised in [PROMISED[d.path] if d.problem.gemm is Gemm.OUTPUT else 1.05]
     }
     return replace(made, decisions=decisions)
 
@@ -67,8 +69,13 @@ def race(monkeypatch):
     return given
 
 
+def step(model):
+    assert all(parameter.grad is None for parameter in model.parameters())
+    model(X).sum().backward()
+
+
 def confirmed(plan, model=None, **options):
-    return loka.confirm(model or net(), plan, lambda m: m(X).sum().backward(), compile=lambda m: m, **options)
+    return loka.confirm(model or net(), plan, step, compile=lambda m: m, **options)
 
 
 @pytest.mark.parametrize(
@@ -76,7 +83,8 @@ def confirmed(plan, model=None, **options):
     [
         ((1.3, 1.1), {"0", "2", "4", "6"}, 2),
         ((0.9, 1.1, 1.05), {"2", "6"}, 3),
-        ((1.1, 1.11, 1.0), {"2", "6"}, 3),  # a tie goes to fewer layers
+        ((1.1, 1.11, 1.0), {"2", "6"}, 3),
+        ((1.11, 1.1, 1.0), {"2", "6"}, 3),  # a tie goes to fewer layers
         ((0.9, 0.95, 1.005), set(), 3),  # within its interval no gain
         ((None, 1.2, 1.0), {"2", "6"}, 3),
         ((0.9, None, 1.2), {"2"}, 3),
@@ -103,6 +111,12 @@ def test_what_is_fastest_in_the_whole_model_stays(plan, race, speedups, kept, ar
     assert str(found).endswith(f"{len(kept)} layers run by the plan that is left")
     if kept:
         assert set(site_forwards(loka.convert(net(), found.plan))) == kept
+
+
+def test_a_layer_in_high_precision_keeps_no_means_and_no_hot_columns(plan):
+    made = replace(plan, centres={"0": (0.0,), "2": (1.0,)}, hot_columns={"0": (3,), "2": (4,)})
+    left = module.without(made, {"0"}, "for the test")
+    assert (left.centres, left.hot_columns) == ({"2": (1.0,)}, {"2": (4,)})
 
 
 def test_what_cannot_be_confirmed_is_refused(plan, race, monkeypatch):

@@ -73,6 +73,13 @@ def test_a_larger_budget_is_never_refused_and_zero_buys_nothing(instance):
     assert {name: w.time for name, w in spend(items, 1.0).items()} == fastest
 
 
+def test_the_hull_is_what_some_price_chooses():
+    """From x on, z saves 45 us for 9e-5, and y only 5 for 2e-5: at no price is y taken."""
+    front = [way("hp", 100, 0), way("x", 50, 1e-5), way("y", 45, 3e-5), way("z", 5, 1e-4)]
+    assert [w.name for w in hull(front)] == ["hp", "x", "z"]
+    assert [step.way.name for step in steps({"a": front})] == ["x", "z"]
+
+
 def test_the_repair_uses_what_is_left():
     """b saves most per effect and is taken; a does not fit beside it, but c does, although it is worst."""
     items = {
@@ -109,7 +116,8 @@ def test_equal_ways_go_by_name_whatever_their_order():
 
 def test_an_unknown_effect_is_never_bought_and_a_forced_one_never_refused():
     ways = [way("hp", 100, 0), way("x", 1, math.inf), way("y", 1, math.nan)]
-    assert spend({"a": ways}, 1.0)["a"].name == "hp"
+    for order in itertools.permutations(ways):
+        assert spend({"a": order}, 1.0)["a"].name == "hp"
     assert spend({"a": [way("forced", 10, 1e-3)]}, 1e-5)["a"].name == "forced"
     with pytest.raises(ValueError, match="no way to run a"):
         spend({"a": []}, 1.0)

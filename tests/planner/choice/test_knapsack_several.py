@@ -73,6 +73,13 @@ def test_a_limit_that_one_item_breaks_by_itself_does_not_bind_the_others_of_anot
     assert {name: way.name for name, way in found.taken.items()} == {"forced": "int8", "free": "fp8", "dear": "hp"}
 
 
+def test_what_an_upgrade_gives_back_is_counted():
+    """As of one limit: from x, at 0.6, y takes 0.2 of what is left, and lies above the hull from x to z."""
+    times = {"hp": (100.0, 0.0), "x": (40.0, 0.6), "y": (39.0, 0.8), "z": (20.0, 1.2)}
+    ways = [WayByLimit(name=name, time=time, effects=(effect, effect)) for name, (time, effect) in times.items()]
+    assert spend_several({"a": ways}, [1.0, 1.0]).taken["a"].name == "y"
+
+
 def test_a_limit_of_nothing_is_kept():
     items, limits = instance(3)
     found = spend_several(items, [0.0, *limits[1:]])

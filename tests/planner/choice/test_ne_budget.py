@@ -38,6 +38,8 @@ def test_a_doubtful_effect_costs_its_upper_end():
     assert upper_bound(Estimate(math.nan, math.nan, math.nan)) == math.inf
     report = outputs(sure={ROW: costing(60, effect(1.2e-5))}, unsure={ROW: costing(60, effect(1e-5, 1e-5))})
     assert chosen(loka.plan(report, Budget(ne=1.5e-5))) == {"sure": ROW, "unsure": "hp"}
+    two = outputs(a={ROW: costing(60, effect(1e-5, 1e-5))}, b={ROW: costing(70, effect(1e-5, 1e-5))})
+    assert chosen(loka.plan(two, Budget(ne=3e-5))) == {"a": ROW, "b": "hp"}, "in a sum, too"
 
 
 @pytest.mark.parametrize(
@@ -159,8 +161,9 @@ def test_a_layer_can_be_bought_at_two_prices():
 
 def test_of_what_is_tied_in_time_the_cheaper_is_taken():
     """0.5 us of 60 is noise: no NE is spent on it, however much is left."""
-    both = {ROW: costing(60, effect(1e-5)), TENSOR: costing(59.5, effect(3e-5))}
-    assert chosen(loka.plan(outputs(a=both), Budget(ne=1.0))) == {"a": ROW}
+    for cheap, dear in ((ROW, TENSOR), (TENSOR, ROW)):
+        both = {cheap: costing(60, effect(1e-5)), dear: costing(59.5, effect(3e-5))}
+        assert chosen(loka.plan(outputs(a=both), Budget(ne=1.0))) == {"a": cheap}
 
 
 def test_quantizing_once_is_part_of_what_a_layer_saves():
@@ -206,6 +209,16 @@ def test_without_times_multiplications_are_saved():
     both = {ROW: costing(None, effect(1e-5)), TENSOR: costing(None, effect(3e-6))}
     exact = model_report({"a": {Gemm.OUTPUT: both}}, timed=False)
     assert chosen(loka.plan(exact, Budget(ne=1e-4))) == {"a": TENSOR}
+
+
+def test_without_times_the_limit_that_is_spent_most_of_decides():
+    """Rows spend 0.9 of one limit and 0.01 of the other, tensor scales half of each."""
+    made = {name: costing(None, effect(1e-5)) for name in (ROW, TENSOR)}
+    for name, kl in ((ROW, (9e-5, 1e-6)), (TENSOR, (5e-5, 5e-5))):
+        made[name] = dataclasses.replace(made[name], kl_by_part=dict(zip("gh", map(effect, kl), strict=True)))
+    parts = {name: Part(segment=name, rows=1000, read=1000, width=1.2) for name in "gh"}
+    report = dataclasses.replace(model_report({"a": {Gemm.OUTPUT: made}}, timed=False), parts=parts)
+    assert chosen(loka.plan(report, Budget(segments={"g": 1e-4, "h": 1e-4}))) == {"a": TENSOR}
 
 
 @pytest.mark.parametrize("side", ["m", "n", "k"])

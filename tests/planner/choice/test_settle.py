@@ -39,6 +39,7 @@ def test_a_gemm_that_is_faster_alone_and_shares_less_says_so():
     [
         (120, "speed-up 0.8333"),
         (80, "KL/H 3e-05 [3e-05, 3e-05] for no less time"),
+        (59.5, "KL/H 3e-05 [3e-05, 3e-05] for no less time"),
         (50, "KL/H 3e-05 [3e-05, 3e-05] is better spent elsewhere"),
     ],
 )
@@ -97,3 +98,8 @@ def test_every_gemm_of_a_layer_says_why_it_is_in_no_region():
         assert decision.rejected[REGION].startswith("a/output: sqnr_db 20 ")
     kept = loka.plan(made, loka.Budget(keep=("a/output",))).decisions["a/grad_input"]
     assert kept.rejected[REGION] == "a GEMM of it is decided by rule"
+
+
+def test_a_package_is_not_planned_by_times_of_regions_with_gradients():
+    decision = loka.plan(in_region()[0], target="package").decisions["a/output"]
+    assert decision.rejected[REGION].startswith("timed with its gradients")

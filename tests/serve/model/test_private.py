@@ -276,6 +276,7 @@ def test_ids_in_columns_of_floats_and_hashes_of_63_bits():
     assert hashes.min() <= hashed.min()
     assert hashed.max() <= hashes.max()
     assert int(hashed.max()) - int(hashed.min()) > 2**61
+    assert len(hashed.unique()) == 256, "as many as are drawn"
 
 
 def drawn(rows):
@@ -292,6 +293,8 @@ def test_rows_that_are_drawn_lie_between_and_differ():
     assert drawn(apart).std() > 0.9, "no numbers between: normal ones"
     ids = 2.0**24 + torch.tensor([[1.0], [2.0], [3.0]], dtype=torch.float64)
     assert ids.min() <= drawn(ids).min() < drawn(ids).max() <= ids.max()
+    assert drawn(torch.tensor([[0], [1]])).unique().tolist() == [0, 1]
+    assert 1000 <= drawn(torch.tensor([[1000.0], [2000.0]])).max() <= 1001, "within 1 of the bound"
     assert (drawn(torch.full((4, 1), 1e300, dtype=torch.float64)) == 1e300).all()
     assert drawn(torch.full((4, 3), torch.nan)).std() > 0.9
 

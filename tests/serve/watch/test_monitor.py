@@ -134,7 +134,7 @@ def test_each_token_of_a_batch_has_its_turn(batch, tokens):
     assert len((seen % tokens).unique()) >= min(tokens, len(seen))
 
 
-AMAX = st.sampled_from([0.0, 1e-30, 0.7, 3.0, 500.0, math.inf, math.nan])
+AMAX = st.sampled_from([0.0, 1e-30, 0.7, 2.0, 3.0, 500.0, math.inf, math.nan])
 
 
 @given(st.lists(st.lists(AMAX, min_size=5, max_size=5)))
@@ -277,6 +277,32 @@ def test_what_only_weights_of_before_showed_is_no_alarm_of_these():
     for _ in range(3 * WINDOW):
         now.note((["site"], looks([0.0])))
     assert now.alarms() == ()
+
+
+def test_what_later_weights_show_is_no_alarm_of_those_before():
+    known = {"site": Range(median=0.5, limit=2.0, ceiling=None)}
+    before = Monitor(known)
+    for _ in range(WINDOW):
+        before.note((["site"], looks([0.0])))
+    now = Monitor(known, behind=before)
+    for _ in range(WINDOW):
+        now.note((["site"], looks([20.0])))
+    assert now.alarms()
+    before.note((["site"], looks([0.0])))  # by requests of before, or after a rollback
+    assert before.alarms() == ()
+
+
+def test_rows_that_tell_nothing_take_no_place_in_the_window():
+    monitor = Monitor({"site": Range(median=0.5, limit=2.0, ceiling=None)})
+    for turn in range(4 * WINDOW):
+        monitor.note((["site"], looks([20.0 if turn % 4 == 3 else -math.inf])))
+    assert [alarm.batch for alarm in monitor.alarms()] == [4 * WINDOW]
+
+
+@pytest.mark.parametrize(("limit", "blind"), [(3.82, False), (3.83, True)])
+def test_a_site_is_blind_from_where_a_shift_of_twenty_times_is_hidden(limit, blind):
+    """It is 4.32 octaves, of which whole ones may show half an octave less."""
+    assert Range(median=0.5, limit=limit, ceiling=None).blind == blind
 
 
 @pytest.mark.parametrize("zeros", [False, True])

@@ -7,8 +7,9 @@ from torch import nn
 
 import loka
 from loka.serve import freeze
+from loka.serve.sites import observing
 from loka.serve.watch.monitor import EVERY, WINDOW, apart
-from loka.serve.watch.own_rows import RowOrder, own_rows
+from loka.serve.watch.own_rows import RowOrder, own_rows, row_orders
 
 TOKENS = 10
 
@@ -87,3 +88,13 @@ def test_own_rows_are_those_of_the_requests_rows(count, pads, tokens, order):
         own = looked_at[own_rows(order, seen, count=count, padded=padded, apart=step)]
         assert torch.equal(own, looked_at[looked_at < count])
     assert len(batch_row[own_rows(None, seen, count=count, padded=padded)]) == seen
+    assert own_rows(order, 2 * padded + 1, count=count, padded=2 * padded) == slice(None), "rows chosen by data"
+
+
+def test_a_site_that_sees_rows_in_two_orders_has_none():
+    def call(given):
+        first, last = given[0].flatten(0, 1), given[0].transpose(0, 1).flatten(0, 1)
+        for name, seen in (("both", first), ("both", last), ("last", last)):
+            observing()(name, seen)
+
+    assert row_orders(call, [torch.randn(4, 3, 2)], 4) == {"both": None, "last": RowOrder.BATCH_LAST}

@@ -1,3 +1,4 @@
+import io
 import json
 import os
 import pickle
@@ -12,6 +13,7 @@ from durable import flushed_before, folder_flushed_after, watch_disk
 from loka.core.exceptions import CheckpointRefused
 from loka.core.storage.files import sha256_of_file, write_record
 from loka.train import CheckpointNotSaved, load_newest, save
+from loka.train.checkpointing import checkpoint, step_folders
 
 IDENTITY = {"config": {"lr": 0.1, "seed": 0}, "source": "rows"}
 
@@ -93,7 +95,10 @@ BREAKAGES = {
     "no such file": [lambda path: (path / "manifest.json").unlink()],
     "not complete JSON": [truncate_manifest],
     "No such file": [lambda path: (path / "state.pt").unlink()],
-    "its manifest is that of step 20": [lambda path: path.rename(path.with_name("step-00000030"))],
+    "its manifest is that of step 20": [
+        lambda path: path.rename(path.with_name("step-00000030")),
+        lambda path: path.rename(path.with_name("step-00000015")),
+    ],
 }
 
 
@@ -247,3 +252,56 @@ def test_a_checkpoint_is_on_the_disk_before_its_name(tmp_path, monkeypatch):
     assert flushed_before(seen, target, "/state.pt")
     assert flushed_before(seen, target, f"/.unfinished-{target.name}"), "the names inside of it"
     assert folder_flushed_after(seen, target)
+
+
+def test_a_state_that_torch_cannot_write_leaves_the_previous_checkpoint(folder, monkeypatch):
+    def cannot(*arguments):
+        raise RuntimeError("a tensor without storage")
+
+    monkeypatch.setattr("torch.save", cannot)
+    before = names(folder)
+    with pytest.raises(CheckpointNotSaved, match="a tensor without storage"):
+        save(folder, step=30, state=state(30), identity=IDENTITY)
+    assert names(folder) == before
+
+
+def test_the_newest_is_the_largest_number_not_the_last_name(tmp_path):
+    for step in (99_999_999, 100_000_000):
+        save(tmp_path, step=step, state=state(1), identity=IDENTITY)
+    assert load_newest(tmp_path, identity=IDENTITY).step == 100_000_000
+
+
+def test_a_disk_that_takes_a_part_at_a_time_gets_all_of_it(tmp_path, monkeypatch):
+    """One write takes 2 GB at most, and the checksum is of what the file holds, right or wrong."""
+
+    class Part(io.FileIO):
+        def write(self, data):
+            return super().write(data[:1000])
+
+    monkeypatch.setattr(step_folders, "_Written", type("Short", (step_folders._Written, Part), {}))
+    weight = torch.arange(1000.0)
+    save(tmp_path, step=30, state={"weight": weight}, identity=IDENTITY)
+    assert torch.equal(load_newest(tmp_path, identity=IDENTITY).state["weight"], weight)
+
+
+def test_a_removal_that_is_cut_short_leaves_no_half_under_a_valid_name(folder, monkeypatch):
+    monkeypatch.setattr(step_folders.shutil, "rmtree", lambda *given, **named: None)
+    save(folder, step=30, state=state(30), identity=IDENTITY, keep=1)
+    assert [name for name in names(folder) if name.startswith("step-")] == ["step-00000030"]
+
+
+def test_what_another_rank_finds_damaged_is_used_by_none(folder, monkeypatch):
+    """Each rank looks at some of the files."""
+    together, asked = checkpoint.together, []
+
+    def beside_another(*given):
+        mine, told = together(*given)
+        if told != [""]:
+            return mine, told
+        asked.append(told)
+        return mine, ["", "a checksum differs"] if len(asked) == 1 else told
+
+    monkeypatch.setattr(checkpoint, "together", beside_another)
+    found = load_newest(folder, identity=IDENTITY)
+    assert found.step == 10
+    assert "a checksum differs" in found.skipped[0]

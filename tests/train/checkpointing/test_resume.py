@@ -15,6 +15,7 @@ from loka.core.storage.alone import InUse
 from loka.train import TrainConfig, train
 from loka.train.checkpointing.identity import layout
 from loka.train.interrupt import Terminated
+from loka.train.segments import Segments
 
 CONFIG = TrainConfig(batch_size=64, epochs=2, precision="fp32", checkpoint_every=4, log_every=5)
 
@@ -150,6 +151,7 @@ def test_a_damaged_newest_checkpoint_is_skipped_with_a_message(tmp_path):
         ({"config": replace(CONFIG, lr=0.5)}, "config.lr: 0.001 in the checkpoint, 0.5 now"),
         ({"source": RandomRows(seed=8)}, "source.identity: 'random-1000-7'"),
         ({"identity_extra": {"plan": "b"}}, "extra.plan: 'a' in the checkpoint, 'b' now"),
+        ({"segments": Segments(("a",), lambda rows: rows.label.long(), by="")}, "segments: None in the checkpoint"),
     ],
 )
 def test_another_run_is_refused(tmp_path, changes, named):

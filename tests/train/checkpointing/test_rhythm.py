@@ -8,7 +8,8 @@ from torch import nn
 
 from loka.data import SyntheticClicks
 from loka.train import CheckpointNotSaved, TrainConfig, train
-from loka.train.checkpointing import rhythm
+from loka.train.checkpointing import checkpoint, rhythm
+from loka.train.checkpointing.saves import Saves
 from loka.train.run import Run
 from loka.zoo import build
 
@@ -44,3 +45,31 @@ def test_what_was_asked_for_is_kept(monkeypatch, tmp_path):
 def test_a_save_that_fails_takes_its_time_too(monkeypatch, tmp_path):
     with pytest.warns(RuntimeWarning, match="the disk is full"):
         assert saves_of(monkeypatch, tmp_path, None, refused=1) == [4, 40]
+
+
+def test_the_twentieth_counts_from_the_end_of_the_last_save(monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr(rhythm.time, "perf_counter", lambda: now[0])
+    seldom = rhythm.Rhythm(None)
+    now[0] = 100.0
+    assert seldom.due(rhythm.EVERY)
+    with seldom.saving():
+        now[0] = 110.0
+    for at, due in ((299.9, False), (300.0, True)):
+        now[0] = at
+        assert seldom.due(rhythm.EVERY) == due
+
+
+def test_each_step_is_saved_once_and_one_that_failed_again(tmp_path):
+    def fails(folder):
+        raise CheckpointNotSaved("the disk is full")
+
+    written, saves = [], Saves(tmp_path, rhythm.Rhythm(1), identity={})
+    with pytest.warns(RuntimeWarning, match="the disk is full"):
+        saves.save(3, fails, last=False)
+    for _ in range(2):
+        saves.save(3, written.append, last=False)
+    assert (written, saves.step, saves.failed) == ([tmp_path], 3, ["the disk is full"])
+    checkpoint.save(tmp_path, step=3, state={}, identity={})
+    resumed = Saves(tmp_path, rhythm.Rhythm(1), identity={})
+    assert resumed.newest(9, resume=True).step == resumed.step == 3
