@@ -16,6 +16,7 @@ from joint import JointBackend
 from small_models import MODELS, made
 from sweeps import sweep
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import loka
 from loka.compiler.gemms import region_gemm
@@ -218,3 +219,34 @@ def test_rows_whose_number_only_the_data_tells():
             assert_as_good(joined, eager, plain, found, by_site, expected)
     assert not backend.apart
     assert backend.count(region_gemm)
+
+
+class Shared(nn.Module):
+    """Two layers behind a norm, which autocast leaves in float32: it casts for each. `apart`: by checkpoints."""
+
+    def __init__(self, *, apart):
+        super().__init__()
+        self.norm, self.gate, self.up = nn.LayerNorm(64), nn.Linear(64, 64), nn.Linear(64, 64)
+        self.down, self.apart = nn.Linear(64, 64), apart
+
+    def part(self, layer, x):
+        return checkpoint(layer, x, use_reentrant=False) if self.apart else layer(x)
+
+    def forward(self, x):
+        x = self.norm(x)
+        return self.down(F.silu(self.part(self.gate, x)) * self.part(self.up, x))
+
+
+@pytest.mark.parametrize("apart", [False, True])
+def test_what_autocast_casts_for_each_of_two_layers_is_quantized_once(apart):
+    """But each checkpoint keeps what it recomputes to itself."""
+    torch.manual_seed(0)
+    plain, x = Shared(apart=apart), torch.randn(48, 64)
+    plan = plan_for(plain, x)
+    eager, joined = (converted(plain, plan) for _ in range(2))
+    backend = JointBackend()
+    expected, by_site = run(plain, x), run(eager, x)
+    found = run(torch.compile(joined, backend=backend, fullgraph=True), x)
+    assert_as_good(joined, eager, plain, found, by_site, expected)
+    forward = [node for node in backend.graphs[0].nodes if node.target is edge]
+    assert len(forward) == (3 if apart else 2)

@@ -93,17 +93,16 @@ def join_sites(graph: Graph) -> dict[str, str]:
 
 def _of_one_input(sites: list[JointSite]) -> list[JointSite]:
     """Has sites read one node, which is quantized once, where they read like views and casts of one value: autocast
-    casts it for each, and a frozen site makes rows of it. Graphs with a backward stay as they are.
+    casts it for each, and a frozen site makes rows of it. What one checkpoint recomputes no other reads.
     """
-    if any(site.backward is not None for site in sites):
-        return sites
     known: dict[tuple[Any, ...], Node] = {}
 
     def first_like(node: Node) -> Node:
         if not passes_on(node):
             return node
         value = value_of(node)
-        key = first_like(args_of(node)[0]), value.dtype, *map(str, value.shape), *strides_of(value)
+        checkpoint = node.meta.get("recompute"), node.meta.get("ac_graph_id")
+        key = first_like(args_of(node)[0]), value.dtype, *checkpoint, *map(str, value.shape), *strides_of(value)
         return known.setdefault(key, node)
 
     for site in sites:
