@@ -129,6 +129,26 @@ def test_weights_that_are_one_in_a_graph_are_one_in_the_model(compiled, monkeypa
     assert traced
 
 
+class Sharing(Wide):
+    def __init__(self):
+        super().__init__()
+        self.tied = Tied(tied=True)
+
+    def forward(self, x):
+        return super().forward(x) + self.tied(x[:, :4]).sum(1)
+
+
+def test_a_model_that_shares_weights_is_loaded_and_refreshed_without_tracing(backend, monkeypatch, tmp_path):  # noqa: F811
+    frozen(Sharing().eval()).save(tmp_path)
+    traced = []
+    monkeypatch.setattr(programs, "traced", lambda *a, _made=programs.traced, **k: traced.append(1) or _made(*a, **k))
+    model = Sharing().eval()
+    loaded, compiled = load(tmp_path, model), len(backend.graphs)
+    loaded.refresh(model.state_dict())
+    assert not traced
+    assert len(backend.graphs) == compiled
+
+
 @pytest.mark.parametrize("change", [other_op, unknown_op, other_tensor, no_graph])
 def test_one_that_does_not_fit_is_traced_anew(compiled, change, caplog):
     """By other code, or written by another version: the answer is the model's own."""
