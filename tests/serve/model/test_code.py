@@ -145,6 +145,14 @@ def by_method(name):
     return module
 
 
+def one(x: torch.Tensor):
+    return x.clamp(max=1.0)
+
+
+def two(x: torch.Tensor):
+    return x.clamp(max=2.0)
+
+
 PAIRS = {
     "list": ([1.0], [2.0]),
     "dict": ({"bound": 1.0}, {"bound": 2.0}),
@@ -160,6 +168,7 @@ PAIRS = {
     "module": ([nn.Hardtanh(0.0, 1.0)], [nn.Hardtanh(0.0, 2.0)]),
     "dtype": (torch.float32, torch.float64),
     "tensor": (torch.tensor(1.0), torch.tensor(2.0)),
+    "scripted function": (torch.jit.script(one), torch.jit.script(two)),
     "array": (np.ones(2), np.zeros(2)),
     "ufunc": (np.minimum, np.maximum),
 }
@@ -180,6 +189,11 @@ def test_methods_hooks_and_forms_of_buffers_are_in_it():
     of = {size: digest_of_code(Holding(buffer=torch.zeros(size))) for size in (3, 4)}
     assert of[3] != of[4]
     assert of[3] == digest_of_code(Holding(buffer=torch.ones(3)))
+
+
+def test_tensors_without_strides_are_no_hindrance():
+    sparse, nested = torch.eye(3).to_sparse(), torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])
+    assert digest_of_code(Holding([sparse, nested], sparse)) == digest_of_code(Holding([sparse, nested], sparse))
 
 
 def test_containers_that_hold_themselves_end():

@@ -25,8 +25,18 @@ from loka.core.storage.files import digest_of
 from loka.nn.site import site_forwards
 from loka.nn.unwrap import kind_of, named_modules
 
-NUMBERS = (int, float, complex, str)
-_REPRESENTED = (*NUMBERS, type(None), bytes, range, slice, torch.dtype, torch.device, torch.layout, torch.memory_format)
+_NUMBERS = (int, float, complex, str)
+_REPRESENTED = (
+    *_NUMBERS,
+    type(None),
+    bytes,
+    range,
+    slice,
+    torch.dtype,
+    torch.device,
+    torch.layout,
+    torch.memory_format,
+)
 _OPS = (torch._ops.OpOverload, torch._ops.OpOverloadPacket)
 _WRAPPERS = (classmethod, staticmethod, functools._lru_cache_wrapper)
 _DEEPEST = 40  # Python's own stack is of some hundred such calls
@@ -41,9 +51,9 @@ def numbers_of(module: nn.Module) -> dict[str, str]:
 
 
 def _is_number(value: Any) -> bool:
-    if isinstance(value, (list, tuple)):
-        return all(map(_is_number, value))
-    return value is None or isinstance(value, NUMBERS)
+    if isinstance(value, (list, tuple)) and value:
+        return all(each is None or _is_number(each) for each in value)
+    return isinstance(value, _NUMBERS)
 
 
 def digest_of_code(tree: nn.Module) -> str:
@@ -61,11 +71,13 @@ def digest_of_code(tree: nn.Module) -> str:
 def _of(value: Any, seen: _Seen, depth: int = 0) -> str:
     """ "" for what lies deeper than `_DEEPEST` calls; what is known, or has no parts, is its name."""
     if isinstance(value, enum.Enum):
-        return f"{_name(type(value))}.{value.name} {value.value!r}"
+        return f"{_name(type(value))}.{value.name} {_of(value.value, seen, depth + 1)}"
     if isinstance(value, _REPRESENTED):
         return repr(value)
     if isinstance(value, _OPS):
         return str(value)
+    if isinstance(value, torch.jit.ScriptFunction):
+        return str(value.code)
     if isinstance(value, _WRAPPERS):
         value = value.__wrapped__
     if depth > _DEEPEST:
@@ -91,7 +103,7 @@ def _digest(value: Any, seen: _Seen, depth: int) -> str:
     elif isinstance(value, property):
         parts = [[_of(each, seen, depth) for each in (value.fget, value.fset)]]
     elif isinstance(value, (functools.cached_property, functools.partialmethod)):
-        parts = [[_of(value.func, seen, depth)], [_of(vars(value).get("keywords"), seen, depth)]]
+        parts = [[name, _of(each, seen, depth)] for name, each in vars(value).items()]
     elif isinstance(value, functools.partial):
         parts = [[_of(each, seen, depth) for each in (value.func, value.args, value.keywords)]]
     elif isinstance(value, MethodType):
@@ -133,14 +145,15 @@ def _attributes(value: Any, kind: type) -> Iterator[tuple[str, Any]]:
 
 
 def _form(value: torch.Tensor) -> str:
-    return f"{value.dtype} {tuple(value.shape)} {value.stride()} {value.layout}"
+    plain = value.layout is torch.strided and not value.is_nested  # others have no strides, or no shape
+    return f"{value.dtype} {value.layout} {(tuple(value.shape), value.stride()) if plain else ''}"
 
 
 def _values(value: torch.Tensor) -> str:
     """Of a tensor that is neither parameter nor buffer: code may take numbers of it into a graph."""
     if type(value) not in (torch.Tensor, nn.Parameter) or value.layout is not torch.strided:
         return ""
-    if value.is_meta or value.is_quantized:
+    if value.is_meta or value.is_quantized or value.is_nested:
         return ""
     flat = value.detach().resolve_conj().resolve_neg().cpu().contiguous().reshape(-1)
     return hashlib.sha256(flat.view(torch.uint8).numpy().tobytes()).hexdigest()
