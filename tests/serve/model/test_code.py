@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+from loka.serve.model import code
 from loka.serve.model.code import digest_of_code
 
 SOURCE = """
@@ -194,6 +195,19 @@ def test_methods_hooks_and_forms_of_buffers_are_in_it():
 def test_tensors_without_strides_are_no_hindrance():
     sparse, nested = torch.eye(3).to_sparse(), torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])
     assert digest_of_code(Holding([sparse, nested], sparse)) == digest_of_code(Holding([sparse, nested], sparse))
+
+
+def test_lokas_files_are_in_it(monkeypatch, tmp_path):
+    """A site's own Python stands in a trace, too."""
+    (tmp_path / "nn").mkdir()
+    found = set()
+    for text in ("y = x", "y = 2 * x"):
+        (tmp_path / "nn" / "leaves.py").write_text(text)
+        known = code._known.__wrapped__(tmp_path)
+        monkeypatch.setattr(code, "_known", lambda known=known: known)
+        found.add(digest_of_code(Holding()))
+        monkeypatch.undo()
+    assert len(found) == 2
 
 
 def test_containers_that_hold_themselves_end():

@@ -7,6 +7,7 @@ import hashlib
 import sys
 from argparse import Namespace
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from types import (
     BuiltinFunctionType,
     CodeType,
@@ -65,7 +66,15 @@ def digest_of_code(tree: nn.Module) -> str:
     seen: _Seen = {id(each): (each, _form(each)) for each in (*tree.parameters(), *tree.buffers())}
     # The innermost first: what lies deep in a tree is read as far as anything else.
     parts = [[path, _of(module, seen)] for path, module in reversed(modules)]
-    return digest_of([parts, [[path, _of(each.before, seen)] for path, each in site_forwards(tree).items()]])
+    return digest_of([_known(), parts, [[path, _of(each.before, seen)] for path, each in site_forwards(tree).items()]])
+
+
+@functools.cache
+def _known(package: Path = Path(__file__).parents[2]) -> tuple[str, ...]:
+    """Stands for the code that `_is_known`: versions of Python and torch, and what calls run of LoKA's files."""
+    files = sorted(file for part in ("nn", "serve", "core/numerics") for file in (package / part).rglob("*.py"))
+    sources = hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
+    return sys.version, torch.__version__, sources
 
 
 def _of(value: Any, seen: _Seen, depth: int = 0) -> str:
@@ -174,7 +183,7 @@ def _inherited(kind: type) -> Iterator[tuple[str, Any]]:
 
 
 def _is_known(value: Any) -> bool:
-    """Python's, torch's and LoKA's, whose versions a server's card holds; models of the zoo are models."""
+    """Python's, torch's and LoKA's, for which `_known` stands; models of the zoo are models."""
     package, _, rest = str(value.__name__ if isinstance(value, ModuleType) else value.__module__).partition(".")
     known = package == "torch" or (package in sys.stdlib_module_names and package != "__main__")
     return known or package == "builtins" or (package == "loka" and not rest.startswith("zoo"))
