@@ -2,6 +2,7 @@
 
 import enum
 import functools
+import threading
 import types
 
 import numpy as np
@@ -192,7 +193,10 @@ def test_methods_hooks_and_forms_of_buffers_are_in_it():
     assert of[3] == digest_of_code(Holding(buffer=torch.ones(3)))
 
 
-def test_tensors_without_strides_are_no_hindrance():
+def test_odd_things_are_no_hindrance():
+    """Modules that make what they are asked for, tensors without strides or values, locks, numbers of generators."""
+    odd = [torch.classes, torch.ops, torch.ones(2, device="meta"), threading.Lock(), torch.Generator(), iter([])]
+    assert digest_of_code(Holding(odd)) == digest_of_code(Holding(odd))
     sparse, nested = torch.eye(3).to_sparse(), torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])
     assert digest_of_code(Holding([sparse, nested], sparse)) == digest_of_code(Holding([sparse, nested], sparse))
 

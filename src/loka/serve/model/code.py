@@ -169,6 +169,8 @@ def _values(value: torch.Tensor) -> str:
 
 
 def _name(value: Any) -> str:
+    if isinstance(value, ModuleType):
+        return value.__name__  # torch.classes has any attribute that it is asked for, and raises
     name = getattr(value, "__qualname__", getattr(value, "__name__", ""))
     return f"{getattr(value, '__module__', None)}.{name}"
 
