@@ -282,15 +282,18 @@ class Limited(Wide):
     def __init__(self):
         super().__init__()
         self.most, self.bounds = torch.tensor(1000.0), (-1000.0, 1000.0)
+        self.least = {"bound": [None, -1000.0]}
 
     def get_extra_state(self):
-        return self.bounds
+        return self.bounds, self.least
 
     def set_extra_state(self, state):
-        self.bounds = state
+        self.bounds, self.least = state
 
     def forward(self, x):
-        first = x[:, 0].clamp(max=LIMIT).clamp(max=self.most.item()).clamp(*self.bounds)
+        first = (
+            x[:, 0].clamp(max=LIMIT).clamp(max=self.most.item()).clamp(*self.bounds).clamp(min=self.least["bound"][1])
+        )
         return super().forward(x) + first
 
 
@@ -315,8 +318,10 @@ def test_numbers_that_no_check_reaches_are_the_models(backend, monkeypatch, tmp_
     assert load(tmp_path, other)(rows).output.max() < 600.0
 
 
-def test_numbers_in_tuples_that_a_state_dict_brings_are_those_of_the_version(backend):  # noqa: F811
+@pytest.mark.parametrize("name", ["bounds", "least"])
+def test_numbers_in_containers_that_a_state_dict_brings_are_those_of_the_version(backend, name):  # noqa: F811
     server, other = frozen(limited()), limited()
-    other.bounds = (-1000.0, 500.0)
+    setattr(other, name, {"bounds": (-1000.0, 500.0), "least": {"bound": [None, -500.0]}}[name])
     server.refresh(other.state_dict())
-    assert server(inputs(16).abs().index_fill(1, torch.tensor(0), 1e4)).output.max() < 600.0
+    rows = inputs(16).index_fill(1, torch.tensor(0), 1e4 if name == "bounds" else -1e4)
+    assert server(rows).output.abs().max() < 600.0

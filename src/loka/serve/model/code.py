@@ -47,13 +47,13 @@ _Seen = dict[int, tuple[Any, str]]
 
 
 def numbers_of(module: nn.Module) -> dict[str, str]:
-    """Those in attributes, and in tuples and lists there, as text, by which NaN is NaN."""
+    """Those in attributes, and in containers of numbers there, as text, by which NaN is NaN."""
     return {name: repr(value) for name, value in vars(module).items() if _is_number(value)}
 
 
 def _is_number(value: Any) -> bool:
-    if isinstance(value, (list, tuple)) and value:
-        return all(each is None or _is_number(each) for each in value)
+    if isinstance(value, (list, tuple, dict)) and value:
+        return all(each is None or _is_number(each) for each in (value.values() if isinstance(value, dict) else value))
     return isinstance(value, _NUMBERS)
 
 
