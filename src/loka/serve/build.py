@@ -79,6 +79,8 @@ def load_precise(
         if key in dropped:
             continue
         copies[key] = state[key].detach().to(device=device, dtype=value.dtype, copy=True)
+        if isinstance(value, nn.Parameter):  # modules would make one each of a tensor that they share
+            copies[key] = nn.Parameter(copies[key], requires_grad=False)
         if not _finite(copies[key]):
             wrong.append(f"{key} holds NaN or infinity in {dtype_name(copies[key].dtype)}")
         elif (one := shared.setdefault(id(value), key)) != key:

@@ -30,10 +30,11 @@ from loka.core.timing import elapsed, timed_replay
 from loka.nn.site import install as install_forward
 from loka.nn.site import site_forwards, stand_aside
 from loka.nn.unwrap import named_modules
+from loka.serve.model.code import digest_of_code
 from loka.serve.model.private import tried
 from loka.serve.model.programs import Programs, bind, fits, like
 from loka.serve.model.traced import without_values
-from loka.serve.model.written import WrittenGraph
+from loka.serve.model.written import WrittenGraph, WrittenGraphs
 from loka.serve.replays import Graph, Replays, Seen, Shown
 from loka.serve.rows import leaves
 from loka.serve.run import Runner
@@ -72,7 +73,7 @@ class Capturer:
                 way_out="graphs=False, or the modules as they were before torch.jit.script",
             )
         self._buckets = tuple(buckets)
-        self._template, self._programs = self._made_for(tree, written)
+        self._template, self._programs, self._code = self._made_for(tree, written)
         self._times: dict[int, float] = {}  # of replays; new weights take no other
 
     def capture(self, tree: nn.Module) -> Replays:
@@ -87,7 +88,9 @@ class Capturer:
         # Code that several buckets share, behind a graph break, would run as written from the ninth on.
         with torch._dynamo.config.patch(recompile_limit=_RECOMPILES, accumulated_recompile_limit=_RECOMPILES):
             stream = _stream(self._device)
-            return Replays(self._answers(tree, stream), stream, self._run.form, self._programs.written())
+            answers = self._answers(tree, stream)
+        graphs = {str(rows): graph for rows, graph in self._programs.written().items()}
+        return Replays(answers, stream, self._run.form, WrittenGraphs(code=self._code, graphs=graphs))
 
     def times(self, tree: nn.Module) -> dict[int, float]:
         """Microseconds of a replay, by bucket. The graphs are compared with eager answers as in `capture`."""
@@ -98,7 +101,7 @@ class Capturer:
     def _answers(self, tree: nn.Module, stream: torch.cuda.Stream | None) -> dict[int, Graph]:
         known = bool(self._times) and fits(self._template, tree, self._run, self._rows(self._buckets[0]))
         if self._times and not known:
-            self._template, self._programs = self._made_for(tree, {})  # which may keep other numbers
+            self._template, self._programs, self._code = self._made_for(tree, {})  # which may keep other numbers
         bind(self._template, tree)
         answers: dict[int, Graph] = {}
         for rows in self._buckets:
@@ -113,9 +116,10 @@ class Capturer:
     def _rows(self, count: int) -> list[torch.Tensor]:
         return self._run.form.check_rows(self._device, count)
 
-    def _made_for(self, tree: nn.Module, written: Mapping[int, WrittenGraph]) -> tuple[nn.Module, Programs]:
+    def _made_for(self, tree: nn.Module, written: Mapping[int, WrittenGraph]) -> tuple[nn.Module, Programs, str]:
+        """The digest of the code is of now: a global may be another one when the server is saved."""
         template = like(tree)
-        return template, Programs(template, self._run, written)
+        return template, Programs(template, self._run, written), digest_of_code(tree)
 
     def _eager(self, tree: nn.Module, graph: Graph) -> Any:
         def answered() -> Any:

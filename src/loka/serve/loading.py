@@ -108,17 +108,17 @@ def load(folder: Path | str, model: nn.Module, *, shadow: float = 0.0, graphs: b
         shadow=shadow,
         graphs=graphs,
         device=device,
-        written=_written(folder / GRAPHS, tree) if graphs and GRAPHS in record.files else {},
+        written=_written(folder / GRAPHS, tree, card) if graphs and GRAPHS in record.files else {},
     )
 
 
-def _written(path: Path, tree: nn.Module) -> dict[int, WrittenGraph]:
+def _written(path: Path, tree: nn.Module, card: Card) -> dict[int, WrittenGraph]:
     """None of another code's: what it computes for rows that no check has may differ."""
     found = WrittenGraphs.load(path)
     if found.code != digest_of_code(tree):
         _LOG.info("%s is of other code or numbers than this model's, which is traced", path)
         return {}
-    return {int(rows): graph for rows, graph in found.graphs.items()}
+    return {rows: found.graphs[str(rows)] for rows in card.buckets if str(rows) in found.graphs}
 
 
 def _below(prefix: str, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -13,7 +13,7 @@ import torch
 
 from loka.compiler.notes import FINITE, SCALES
 from loka.core.recording import Recording, synced
-from loka.serve.model.written import WrittenGraph
+from loka.serve.model.written import WrittenGraphs
 from loka.serve.rows import Form, mapped
 from loka.serve.watch.monitor import apart, look_of_scales
 from loka.serve.watch.own_rows import RowOrder, own_rows
@@ -63,11 +63,7 @@ class Replays:
     """The graphs of one version by number of rows. Threads share them, one at a time."""
 
     def __init__(
-        self,
-        graphs: Mapping[int, Graph],
-        stream: torch.cuda.Stream | None,
-        form: Form,
-        written: Mapping[int, WrittenGraph],
+        self, graphs: Mapping[int, Graph], stream: torch.cuda.Stream | None, form: Form, written: WrittenGraphs
     ) -> None:
         """`written`: the traces that the graphs were compiled from, of the buckets where these have a text."""
         self._graphs, self._stream, self._form, self.written = graphs, stream, form, written

@@ -21,8 +21,6 @@ from loka.core.records.plan import Plan
 from loka.core.storage.alone import alone_with
 from loka.core.storage.files import file_behind, sha256_of_file, sync_folder, write_tensors, writing
 from loka.serve.card import Card, Folder
-from loka.serve.model.code import digest_of_code
-from loka.serve.model.written import WrittenGraphs
 from loka.serve.rows import leaves
 from loka.serve.run import runner_of
 from loka.serve.sites import frozen_sites
@@ -51,8 +49,7 @@ def save_version(folder: Path, card: Card, plan: Plan, version: Version, device:
             if version.precise is not None:
                 write_tensors(staged / PRECISE, _state(version.precise))
             if version.replays is not None:
-                graphs = {str(rows): graph for rows, graph in version.replays.written.items()}
-                WrittenGraphs(code=digest_of_code(version.module), graphs=graphs).save(staged / GRAPHS)
+                version.replays.written.save(staged / GRAPHS)
             files = {name: sha256_of_file(staged / name) for name in FILES if (staged / name).exists()}
             Folder(card=card, files=files).save(staged / CARD)
             for name in (*FILES, CARD):

@@ -85,7 +85,7 @@ class Server:
         device: torch.device,
         written: Mapping[int, WrittenGraph],
     ) -> None:
-        """`module`, `precise`: those of version 1. `graphs`: whether versions answer by graphs. `written`: of these."""
+        """`module`, `precise`: of version 1. `graphs`: whether versions answer by graphs. `written`: their traces."""
         self.card, self.plan, self.device = card, plan, device
         self._skeleton, self._scales = skeleton, scales
         self._changing, self._saving = threading.Lock(), threading.Lock()

@@ -1,11 +1,16 @@
 """Which changes of a model's code its digest sees (serve/model/code.py)."""
 
+import enum
 import functools
+import threading
+import types
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 
+from loka.serve.model import code
 from loka.serve.model.code import digest_of_code
 
 SOURCE = """
@@ -103,3 +108,128 @@ def test_deep_chains_of_calls_and_modules_end():
     first = digest_of_code(module)
     exec("def f3(x): return -f4(x)", scope)
     assert digest_of_code(module) != first
+
+
+class Kind(enum.Enum):
+    ONE = 1
+    TWO = 2
+
+
+class Slotted:
+    __slots__ = ("bound",)
+
+    def __init__(self, bound):
+        self.bound = bound
+
+
+class Holding(nn.Identity):
+    def __init__(self, held=None, buffer=None):
+        super().__init__()
+        self.held = held
+        self.register_buffer("buffer", buffer, persistent=False)
+
+    def one(self, x):
+        return x
+
+    def two(self, x):
+        return x.clamp(max=6.0)
+
+
+def hooked(bound):
+    module = Holding()
+    module.register_forward_hook(lambda module, args, y: y.clamp(max=bound))
+    return module
+
+
+def by_method(name):
+    module = Holding()
+    module.held = getattr(module, name)
+    return module
+
+
+def one(x: torch.Tensor):
+    return x.clamp(max=1.0)
+
+
+def two(x: torch.Tensor):
+    return x.clamp(max=2.0)
+
+
+PAIRS = {
+    "list": ([1.0], [2.0]),
+    "dict": ({"bound": 1.0}, {"bound": 2.0}),
+    "set": ({1.0}, {2.0}),
+    "object": (types.SimpleNamespace(bound=1.0), types.SimpleNamespace(bound=2.0)),
+    "slots": (Slotted(1.0), Slotted(2.0)),
+    "enum": (Kind.ONE, Kind.TWO),
+    "partial": (functools.partial(torch.clamp, max=1.0), functools.partial(torch.clamp, max=2.0)),
+    "torch's function": (nn.functional.relu, nn.functional.relu6),
+    "built-in function": (torch.minimum, torch.maximum),
+    "op": (torch.ops.aten.relu, torch.ops.aten.relu6),
+    "class": (nn.ReLU, nn.ReLU6),
+    "module": ([nn.Hardtanh(0.0, 1.0)], [nn.Hardtanh(0.0, 2.0)]),
+    "dtype": (torch.float32, torch.float64),
+    "tensor": (torch.tensor(1.0), torch.tensor(2.0)),
+    "scripted function": (torch.jit.script(one), torch.jit.script(two)),
+    "array": (np.ones(2), np.zeros(2)),
+    "ufunc": (np.minimum, np.maximum),
+}
+
+
+@pytest.mark.parametrize("what", PAIRS)
+def test_what_attributes_hold_is_in_it(what):
+    one, other = PAIRS[what]
+    assert digest_of_code(Holding(one)) != digest_of_code(Holding(other))
+    assert digest_of_code(Holding(one)) == digest_of_code(Holding(one))
+
+
+def test_methods_hooks_and_forms_of_buffers_are_in_it():
+    """Of a buffer not its values, which are read at each call; of hooks not the numbers that the process gives them."""
+    assert digest_of_code(by_method("one")) != digest_of_code(by_method("two"))
+    assert digest_of_code(hooked(1.0)) != digest_of_code(hooked(2.0))
+    assert digest_of_code(hooked(1.0)) == digest_of_code(hooked(1.0))
+    of = {size: digest_of_code(Holding(buffer=torch.zeros(size))) for size in (3, 4)}
+    assert of[3] != of[4]
+    assert of[3] == digest_of_code(Holding(buffer=torch.ones(3)))
+
+
+def test_odd_things_are_no_hindrance():
+    """Modules that make what they are asked for, tensors without strides or values, locks, numbers of generators."""
+    odd = [torch.classes, torch.ops, torch.ones(2, device="meta"), threading.Lock(), torch.Generator(), iter([])]
+    assert digest_of_code(Holding(odd)) == digest_of_code(Holding(odd))
+    sparse, nested = torch.eye(3).to_sparse(), torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])
+    assert digest_of_code(Holding([sparse, nested], sparse)) == digest_of_code(Holding([sparse, nested], sparse))
+
+
+def test_lokas_files_are_in_it(monkeypatch, tmp_path):
+    """A site's own Python stands in a trace, too."""
+    (tmp_path / "nn").mkdir()
+    found = set()
+    for text in ("y = x", "y = 2 * x"):
+        (tmp_path / "nn" / "leaves.py").write_text(text)
+        known = code._known.__wrapped__(tmp_path)
+        monkeypatch.setattr(code, "_known", lambda known=known: known)
+        found.add(digest_of_code(Holding()))
+        monkeypatch.undo()
+    assert len(found) == 2
+
+
+def test_containers_that_hold_themselves_end():
+    held = {"value": 1.0}
+    held |= {"one": held, "two": [held]}
+    first = digest_of_code(Holding(held))
+    held["value"] = 2.0
+    assert digest_of_code(Holding(held)) != first
+
+
+def test_functions_in_packages_of_modules_are_in_it():
+    def sources(bound):
+        package, part = types.ModuleType("mine"), types.ModuleType("mine.part")
+        exec(f"def clip(x): return x.clamp(max={bound})", part.__dict__)
+        package.part, part.up = part, package
+        scope = {"__name__": "mine.model", "mine": package}
+        exec("def act(x): return mine.part.clip(x)", scope)
+        return digest_of_code(Holding(scope["act"]))
+
+    assert sources(1.0) == sources(1.0)
+    assert sources(1.0) != sources(2.0)

@@ -1,6 +1,7 @@
 """Graphs as text (serve/model/written.py), and servers that are loaded by them."""
 
 import json
+import sys
 from dataclasses import replace
 
 import pytest
@@ -10,6 +11,7 @@ from test_serve_graphs import Wide, backend, frozen, inputs, wide  # noqa: F401
 from torch import nn
 
 from loka.core.exceptions import FileRefused
+from loka.core.storage.files import sha256_of_file
 from loka.serve import load
 from loka.serve.card import Folder
 from loka.serve.model import programs
@@ -127,6 +129,26 @@ def test_weights_that_are_one_in_a_graph_are_one_in_the_model(compiled, monkeypa
     assert traced
 
 
+class Sharing(Wide):
+    def __init__(self):
+        super().__init__()
+        self.tied = Tied(tied=True)
+
+    def forward(self, x):
+        return super().forward(x) + self.tied(x[:, :4]).sum(1)
+
+
+def test_a_model_that_shares_weights_is_loaded_and_refreshed_without_tracing(backend, monkeypatch, tmp_path):  # noqa: F811
+    frozen(Sharing().eval()).save(tmp_path)
+    traced = []
+    monkeypatch.setattr(programs, "traced", lambda *a, _made=programs.traced, **k: traced.append(1) or _made(*a, **k))
+    model = Sharing().eval()
+    loaded, compiled = load(tmp_path, model), len(backend.graphs)
+    loaded.refresh(model.state_dict())
+    assert not traced
+    assert len(backend.graphs) == compiled
+
+
 @pytest.mark.parametrize("change", [other_op, unknown_op, other_tensor, no_graph])
 def test_one_that_does_not_fit_is_traced_anew(compiled, change, caplog):
     """By other code, or written by another version: the answer is the model's own."""
@@ -159,6 +181,23 @@ def test_no_op_reads_a_file(compiled, tmp_path):
     assert written(torch.fx.symbolic_trace(nn.Linear(2, 2)), (), CPU) is None
 
 
+def test_ops_that_read_by_a_name_are_traced_at_each_load(compiled):
+    """As an op of a user's library that looks a table up."""
+    with torch.library._scoped_library("loka_test_written", "FRAGMENT") as library:
+        library.define("table(str name, *, Device device) -> Tensor")
+        library.impl("table", lambda name, *, device: torch.ones(3, device=device), "BackendSelect")
+        library.impl("table", lambda name, *, device: torch.ones(3, device=device), "Meta")
+
+        class Looking(nn.Module):
+            def forward(self, x):
+                return x + torch.ops.loka_test_written.table("users", device=x.device)
+
+        made, found = called(Looking(), [torch.ones(5, 3)])
+    assert torch.equal(found, torch.full((5, 3), 2.0))
+    assert len(compiled) == 1
+    assert made.written() == {}
+
+
 def test_a_server_is_loaded_without_tracing(backend, monkeypatch, tmp_path):  # noqa: F811
     """Bit for bit; a folder from before, without graphs, is traced, and a damaged file is refused."""
     server = frozen(wide())
@@ -180,6 +219,16 @@ def test_a_server_is_loaded_without_tracing(backend, monkeypatch, tmp_path):  # 
     files = {name: digest for name, digest in folder.files.items() if name != GRAPHS}
     replace(folder, files=files).save(tmp_path / CARD)
     assert torch.equal(load(tmp_path, wide(seed=3))(inputs(16)).output, expected[1])
+
+
+def test_graphs_of_no_bucket_are_passed_over(backend, tmp_path):  # noqa: F811
+    server = frozen(wide())
+    server.save(tmp_path)
+    found = WrittenGraphs.load(tmp_path / GRAPHS)
+    replace(found, graphs={"x": found.graphs["2"]} | found.graphs).save(tmp_path / GRAPHS)
+    folder = Folder.load(tmp_path / CARD)
+    replace(folder, files={**folder.files, GRAPHS: sha256_of_file(tmp_path / GRAPHS)}).save(tmp_path / CARD)
+    assert torch.equal(load(tmp_path, wide())(inputs(16)).output, server(inputs(16)).output)
 
 
 class Bounded(Wide):
@@ -222,3 +271,57 @@ def test_graphs_are_those_of_the_version_that_is_saved(backend, monkeypatch, tmp
     assert "2000.0" in two
     assert "1000.0" not in two
     assert one == three
+
+
+LIMIT = 1000.0
+
+
+class Limited(Wide):
+    """Numbers that no row of a check reaches: of a global, of a tensor that is no buffer, in a tuple."""
+
+    def __init__(self):
+        super().__init__()
+        self.most, self.bounds = torch.tensor(1000.0), (-1000.0, 1000.0)
+        self.least = {"bound": [None, -1000.0]}
+
+    def get_extra_state(self):
+        return self.bounds, self.least
+
+    def set_extra_state(self, state):
+        self.bounds, self.least = state
+
+    def forward(self, x):
+        first = (
+            x[:, 0].clamp(max=LIMIT).clamp(max=self.most.item()).clamp(*self.bounds).clamp(min=self.least["bound"][1])
+        )
+        return super().forward(x) + first
+
+
+def limited():
+    torch.manual_seed(0)
+    return Limited().eval()
+
+
+@pytest.mark.parametrize("change", ["global", "tensor", "tuple"])
+def test_numbers_that_no_check_reaches_are_the_models(backend, monkeypatch, tmp_path, change):  # noqa: F811
+    """Also where a global was another one when the server was saved than when it was frozen."""
+    server, other = frozen(limited()), limited()
+    if change == "global":
+        monkeypatch.setattr(sys.modules[__name__], "LIMIT", 500.0)
+    elif change == "tensor":
+        other.most = torch.tensor(500.0)
+    else:
+        other.bounds = (-1000.0, 500.0)
+    server.save(tmp_path)
+    rows = inputs(16).abs().index_fill(1, torch.tensor(0), 1e4)
+    assert server(rows).output.max() > 900.0
+    assert load(tmp_path, other)(rows).output.max() < 600.0
+
+
+@pytest.mark.parametrize("name", ["bounds", "least"])
+def test_numbers_in_containers_that_a_state_dict_brings_are_those_of_the_version(backend, name):  # noqa: F811
+    server, other = frozen(limited()), limited()
+    setattr(other, name, {"bounds": (-1000.0, 500.0), "least": {"bound": [None, -500.0]}}[name])
+    server.refresh(other.state_dict())
+    rows = inputs(16).index_fill(1, torch.tensor(0), 1e4 if name == "bounds" else -1e4)
+    assert server(rows).output.abs().max() < 600.0

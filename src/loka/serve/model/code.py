@@ -1,85 +1,207 @@
 """Which Python a model's calls run, as a digest: by it a graph that was kept is told from one of other code."""
 
 import contextlib
+import enum
 import functools
 import hashlib
-from collections.abc import Iterator
-from types import CodeType, FunctionType, ModuleType
+import sys
+from argparse import Namespace
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from types import (
+    BuiltinFunctionType,
+    CodeType,
+    FunctionType,
+    MemberDescriptorType,
+    MethodType,
+    ModuleType,
+    SimpleNamespace,
+)
 from typing import Any
 
+import torch
 from torch import nn
 
 from loka.core.storage.files import digest_of
+from loka.nn.site import site_forwards
 from loka.nn.unwrap import kind_of, named_modules
 
-NUMBERS = (int, float, complex, str)
+_NUMBERS = (int, float, complex, str)
+_REPRESENTED = (
+    *_NUMBERS,
+    type(None),
+    bytes,
+    range,
+    slice,
+    torch.dtype,
+    torch.device,
+    torch.layout,
+    torch.memory_format,
+)
+_OPS = (torch._ops.OpOverload, torch._ops.OpOverloadPacket)
+_WRAPPERS = (classmethod, staticmethod, functools._lru_cache_wrapper)
 _DEEPEST = 40  # Python's own stack is of some hundred such calls
+
+_Seen = dict[int, tuple[Any, str]]
+"""By id: what was read, which lives on by it, and its digest; "" while it is read."""
 
 
 def numbers_of(module: nn.Module) -> dict[str, str]:
-    """As text, by which NaN is NaN."""
-    return {name: repr(value) for name, value in vars(module).items() if isinstance(value, NUMBERS)}
+    """Those in attributes, and in containers of numbers there, as text, by which NaN is NaN."""
+    return {name: repr(value) for name, value in vars(module).items() if _is_number(value)}
+
+
+def _is_number(value: Any) -> bool:
+    if isinstance(value, (list, tuple, dict)) and value:
+        return all(each is None or _is_number(each) for each in (value.values() if isinstance(value, dict) else value))
+    return isinstance(value, _NUMBERS)
 
 
 def digest_of_code(tree: nn.Module) -> str:
-    """Of the modules' classes with all their functions, of functions and numbers that these name among the globals of
-    their files, and of numbers and functions in attributes. What code finds in another way is in no digest.
+    """Of the modules' classes and attributes, and of what their functions name among the globals of their files:
+    functions, classes, numbers, containers and objects of these, and tensors with their values. Of parameters and
+    buffers it is the form alone. What code finds in another way is in no digest.
     """
-    seen: dict[int, str] = {}
-    parts = []
-    for path, module in named_modules(tree):
-        kind = kind_of(module)
-        functions = {name: _of(value, seen) for name, value in vars(module).items() if isinstance(value, FunctionType)}
-        numbers = {name: repr(value) for name, value in _inherited(kind) if isinstance(value, NUMBERS)}
-        numbers |= numbers_of(module)  # which may stand before those of the class, equal or not
-        parts.append([path, f"{kind.__module__}.{kind.__qualname__}", numbers, functions, _of(kind, seen)])
+    modules = list(named_modules(tree))
+    seen: _Seen = {id(each): (each, _form(each)) for each in (*tree.parameters(), *tree.buffers())}
+    # The innermost first: what lies deep in a tree is read as far as anything else.
+    parts = [[path, _of(module, seen)] for path, module in reversed(modules)]
+    return digest_of([_known(), parts, [[path, _of(each.before, seen)] for path, each in site_forwards(tree).items()]])
+
+
+@functools.cache
+def _known(package: Path = Path(__file__).parents[2]) -> tuple[str, ...]:
+    """Stands for the code that `_is_known`: versions of Python and torch, and what calls run of LoKA's files."""
+    files = sorted(file for part in ("nn", "serve", "core/numerics") for file in (package / part).rglob("*.py"))
+    sources = hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
+    return sys.version, torch.__version__, sources
+
+
+def _of(value: Any, seen: _Seen, depth: int = 0) -> str:
+    """ "" for what lies deeper than `_DEEPEST` calls; what is known, or has no parts, is its name."""
+    if isinstance(value, enum.Enum):
+        return f"{_name(type(value))}.{value.name} {_of(value.value, seen, depth + 1)}"
+    if isinstance(value, _REPRESENTED):
+        return repr(value)
+    if isinstance(value, _OPS):
+        return str(value)
+    if isinstance(value, torch.jit.ScriptFunction):
+        return str(value.code)
+    if isinstance(value, _WRAPPERS):
+        value = value.__wrapped__
+    if depth > _DEEPEST:
+        return ""
+    if id(value) not in seen:
+        seen[id(value)] = value, ""  # where it reads itself
+        seen[id(value)] = value, _digest(value, seen, depth + 1)
+    return seen[id(value)][1]
+
+
+def _digest(value: Any, seen: _Seen, depth: int) -> str:
+    if isinstance(value, torch.Tensor):
+        return _form(value) + _values(value)
+    if type(value).__module__ == "numpy":
+        whole = hashlib.sha256(value.tobytes()).hexdigest() if hasattr(value, "tobytes") else _name(value)
+        return digest_of([whole, str(getattr(value, "dtype", "")), str(getattr(value, "shape", ""))])
+    if isinstance(value, dict):
+        parts = [[_of(key, seen, depth), _of(each, seen, depth)] for key, each in dict.items(value)]
+    elif isinstance(value, (list, tuple)):
+        parts = [[type(value).__name__], *([_of(each, seen, depth)] for each in value)]
+    elif isinstance(value, (set, frozenset)):
+        parts = sorted([_of(each, seen, depth)] for each in value)
+    elif isinstance(value, property):
+        parts = [[_of(each, seen, depth) for each in (value.fget, value.fset)]]
+    elif isinstance(value, (functools.cached_property, functools.partialmethod)):
+        parts = [[name, _of(each, seen, depth)] for name, each in vars(value).items()]
+    elif isinstance(value, functools.partial):
+        parts = [[_of(each, seen, depth) for each in (value.func, value.args, value.keywords)]]
+    elif isinstance(value, MethodType):
+        parts = [[_of(each, seen, depth) for each in (value.__func__, value.__self__)]]
+    elif isinstance(value, (BuiltinFunctionType, ModuleType)) or (
+        isinstance(value, (FunctionType, type)) and _is_known(value)
+    ):
+        return _name(value)
+    elif isinstance(value, type):
+        parts = sorted([name, _of(each, seen, depth)] for name, each in _inherited(value))
+        parts.append(["name", _name(value)])
+    elif isinstance(value, FunctionType):
+        parts = [[name, _of(each, seen, depth)] for name, each in _named(value)]
+        parts.append(["code", _text(value.__code__)])
+    else:
+        return _object(value, seen, depth)
     return digest_of(parts)
 
 
-def _of(value: Any, seen: dict[int, str], depth: int = 0) -> str:
-    """Of a function, a class, or a number; "" for anything else, and for what lies deeper than `_DEEPEST` calls."""
-    if isinstance(value, NUMBERS) or value is None:
-        return repr(value)
-    if isinstance(value, (classmethod, staticmethod, functools._lru_cache_wrapper)):
-        value = value.__wrapped__
-    if isinstance(value, property):
-        return "".join(_of(each, seen, depth) for each in (value.fget, value.fset))
-    if not isinstance(value, (FunctionType, type)) or _is_known(str(value.__module__)) or depth > _DEEPEST:
+def _object(value: Any, seen: _Seen, depth: int) -> str:
+    """Of an object's class and attributes. One of a known class, but for modules and namespaces, is its class."""
+    kind = kind_of(value) if isinstance(value, nn.Module) else type(value)
+    if _is_known(kind) and not isinstance(value, (nn.Module, Namespace, SimpleNamespace)):
+        return _name(kind)
+    # Those of the class may stand behind those of the object, equal or not.
+    held = dict(_inherited(kind)) | dict(_attributes(value, kind))
+    return digest_of([_of(kind, seen, depth), {name: _of(each, seen, depth) for name, each in held.items()}])
+
+
+def _attributes(value: Any, kind: type) -> Iterator[tuple[str, Any]]:
+    for each in kind.__mro__:
+        for name, place in vars(each).items():
+            if isinstance(place, MemberDescriptorType):  # of __slots__
+                with contextlib.suppress(AttributeError):
+                    yield name, place.__get__(value)
+    for name, each in getattr(value, "__dict__", {}).items():
+        # Keys of hooks are numbers that the process counts.
+        yield name, list(each.values()) if "_hooks" in name and isinstance(each, Mapping) else each
+
+
+def _form(value: torch.Tensor) -> str:
+    plain = value.layout is torch.strided and not value.is_nested  # others have no strides, or no shape
+    return f"{value.dtype} {value.layout} {(tuple(value.shape), value.stride()) if plain else ''}"
+
+
+def _values(value: torch.Tensor) -> str:
+    """Of a tensor that is neither parameter nor buffer: code may take numbers of it into a graph."""
+    if type(value) not in (torch.Tensor, nn.Parameter) or value.layout is not torch.strided:
         return ""
-    if id(value) not in seen:
-        seen[id(value)] = ""  # where it calls itself
-        if isinstance(value, type):
-            parts = sorted([name, _of(each, seen, depth + 1)] for name, each in _inherited(value))
-        else:
-            parts = [[name, _of(each, seen, depth + 1)] for name, each in _named(value)]
-            parts.append(["code", _text(value.__code__)])
-        seen[id(value)] = digest_of(parts)
-    return seen[id(value)]
+    if value.is_meta or value.is_quantized or value.is_nested:
+        return ""
+    flat = value.detach().resolve_conj().resolve_neg().cpu().contiguous().reshape(-1)
+    return hashlib.sha256(flat.view(torch.uint8).numpy().tobytes()).hexdigest()
+
+
+def _name(value: Any) -> str:
+    if isinstance(value, ModuleType):
+        return value.__name__  # torch.classes has any attribute that it is asked for, and raises
+    name = getattr(value, "__qualname__", getattr(value, "__name__", ""))
+    return f"{getattr(value, '__module__', None)}.{name}"
 
 
 def _inherited(kind: type) -> Iterator[tuple[str, Any]]:
     """What a class and its bases hold, those that are known apart; of a name that of the class comes last."""
     for each in reversed(kind.__mro__):
-        if not _is_known(each.__module__):
+        if not _is_known(each):
             yield from (
                 (name, held) for name, held in vars(each).items() if not name.startswith("__") or callable(held)
             )
 
 
-def _is_known(module: str) -> bool:
-    """Python's, torch's and LoKA's, whose versions a server's card holds; models of the zoo are models."""
-    package, _, rest = module.partition(".")
-    return package in ("torch", "builtins") or (package == "loka" and not rest.startswith("zoo"))
+def _is_known(value: Any) -> bool:
+    """Python's, torch's and LoKA's, for which `_known` stands; models of the zoo are models."""
+    package, _, rest = str(value.__name__ if isinstance(value, ModuleType) else value.__module__).partition(".")
+    known = package == "torch" or (package in sys.stdlib_module_names and package != "__main__")
+    return known or package == "builtins" or (package == "loka" and not rest.startswith("zoo"))
 
 
 def _named(function: FunctionType) -> Iterator[tuple[str, Any]]:
-    """What a function reads besides its arguments: globals, functions of modules among them, closures, defaults."""
+    """What a function reads besides its arguments: globals, what it names of modules among them, closures, defaults."""
     names = sorted(_names(function.__code__))
-    for name in names:
-        value = function.__globals__.get(name)
+    modules: set[int] = set()
+    waiting = [(name, function.__globals__.get(name)) for name in reversed(names)]
+    while waiting:
+        name, value = waiting.pop()
         yield name, value
-        if isinstance(value, ModuleType) and not _is_known(value.__name__):
-            yield from ((f"{name}.{other}", vars(value).get(other)) for other in names)
+        if isinstance(value, ModuleType) and not _is_known(value) and id(value) not in modules:
+            modules.add(id(value))
+            waiting += [(f"{name}.{other}", vars(value)[other]) for other in names if other in vars(value)]
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
         with contextlib.suppress(ValueError):  # of a name that has no value yet
             yield name, cell.cell_contents

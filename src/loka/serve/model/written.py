@@ -40,7 +40,7 @@ def written(module: GraphModule, reads: Sequence[tuple[str, ...]], device: torch
     """None for a graph that holds tensors, or ops and arguments that have no name."""
     try:
         nodes = tuple(_node(node, device) for node in module.graph.nodes)
-    except TypeError:
+    except (TypeError, ValueError):
         return None
     return WrittenGraph(reads=tuple(reads), nodes=nodes)
 
@@ -78,6 +78,7 @@ def _node(node: Node, device: torch.device) -> tuple[str, str, Any, Any]:
     if node.target is operator.getitem:
         target = "getitem"
     elif isinstance(node.target, torch._ops.OpOverload):
+        _check_op(node.target)
         target = str(node.target)
     else:
         raise TypeError(str(node.target))
@@ -89,11 +90,15 @@ def _target(name: str, args: Sequence[Any]) -> Any:
         return operator.getitem
     namespace, op, overload = name.split(".")
     target = getattr(getattr(getattr(torch.ops, namespace), op), overload)
-    if any(str(each.type) == "str" for each in target._schema.arguments) and not any(
-        "Tensor" in str(each.type) for each in target._schema.arguments
-    ):
-        raise ValueError(f"{name} reads from elsewhere")
+    _check_op(target)
     return target
+
+
+def _check_op(op: torch._ops.OpOverload) -> None:
+    """Raises ValueError for what makes tensors by a name, as of a file."""
+    kinds = [str(each.type) for each in op._schema.arguments]
+    if "str" in kinds and not any("Tensor" in kind for kind in kinds):
+        raise ValueError(f"{op} reads from elsewhere")
 
 
 def _text(value: Any, device: torch.device) -> Any:
