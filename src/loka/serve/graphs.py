@@ -89,8 +89,8 @@ class Capturer:
         with torch._dynamo.config.patch(recompile_limit=_RECOMPILES, accumulated_recompile_limit=_RECOMPILES):
             stream = _stream(self._device)
             answers = self._answers(tree, stream)
-        graphs = {str(rows): graph for rows, graph in self._programs.written().items()}
-        return Replays(answers, stream, self._run.form, WrittenGraphs(code=self._code, graphs=graphs))
+        graphs = {str(rows): graph for rows, graph in self._programs.written().items() if self._code}
+        return Replays(answers, stream, self._run.form, WrittenGraphs(code=self._code or "", graphs=graphs))
 
     def times(self, tree: nn.Module) -> dict[int, float]:
         """Microseconds of a replay, by bucket. The graphs are compared with eager answers as in `capture`."""
@@ -116,7 +116,7 @@ class Capturer:
     def _rows(self, count: int) -> list[torch.Tensor]:
         return self._run.form.check_rows(self._device, count)
 
-    def _made_for(self, tree: nn.Module, written: Mapping[int, WrittenGraph]) -> tuple[nn.Module, Programs, str]:
+    def _made_for(self, tree: nn.Module, written: Mapping[int, WrittenGraph]) -> tuple[nn.Module, Programs, str | None]:
         """The digest of the code is of now: a global may be another one when the server is saved."""
         template = like(tree)
         return template, Programs(template, self._run, written), digest_of_code(tree)

@@ -325,3 +325,24 @@ def test_numbers_in_containers_that_a_state_dict_brings_are_those_of_the_version
     server.refresh(other.state_dict())
     rows = inputs(16).index_fill(1, torch.tensor(0), 1e4 if name == "bounds" else -1e4)
     assert server(rows).output.abs().max() < 600.0
+
+
+class Raising:
+    """As proxies of what is not there any more."""
+
+    @property
+    def __dict__(self):
+        raise ReferenceError("gone")
+
+    def __deepcopy__(self, memory):
+        return self
+
+
+def test_an_object_that_raises_when_it_is_read_keeps_no_traces(backend, tmp_path):  # noqa: F811
+    """Nobody can tell what its code is: the model is traced at each load."""
+    model, same = wide(), wide(seed=3)
+    model.held = same.held = Raising()
+    server = frozen(model)
+    server.save(tmp_path)
+    assert WrittenGraphs.load(tmp_path / GRAPHS) == WrittenGraphs(code="", graphs={})
+    assert torch.equal(load(tmp_path, same)(inputs(16)).output, server(inputs(16)).output)

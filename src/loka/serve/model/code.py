@@ -4,6 +4,7 @@ import contextlib
 import enum
 import functools
 import hashlib
+import logging
 import sys
 from argparse import Namespace
 from collections.abc import Iterator, Mapping
@@ -22,10 +23,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from loka.core.exceptions import first_line
 from loka.core.storage.files import digest_of
 from loka.nn.site import site_forwards
 from loka.nn.unwrap import kind_of, named_modules
 
+_LOG = logging.getLogger("loka.serve")
 _NUMBERS = (int, float, complex, str)
 _REPRESENTED = (
     *_NUMBERS,
@@ -57,11 +60,20 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, _NUMBERS)
 
 
-def digest_of_code(tree: nn.Module) -> str:
+def digest_of_code(tree: nn.Module) -> str | None:
     """Of the modules' classes and attributes, and of what their functions name among the globals of their files:
     functions, classes, numbers, containers and objects of these, and tensors with their values. Of parameters and
-    buffers it is the form alone. What code finds in another way is in no digest.
+    buffers it is the form alone. What code finds in another way is in no digest. None where an object raises that is
+    read.
     """
+    try:
+        return _digest_of(tree)
+    except Exception as error:  # of any kind: objects of the model's answer what they like
+        _LOG.info("no digest of the model's code: %s", first_line(error))
+        return None
+
+
+def _digest_of(tree: nn.Module) -> str:
     modules = list(named_modules(tree))
     seen: _Seen = {id(each): (each, _form(each)) for each in (*tree.parameters(), *tree.buffers())}
     # The innermost first: what lies deep in a tree is read as far as anything else.
