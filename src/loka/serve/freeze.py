@@ -171,7 +171,7 @@ def freeze(
         shadow=shadow,
         graphs=graphs,
         device=device,
-        written={},
+        written=None,
     )
 
 

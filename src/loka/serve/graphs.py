@@ -15,6 +15,7 @@ the two never run at once and what they give is copied before either runs again.
 from __future__ import annotations
 
 import itertools
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -43,6 +44,7 @@ from loka.serve.watch.agreement import AnswerError, disagreements
 from loka.serve.watch.monitor import look, some_of
 from loka.serve.watch.own_rows import RowOrder
 
+_LOG = logging.getLogger("loka.serve")
 _RECOMPILES = 4096
 
 
@@ -58,10 +60,10 @@ class Capturer:
         orders: Mapping[str, RowOrder | None],
         device: torch.device,
         errors: Sequence[AnswerError] | None,
-        written: Mapping[int, WrittenGraph],
+        written: WrittenGraphs | None,
     ) -> None:
         """`orders`: how rows lie at the sites that the alarm watches. `errors`: the errors of the outputs, by which
-        compiled answers are compared with eager ones. `written`: the buckets' traces, as far as they are known.
+        compiled answers are compared with eager ones. `written`: the buckets' traces, of this code or another.
         """
         self._run, self._orders, self._device, self._errors = run, orders, device, errors
         install()  # what joins sites into regions
@@ -101,7 +103,7 @@ class Capturer:
     def _answers(self, tree: nn.Module, stream: torch.cuda.Stream | None) -> dict[int, Graph]:
         known = bool(self._times) and fits(self._template, tree, self._run, self._rows(self._buckets[0]))
         if self._times and not known:
-            self._template, self._programs, self._code = self._made_for(tree, {})  # which may keep other numbers
+            self._template, self._programs, self._code = self._made_for(tree, None)  # which may keep other numbers
         bind(self._template, tree)
         answers: dict[int, Graph] = {}
         for rows in self._buckets:
@@ -116,10 +118,16 @@ class Capturer:
     def _rows(self, count: int) -> list[torch.Tensor]:
         return self._run.form.check_rows(self._device, count)
 
-    def _made_for(self, tree: nn.Module, written: Mapping[int, WrittenGraph]) -> tuple[nn.Module, Programs, str | None]:
-        """The digest of the code is of now: a global may be another one when the server is saved."""
-        template = like(tree)
-        return template, Programs(template, self._run, written), digest_of_code(tree)
+    def _made_for(self, tree: nn.Module, written: WrittenGraphs | None) -> tuple[nn.Module, Programs, str | None]:
+        """The digest of the code is of now: a global may be another one when the server is saved. Traces of another
+        code are none of the tree's: what they compute for rows that no check has may differ.
+        """
+        template, code, known = like(tree), digest_of_code(tree), dict[int, WrittenGraph]()
+        if written is not None and written.code == code:
+            known = {rows: written.graphs[str(rows)] for rows in self._buckets if str(rows) in written.graphs}
+        elif written is not None:
+            _LOG.info("the traces are of other code or numbers than this model's, which is traced")
+        return template, Programs(template, self._run, known), code
 
     def _eager(self, tree: nn.Module, graph: Graph) -> Any:
         def answered() -> Any:

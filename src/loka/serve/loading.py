@@ -32,9 +32,8 @@ from loka.serve.by_rows import buckets_by_site
 from loka.serve.card import Card, Folder
 from loka.serve.graphs import wants_graphs
 from loka.serve.model.absent import absent
-from loka.serve.model.code import digest_of_code
 from loka.serve.model.private import check_apart, kinds_of, own_copy
-from loka.serve.model.written import WrittenGraph, WrittenGraphs
+from loka.serve.model.written import WrittenGraphs
 from loka.serve.saving import CARD, COMPARED, FILES, GRAPHS, PLAN, PRECISE, WEIGHTS, check_outputs
 from loka.serve.server import Server
 from loka.serve.sites import FrozenWeight, even_weight
@@ -108,17 +107,8 @@ def load(folder: Path | str, model: nn.Module, *, shadow: float = 0.0, graphs: b
         shadow=shadow,
         graphs=graphs,
         device=device,
-        written=_written(folder / GRAPHS, tree, card) if graphs and GRAPHS in record.files else {},
+        written=WrittenGraphs.load(folder / GRAPHS) if graphs and GRAPHS in record.files else None,
     )
-
-
-def _written(path: Path, tree: nn.Module, card: Card) -> dict[int, WrittenGraph]:
-    """None of another code's: what it computes for rows that no check has may differ."""
-    found = WrittenGraphs.load(path)
-    if found.code != digest_of_code(tree):
-        _LOG.info("%s is of other code or numbers than this model's, which is traced", path)
-        return {}
-    return {rows: found.graphs[str(rows)] for rows in card.buckets if str(rows) in found.graphs}
 
 
 def _below(prefix: str, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:

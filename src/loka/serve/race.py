@@ -55,7 +55,7 @@ def fastest(
         for name, site in sites.items():
             site.in_hp = frozenset(buckets if name in choice else ())
         capturer = Capturer(
-            tree, run=run, buckets=buckets, orders={}, device=device_of(precise), errors=None, written={}
+            tree, run=run, buckets=buckets, orders={}, device=device_of(precise), errors=None, written=None
         )
         times[choice] = capturer.times(tree)
     found = []

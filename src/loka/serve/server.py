@@ -32,7 +32,7 @@ from loka.serve.card import Card
 from loka.serve.graphs import Capturer
 from loka.serve.model.absent import for_compilers
 from loka.serve.model.programs import like
-from loka.serve.model.written import WrittenGraph
+from loka.serve.model.written import WrittenGraphs
 from loka.serve.packaging.aot import Packaged, package_version
 from loka.serve.packaging.triton_folder import PACKAGE, Batching, add_version, config_of
 from loka.serve.packaging.weights import PackagedWeights, write_weights
@@ -83,7 +83,7 @@ class Server:
         shadow: float,
         graphs: bool,
         device: torch.device,
-        written: Mapping[int, WrittenGraph],
+        written: WrittenGraphs | None,
     ) -> None:
         """`module`, `precise`: of version 1. `graphs`: whether versions answer by graphs. `written`: their traces."""
         self.card, self.plan, self.device = card, plan, device

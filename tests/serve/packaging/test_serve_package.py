@@ -198,7 +198,7 @@ def test_what_cannot_go_into_a_package():
         precise=None,
         shadow=0,
         graphs=False,
-        written={},
+        written=None,
         device=server.device,
     )
     with pytest.raises(ServeRefused, match=r"(?s)second: deep_gemm.*target=.package"):

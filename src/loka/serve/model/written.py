@@ -61,7 +61,7 @@ def read(graph: WrittenGraph, device: torch.device) -> GraphModule:
             elif op == "output":
                 made.output(args[0])
             else:
-                known[name] = made.create_node("call_function", _target(op, args), args, kwargs, name)
+                known[name] = made.create_node("call_function", _target(op), args, kwargs, name)
         made.lint()
     except (AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
         raise ValueError(f"a graph that cannot be read: {error!r}") from error
@@ -85,7 +85,7 @@ def _node(node: Node, device: torch.device) -> tuple[str, str, Any, Any]:
     return node.name, target, _text(node.args, device), _text(dict(node.kwargs), device)
 
 
-def _target(name: str, args: Sequence[Any]) -> Any:
+def _target(name: str) -> Any:
     if name == "getitem":
         return operator.getitem
     namespace, op, overload = name.split(".")
