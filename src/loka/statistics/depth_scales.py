@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 
-from loka.core.numerics.reference import scale_of
+from loka.core.numerics.reference import repeated, scale_of
 from loka.core.recipe import Cast, Format, Granularity
 
 Sides = tuple[int, int]
@@ -120,7 +120,7 @@ def _spread(scale: torch.Tensor, sides: Sides, shape: Sequence[int], group: torc
     """The scales of groups, broadcastable to the sample, whose rows are in the groups of rows `group` [m]."""
     (rows, columns), (high, wide) = shape, sides
     if 1 < high < rows:
-        scale = scale.repeat_interleave(high, dim=0)[:rows] if group is None else scale[group]
+        scale = repeated(scale, 0, high, rows) if group is None else scale[group]
     if 1 < wide < columns:
-        scale = scale.repeat_interleave(wide, dim=1)[:, :columns]
+        scale = repeated(scale, 1, wide, columns)
     return scale

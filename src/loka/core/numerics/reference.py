@@ -105,13 +105,13 @@ def expand_scale(scale: torch.Tensor, cast: Cast, rows: int, columns: int) -> to
     """`scale` broadcastable to [rows, columns]."""
     group_rows, group_columns = cast.granularity.group(rows, columns)
     if scale.shape[0] > 1 and group_rows > 1:
-        scale = _repeated(scale, 0, group_rows, rows)
+        scale = repeated(scale, 0, group_rows, rows)
     if scale.shape[1] > 1 and group_columns > 1:
-        scale = _repeated(scale, 1, group_columns, columns)
+        scale = repeated(scale, 1, group_columns, columns)
     return scale
 
 
-def _repeated(scale: torch.Tensor, dim: int, group: int, size: int) -> torch.Tensor:
+def repeated(scale: torch.Tensor, dim: int, group: int, size: int) -> torch.Tensor:
     """Each entry `group` times along `dim`, `size` in all. A part of `repeat_interleave` is compiled wrong for a CPU
     (torch 2.13): its loops end before a last group that is not whole."""
     return scale.index_select(dim, torch.arange(size, device=scale.device) // group)
