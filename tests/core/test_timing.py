@@ -243,7 +243,7 @@ def test_on_a_gpu():
         device=device,
     )
     assert found.winner in ("small", "again")
-    assert 2.5 < found.timings["small"].speedup.value < 6
+    assert found.timings["small"].speedup.value > 2.5  # four times the work; others may share the GPU
     assert set(found.failures) == {"broken"}
     assert found.timings["big"].rounds == found.rounds
     gap = [math.log(a / b) for a, b in zip(found.samples["small"], found.samples["again"], strict=False)]

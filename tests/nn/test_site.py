@@ -14,6 +14,7 @@ from loka.core.numerics.reference import dequantize, quantize
 from loka.core.recipe import RECIPES, Gemm
 from loka.kernels.gemm import registry
 from loka.kernels.gemm.run import kernel_runs, reset_kernel_runs, run_gemm
+from loka.kernels.quantize import quantizer
 from loka.nn import health_of, reset_health, site_gemms, site_ops
 from loka.nn.site import OPERAND_NAMES
 from loka.nn.site_ops import layer_pass, site_backward, site_forward
@@ -249,13 +250,14 @@ def test_a_frozen_layer_keeps_no_input(device):
 
 def test_each_tensor_is_read_once(monkeypatch):
     calls = []
-    real = site_ops.quantize_pair
+    real = quantizer.quantize_pairs
 
-    def counted(hp, **sides):
-        calls.append((tuple(hp.shape), sides["row"] is not None, sides["column"] is not None))
-        return real(hp, **sides)
+    def counted(operands, **more):
+        calls.extend((tuple(hp.shape), row is not None, column is not None) for hp, row, column in operands)
+        return real(operands, **more)
 
-    monkeypatch.setattr(site_ops, "quantize_pair", counted)
+    monkeypatch.setattr(quantizer, "quantize_pairs", counted)
+    monkeypatch.setattr(site_ops, "quantize_pairs", counted)
     linear = convert_layer(nn.Linear(24, 40), (ROW, ROW, BLOCK))
     x = torch.randn(8, 24, requires_grad=True)
     y = linear(x)

@@ -28,7 +28,7 @@ from loka.core.records.report import HP
 from loka.kernels.custom_op import registered
 from loka.kernels.gemm.registry import candidate_named
 from loka.kernels.gemm.run import ScaledGemm, run_gemm, scaled_gemm
-from loka.kernels.quantize.quantizer import append_residuals, quantize_operand, quantize_pair
+from loka.kernels.quantize.quantizer import append_residuals, quantize_operand, quantize_pair, quantize_pairs
 from loka.kernels.quantize.side import BAD_A, BAD_B, RUNS, Side, empty_scale
 from loka.nn.fp8_weight import Fp8Weight
 
@@ -81,11 +81,29 @@ def _first_side(run: ScaledGemm) -> Side:
     return Side(cast=run.casts[0], padded=run.padded_a, flag=_place(gemm, BAD_A), count=_place(gemm, RUNS))
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, eq=False, kw_only=True)
 class _Forward:
+    """`recorded`: whether the pass is recorded as a whole (nn/site_launches.py), by this object."""
+
     run: ScaledGemm
     x: tuple[Side, Side | None]
     weight: tuple[Side, Side | None]
+    recorded: bool
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class _Backward:
+    run: ScaledGemm
+    side: Side
+    recorded: bool
+
+
+def _is_recorded(run: ScaledGemm, device: torch.device) -> bool:
+    if device.type != "cuda":
+        return False
+    from loka.nn.site_launches import can_record
+
+    return can_record(run)
 
 
 @functools.lru_cache(maxsize=4096)  # a ragged batch makes many problems
@@ -107,16 +125,17 @@ def _forward_of(
         run=run,
         x=(_first_side(run), layer.second_side(Gemm.GRAD_WEIGHT, grad_weight) if keep[0] else None),
         weight=(second, layer.second_side(Gemm.GRAD_INPUT, grad_input) if keep[1] else None),
+        recorded=_is_recorded(run, device),
     )
 
 
 @functools.lru_cache(maxsize=4096)
 def _backward_of(
     sides: tuple[int, int, int], device: torch.device, dtype: torch.dtype, name: str, gemm: Gemm
-) -> tuple[ScaledGemm, Side] | None:
+) -> _Backward | None:
     layer = _Layer(rows=sides[0], features=sides[1], outputs=sides[2], device=device)
     run = layer.fp8(gemm, name, dtype)
-    return None if run is None else (run, _first_side(run))
+    return None if run is None else _Backward(run=run, side=_first_side(run), recorded=_is_recorded(run, device))
 
 
 Parts = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
@@ -135,13 +154,19 @@ def forward_parts(
     if made is None:
         y = run_gemm(candidates[0], x, weight, gemm=Gemm.OUTPUT, dtype=x.dtype)
         return y, *_unmade(x, weight, candidates, keep)
-    low_x, kept_x = quantize_pair(x, row=made.x[0], column=made.x[1], health=health)
-    assert low_x is not None
-    append_residuals(low_x, x, hot)
+    if made.recorded and not isinstance(weight, Fp8Weight):
+        from loka.nn.site_launches import recorded_forward
+
+        return _filled(recorded_forward(made, made.run, (x, *made.x), (weight, *made.weight), health, hot), x)
     if isinstance(weight, Fp8Weight):
+        low_x, kept_x = quantize_pair(x, row=made.x[0], column=made.x[1], health=health)
+        assert low_x is not None
+        append_residuals(low_x, x, hot)
         return made.run(low_x, weight.quantized(made.weight[0], health)), *_parts(kept_x, x), *_parts(None, x)
-    low_weight, kept_weight = quantize_pair(weight, row=made.weight[0], column=made.weight[1], health=health)
+    (low_x, kept_x), (low_weight, kept_weight) = quantize_pairs(((x, *made.x), (weight, *made.weight)), health=health)
+    assert low_x is not None
     assert low_weight is not None
+    append_residuals(low_x, x, hot)
     append_residuals(low_weight, weight, hot, second=True)
     return made.run(low_x, low_weight), *_parts(kept_x, x), *_parts(kept_weight, x)
 
@@ -220,19 +245,30 @@ def backward_parts(
     for_input = _backward_of(sides, device, dy.dtype, names[0], Gemm.GRAD_INPUT) if want[0] else None
     for_weight = _backward_of(sides, device, weight_dtype, names[1], Gemm.GRAD_WEIGHT) if want[1] else None
     low = transposed = None
-    if for_input or for_weight:
-        low, transposed = quantize_pair(
-            dy, row=for_input[1] if for_input else None, column=for_weight[1] if for_weight else None, health=health
-        )
+    copies = for_input.side if for_input else None, for_weight.side if for_weight else None
+    if _are_recorded((for_input, weight_scale), (for_weight, x_scale)):
+        from loka.nn.site_launches import recorded_backward
+
+        runs = for_input.run if for_input else None, for_weight.run if for_weight else None
+        kept = (weight, weight_scale), (x, x_scale)
+        dx, dw = recorded_backward((for_input, for_weight), runs, (dy, *copies), *kept, health)
+    elif for_input or for_weight:
+        low, transposed = quantize_pair(dy, row=copies[0], column=copies[1], health=health)
     if for_input and low:
-        dx = for_input[0](low, _second(for_input[0], weight, weight_scale, health))
-    elif want[0]:
+        dx = for_input.run(low, _second(for_input.run, weight, weight_scale, health))
+    elif want[0] and dx is None:
         dx = run_gemm(names[0], dy, weight.t(), gemm=Gemm.GRAD_INPUT, dtype=dy.dtype)
     if for_weight and transposed:
-        dw = for_weight[0](transposed, _second(for_weight[0], x, x_scale, health))
-    elif want[1]:
+        dw = for_weight.run(transposed, _second(for_weight.run, x, x_scale, health))
+    elif want[1] and dw is None:
         dw = run_gemm(names[1], dy.t(), x.t(), gemm=Gemm.GRAD_WEIGHT, dtype=weight_dtype)
     return _or_empty(dx, dy.dtype, dy), _or_empty(dw, weight_dtype, dy)
+
+
+def _are_recorded(*gemms: tuple[_Backward | None, torch.Tensor]) -> bool:
+    """Whether those that run in FP8 are, on operands that forward kept."""
+    here = [made.recorded and scale.numel() > 0 for made, scale in gemms if made]
+    return bool(here) and all(here)
 
 
 def _or_empty(found: torch.Tensor | None, dtype: torch.dtype, like: torch.Tensor) -> torch.Tensor:
@@ -302,6 +338,11 @@ def _parts(quantized: Quantized | None, like: torch.Tensor) -> tuple[torch.Tenso
     if quantized is None:
         return like.new_empty(0), like.new_empty(0)
     return quantized.data, quantized.scale
+
+
+def _filled(found: list[torch.Tensor | None], like: torch.Tensor) -> Parts:
+    y, kept_x, x_scale, kept_weight, weight_scale = (like.new_empty(0) if part is None else part for part in found)
+    return y, kept_x, x_scale, kept_weight, weight_scale
 
 
 def _unwritten(side: Side | None, device: torch.device) -> Quantized | None:

@@ -28,6 +28,10 @@ CASTS = [Cast(f, g, p) for f in FP8 for g in Granularity for p in (False, True)]
 E4M3 = {granularity: Cast(Format.E4M3, granularity) for granularity in Granularity}
 
 
+def pair_fused(hp, *, row, column, given=None, health=None):
+    return fused.quantize_fused(((hp, row, column),), given=given, health=health)[0]
+
+
 def check(out, twin, inner):
     """`out` is `twin` on a GPU, and within the interpreter's faults on a CPU; `inner` is not padding."""
     cast = twin.cast
@@ -56,7 +60,7 @@ def check_pair(hp, row, column, padded, device, given=None):
     turned = (padded[1], padded[0])
     sides = (Side(cast=row, padded=padded) if row else None, Side(cast=column, padded=turned) if column else None)
     scale = given.to(device) if given is not None else None
-    out_row, out_column = fused.quantize_pair_fused(placed, row=sides[0], column=sides[1], given=scale)
+    out_row, out_column = pair_fused(placed, row=sides[0], column=sides[1], given=scale)
     assert (out_row is None) == (row is None)
     assert (out_column is None) == (column is None)
     if row:
@@ -111,7 +115,7 @@ def test_residuals_of_hot_columns(transposed, second, device):
     hp = nasty(70, 150, dtype, transposed=transposed)
     hp[15, 3], hp[16, 5] = float("nan"), float("inf")
     row, column = Side(cast=E4M3[Granularity.ROW], padded=(80, 224)), Side(cast=INT8, padded=(150, 70))
-    out, _ = fused.quantize_pair_fused(hp.to(device), row=row, column=column)
+    out, _ = pair_fused(hp.to(device), row=row, column=column)
     columns = torch.arange(1, 150, 4)[:32]
     twin = Quantized(out.data.cpu().clone(), out.scale.cpu(), out.cast)
     append(twin, hp, columns, second=second)
@@ -130,7 +134,7 @@ def test_what_is_not_finite_shows_in_the_scale_of_its_row(bad, device):
     hp[5, 9] = bad
     health = torch.zeros(3, dtype=torch.int64, device=device)
     side = Side(cast=INT8, padded=(32, 64), flag=1, count=0)
-    found, _ = fused.quantize_pair_fused(hp.to(device), row=side, column=None, health=health)
+    found, _ = pair_fused(hp.to(device), row=side, column=None, health=health)
     finite = found.scale.cpu().isfinite().view(-1)
     assert finite.tolist() == [row != 5 for row in range(32)]
     assert torch.equal(found.data.cpu()[finite], quantize(hp, INT8).data[finite])
@@ -155,7 +159,7 @@ def test_copies_may_be_padded_differently(device):
     hp = nasty(70, 150, torch.bfloat16, transposed=False)
     for row, column in ((Granularity.TENSOR, Granularity.ROW), (Granularity.GROUP_1X128,) * 2):
         sides = (Side(cast=E4M3[row], padded=(72, 512)), Side(cast=E4M3[column], padded=(160, 384)))
-        first, second = fused.quantize_pair_fused(hp.to(device), row=sides[0], column=sides[1])
+        first, second = pair_fused(hp.to(device), row=sides[0], column=sides[1])
         check(first, quantize(hp, E4M3[row], padded=(72, 512)), (70, 150))
         check(second, quantize(hp.t(), E4M3[column], padded=(160, 384)), (150, 70))
 
@@ -166,7 +170,7 @@ def test_a_given_scale_saturates(cast, device):
     given = hp.abs().amax().view(1) / cast.format.max / 2
     check_pair(hp, cast, cast, (80, 256), device, given=given)
     side = Side(cast=cast, padded=(70, 150))
-    out, _ = fused.quantize_pair_fused(hp.to(device), row=side, column=None, given=given.to(device))
+    out, _ = pair_fused(hp.to(device), row=side, column=None, given=given.to(device))
     assert out.data.float().abs().max().item() == cast.format.max
 
 
@@ -178,12 +182,12 @@ def test_a_given_scale_hides_nothing(bad, device):
     row = Side(cast=cast, padded=(70, 150), flag=1, count=0)
     column = Side(cast=cast, padded=(150, 70), flag=5, count=3)
     given = torch.full((1,), 0.01)
-    for run in (fused.quantize_pair_fused, quantizer.quantize_pair):
-        place = device if run is fused.quantize_pair_fused else torch.device("cpu")
+    for run in (pair_fused, quantizer.quantize_pair):
+        place = device if run is pair_fused else torch.device("cpu")
         health = torch.zeros(9, dtype=torch.int64, device=place)
         first, second = run(hp.to(place), row=row, column=column, given=given.to(place), health=health)
         assert [place for place, count in enumerate(health.tolist()) if count] == [0, 1, 3, 5]
-        if run is fused.quantize_pair_fused and device.type == "cpu":
+        if run is pair_fused and device.type == "cpu":
             continue  # the interpreter casts NaN to a number (triton 3.9)
         assert torch.isnan(first.data.float()).nonzero().tolist() == [[40, 130]]
         assert torch.isnan(second.data.float()).nonzero().tolist() == [[130, 40]]
@@ -214,12 +218,12 @@ def test_nan_stays_and_raises_the_flag(granularity, transposed, device):
     row = Side(cast=E4M3[granularity], padded=(48, 256), flag=2)
     column = Side(cast=E4M3[granularity], padded=(256, 48), flag=7, count=6)
     health = torch.zeros(3, 3, dtype=torch.int64, device=device)
-    fused.quantize_pair_fused(hp, row=row, column=column, health=health)
+    pair_fused(hp, row=row, column=column, health=health)
     assert health.tolist() == [[0, 0, 0], [0, 0, 0], [1, 0, 0]]
     hp[3, 3] = float("nan")
     for sides in ((row, None), (None, column), (row, column)):
         health.zero_()
-        first, second = fused.quantize_pair_fused(hp, row=sides[0], column=sides[1], health=health)
+        first, second = pair_fused(hp, row=sides[0], column=sides[1], health=health)
         if first:
             assert torch.isnan(dequantize(first)[3, :128]).all()
         if second:
@@ -248,7 +252,7 @@ def test_the_largest_element_may_lie_anywhere(granularity, transposed, places, d
         hp = torch.ones(columns, 8, device=device).t()
         hp = hp if transposed else hp.contiguous()
         hp[7, place] = 1000.0
-        out, _ = fused.quantize_pair_fused(hp, row=side, column=None)
+        out, _ = pair_fused(hp, row=side, column=None)
         assert out.scale.max().item() == pytest.approx(1000 / 448)
         assert dequantize(out)[7, place].item() == pytest.approx(1000.0)
 
@@ -260,7 +264,7 @@ def test_scales_lie_as_the_libraries_read_them():
     hp = torch.randn(90, 640, device="cuda")
     group = Side(cast=E4M3[Granularity.GROUP_1X128], padded=(90, 640))
     block = Side(cast=E4M3[Granularity.BLOCK_128X128], padded=(640, 256))
-    first, second = fused.quantize_pair_fused(hp, row=group, column=block)
+    first, second = pair_fused(hp, row=group, column=block)
     assert (first.scale.shape, first.scale.stride()) == ((90, 5), (1, 92))
     assert (second.scale.shape, second.scale.stride()) == ((5, 2), (4, 1))
     beyond = second.scale.as_strided((5, 4), (4, 1))[:, 2:]
@@ -272,7 +276,7 @@ def test_the_largest_numbers_have_the_scales_of_the_twin(format, device):
     hp = torch.tensor([[2.9e38], [2.99e38], [3.3e38], [-3.4e38], [1e30]]).expand(5, 16).contiguous()
     cast = Cast(format, Granularity.ROW, power_of_two=True)
     side = Side(cast=cast, padded=(5, 16))
-    row, _ = fused.quantize_pair_fused(hp.to(device), row=side, column=None)
+    row, _ = pair_fused(hp.to(device), row=side, column=None)
     twin = quantize(hp, cast)
     assert torch.equal(row.scale.cpu(), twin.scale)
     assert torch.isfinite(dequantize(row)).all()

@@ -19,6 +19,13 @@ class Run(Protocol):
     def __call__(self, a: Quantized, b: Quantized, dtype: torch.dtype, *, algorithm: int = 0) -> torch.Tensor: ...
 
 
+class Into(Protocol):
+    """As `Run`, into `out` [M, N]. Its launches depend on addresses, sides and types alone, so a graph of them is right
+    for all that lies at the addresses."""
+
+    def __call__(self, a: Quantized, b: Quantized, out: torch.Tensor) -> None: ...
+
+
 @dataclass(frozen=True)
 class PaddedTo:
     """`multiples` of a kernel that pads every problem alike; no closure, so that a kernel can be pickled."""
@@ -43,6 +50,10 @@ def one_algorithm(problem: Problem, recipe: Recipe) -> int:
     return 1
 
 
+def only_new_results(recipe: Recipe) -> Into | None:
+    return None
+
+
 @dataclass(frozen=True, kw_only=True)
 class Kernel:
     """A way to compute out [M, N] = A [M, K] @ B [N, K]^T from quantized operands.
@@ -64,6 +75,7 @@ class Kernel:
         rounding: relative error of its results beyond their one rounding to the problem's dtype:
             2^-8 where they pass through bfloat16 on the way.
         packaged: recipes by which `run` is aten ops that AOTInductor can call without loka.
+        into: what writes a result into memory that is given, by this recipe; None where nothing does.
         emulates: True for a stand-in that shows the numerics and has no speed.
         on_request: why it is measured only when asked for by name.
     """
@@ -80,5 +92,6 @@ class Kernel:
     fast: bool = False
     rounding: Callable[[Problem, Recipe], float] = rounds_once
     packaged: tuple[str, ...] = ()
+    into: Callable[[Recipe], Into | None] = only_new_results
     emulates: bool = False
     on_request: str | None = None

@@ -14,6 +14,7 @@ from loka.core.numerics.reference import Quantized
 from loka.core.problem import DTYPES, Problem, dtype_name, target_of
 from loka.core.recipe import Casts, Gemm
 from loka.core.records.report import HP
+from loka.kernels.gemm.kernel import Into
 from loka.kernels.gemm.registry import Candidate, require_supported
 from loka.kernels.quantize.quantizer import append_residuals, quantize_operand
 from loka.kernels.quantize.side import BAD_A, BAD_B
@@ -66,12 +67,22 @@ class ScaledGemm:
                 out = self.candidate.run(a, b, DTYPES[self.problem.dtype])
         else:
             out = self.candidate.run(a, b, DTYPES[self.problem.dtype])
-        _RUNS[self.name, self.problem.gemm.value] += 1
+        count_run(self)
         m, n = self.problem.m, self.problem.n
         if out.shape == (m, n) and out.is_contiguous():
             return out
         # No view, in which autograd would let nobody write: `contiguous` is one of whole rows.
         return out[:m, :n].clone(memory_format=torch.contiguous_format)
+
+
+def count_run(run: ScaledGemm) -> None:
+    _RUNS[run.name, run.problem.gemm.value] += 1
+
+
+def into_of(run: ScaledGemm) -> Into | None:
+    """What writes the whole result of a GEMM into memory that is given; None where only a new tensor holds it."""
+    whole = (run.padded_a[0], run.padded_b[0]) == (run.problem.m, run.problem.n)
+    return run.candidate.kernel.into(run.candidate.recipe) if whole else None
 
 
 def scaled_gemm(name: str, problem: Problem) -> ScaledGemm:

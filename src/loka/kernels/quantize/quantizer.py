@@ -9,12 +9,14 @@ read; `quantize_operand` makes the one that a GEMM by itself needs.
 synchronization.
 """
 
+from collections.abc import Sequence
+
 import torch
 
 from loka.core.numerics.hot_columns import append
 from loka.core.numerics.reference import Quantized, quantize
 from loka.core.recipe import Cast
-from loka.kernels.quantize.side import BAD_A, RUNS, Side
+from loka.kernels.quantize.side import BAD_A, RUNS, Copies, Operand, Side
 
 
 def quantize_operand(
@@ -37,7 +39,7 @@ def quantize_pair(
     column: Side | None,
     given: torch.Tensor | None = None,
     health: torch.Tensor | None = None,
-) -> tuple[Quantized | None, Quantized | None]:
+) -> Copies:
     """Quantizes `hp` [R, C] by `row` and `hp`^T [C, R] by `column`, either or both.
 
     Args:
@@ -45,19 +47,26 @@ def quantize_pair(
             saturate. Without it scales are current.
         health: int64, flat or not; `Side.flag` and `Side.count` are places in it.
     """
-    # No recipe has INT8 under a given scale; the kernels could not show in it what is not finite.
-    integers = any(side is not None and side.cast.format.uniform for side in (row, column))
-    if hp.device.type == "cuda" and not (integers and given is not None):
-        from loka.kernels.quantize.triton.quantize import quantize_pair_fused
+    return quantize_pairs(((hp, row, column),), given=given, health=health)[0]
 
-        if hp.stride(1) != 1 and hp.stride(0) == 1:  # a weight [K, N] that is read as [N, K], as it lies
-            transposed, lying = quantize_pair_fused(hp.t(), row=column, column=row, given=given, health=health)
-            return lying, transposed
-        return quantize_pair_fused(hp, row=row, column=column, given=given, health=health)
-    return (
-        _reference(hp, row, given, health) if row else None,
-        _reference(hp.t(), column, given, health) if column else None,
-    )
+
+def quantize_pairs(
+    operands: Sequence[Operand], *, given: torch.Tensor | None = None, health: torch.Tensor | None = None
+) -> list[Copies]:
+    """`quantize_pair` of operands of one device, each a (hp, row, column): on CUDA together, which spares the host."""
+    # No recipe has INT8 under a given scale; the kernels could not show in it what is not finite.
+    integers = any(side is not None and side.cast.format.uniform for _, *sides in operands for side in sides)
+    if operands[0][0].device.type == "cuda" and not (integers and given is not None):
+        from loka.kernels.quantize.triton.quantize import quantize_fused
+
+        return quantize_fused(operands, given=given, health=health)
+    return [
+        (
+            _reference(hp, row, given, health) if row else None,
+            _reference(hp.t(), column, given, health) if column else None,
+        )
+        for hp, row, column in operands
+    ]
 
 
 def append_residuals(low: Quantized, hp: torch.Tensor, columns: torch.Tensor | None, *, second: bool = False) -> None:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
+from loka.core.numerics.reference import Quantized
 from loka.core.problem import round_up
 from loka.core.recipe import Cast, Granularity
 
@@ -33,6 +34,11 @@ class Side:
             known = hash((self.cast, self.padded, self.flag, self.count))
             object.__setattr__(self, "_hash", known)
         return known
+
+
+Operand = tuple[torch.Tensor, Side | None, Side | None]
+"""hp [R, C], the copy that is wanted of it, and that of its transpose."""
+Copies = tuple[Quantized | None, Quantized | None]
 
 
 def empty_scale(cast: Cast, sides: tuple[int, int], device: torch.device) -> torch.Tensor:

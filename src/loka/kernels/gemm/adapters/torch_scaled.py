@@ -16,13 +16,14 @@ from torch.nn.functional import ScalingType, scaled_mm
 
 from loka.core.numerics.reference import Quantized
 from loka.core.problem import Problem, capability
-from loka.core.recipe import Format, Granularity, Recipe
-from loka.kernels.gemm.kernel import Kernel, Multiples
+from loka.core.recipe import Format, Gemm, Granularity, Recipe
+from loka.kernels.gemm.kernel import Into, Kernel, Multiples
 from loka.kernels.gemm.layouts import column_major, padded_rows, scalar, vector
 from loka.kernels.gemm.legality import before_cuda_12_9, granularities, misaligned, no_fp8, not_float64, undefined
 
 _RECIPES = ("tensorwise_e4m3", "tensorwise_e5m2", "rowwise_e4m3", "rowwise_e4m3_pow2", "blockwise_e4m3")
 _HOT = ("rowwise_e4m3_hot32", "rowwise_e4m3_centred_hot32")
+_WHOLE_K = (Granularity.TENSOR, Granularity.ROW)  # of one scale for all of K
 
 # `_scaled_mm` has a C shim, `_scaled_mm_v2`, which blockwise scales need, has none in torch 2.13.
 _PACKAGED = ("tensorwise_e4m3", "rowwise_e4m3", "rowwise_e4m3_pow2")
@@ -70,11 +71,8 @@ def _multiples(problem: Problem, recipe: Recipe) -> Multiples:
 
 
 def _run(a: Quantized, b: Quantized, dtype: torch.dtype, *, algorithm: int = 0, fast: bool) -> torch.Tensor:
-    granularity = a.cast.granularity
-    if granularity is Granularity.TENSOR:
-        return _scaled(a, b, scalar(a.scale), scalar(b.scale), dtype, fast)
-    if granularity is Granularity.ROW:
-        return _scaled(a, b, _column(a.scale), _column(b.scale).t(), dtype, fast)
+    if a.cast.granularity in _WHOLE_K:
+        return _scaled(a, b, dtype, fast)
     # The form with recipes: the older one accepts unpadded 128x128 scales and returns garbage
     # when K / 128 is not a multiple of 4 (pytorch/ao#4209).
     if b.cast.granularity is Granularity.BLOCK_128X128:
@@ -103,9 +101,24 @@ def _column(scale: torch.Tensor) -> torch.Tensor:
 
 
 def _scaled(
-    a: Quantized, b: Quantized, scale_a: torch.Tensor, scale_b: torch.Tensor, dtype: torch.dtype, fast: bool
+    a: Quantized, b: Quantized, dtype: torch.dtype, fast: bool, out: torch.Tensor | None = None
 ) -> torch.Tensor:
-    return torch._scaled_mm(a.data, b.data.t(), scale_a, scale_b, out_dtype=dtype, use_fast_accum=fast)
+    if a.cast.granularity is Granularity.TENSOR:
+        scale_a, scale_b = scalar(a.scale), scalar(b.scale)
+    else:
+        scale_a, scale_b = _column(a.scale), _column(b.scale).t()
+    return torch._scaled_mm(a.data, b.data.t(), scale_a, scale_b, out_dtype=dtype, use_fast_accum=fast, out=out)
+
+
+def _into(recipe: Recipe, *, fast: bool) -> Into | None:
+    """Blocks have an op of their own, which makes its result."""
+    casts = recipe.casts(Gemm.OUTPUT)
+    whole = casts is not None and all(cast.granularity in _WHOLE_K for cast in casts)
+    return functools.partial(_write, fast=fast) if whole else None
+
+
+def _write(a: Quantized, b: Quantized, out: torch.Tensor, *, fast: bool) -> None:
+    _scaled(a, b, out.dtype, fast, out)
 
 
 TORCH = Kernel(
@@ -116,6 +129,7 @@ TORCH = Kernel(
     multiples=_multiples,
     run=functools.partial(_run, fast=False),
     packaged=_PACKAGED,
+    into=functools.partial(_into, fast=False),
 )
 
 TORCH_FAST = Kernel(
@@ -127,4 +141,5 @@ TORCH_FAST = Kernel(
     multiples=_multiples,
     run=functools.partial(_run, fast=True),
     packaged=_PACKAGED,
+    into=functools.partial(_into, fast=True),
 )

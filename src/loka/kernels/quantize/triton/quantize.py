@@ -16,6 +16,7 @@ Scales lie in memory as `kernels.quantize.side.empty_scale` says.
 """
 
 import functools
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -23,7 +24,7 @@ import triton.language as tl
 
 from loka.core.numerics.reference import Quantized
 from loka.core.recipe import Cast, Granularity
-from loka.kernels.quantize.side import Side, empty_scale
+from loka.kernels.quantize.side import Copies, Operand, Side, empty_scale
 from loka.kernels.quantize.triton.cast_kernels import (
     BLOCK,
     GIVEN,
@@ -42,45 +43,46 @@ _ROWS_TILE = 4096  # elements that a program of `quantize_rows` holds at a time
 _AMAX_PROGRAMS = 2048  # enough to fill 132 multiprocessors several times over
 
 
-def quantize_pair_fused(
-    hp: torch.Tensor,
-    *,
-    row: Side | None,
-    column: Side | None,
-    given: torch.Tensor | None = None,
-    health: torch.Tensor | None = None,
-) -> tuple[Quantized | None, Quantized | None]:
-    """Quantizes hp [R, C] (`row`) and hp^T [C, R] (`column`) in one pass; see kernels/quantize/quantizer.py.
+def quantize_fused(
+    operands: Sequence[Operand], *, given: torch.Tensor | None = None, health: torch.Tensor | None = None
+) -> list[Copies]:
+    """Quantizes each hp [R, C] and hp^T [C, R] in one pass over it; see kernels/quantize/quantizer.py.
 
     `given` float32 [1] is the tensor scale to use. `health` int64, flat.
     """
-    if INTERPRETED or not hp.is_cuda:
-        return _quantize(hp, row, column, given, health)
-    key = (hp.shape, hp.stride(), hp.dtype, row, column)
-    with launching_on(hp):
-        return recorded(
+    hps = tuple(hp for hp, _, _ in operands)
+    if INTERPRETED or not hps[0].is_cuda:
+        return _quantize_each(operands, given, health)
+    key = tuple((hp.shape, hp.stride(), hp.dtype, row, column) for hp, row, column in operands)
+    with launching_on(hps[0]):
+        found: list[Copies] = recorded(
             key,
-            (hp, given, health),
-            lambda: _quantize(hp, row, column, given, health),
-            _slots,
-            lambda slots, tensors: _from_slots(slots, tensors, row, column),
+            (*hps, given, health),
+            lambda: _quantize_each(operands, given, health),
+            lambda copies, recording: [(_slots(row, recording), _slots(column, recording)) for row, column in copies],
+            lambda slots, tensors: [
+                (_from_slot(places[0], tensors, row), _from_slot(places[1], tensors, column))
+                for places, (_, row, column) in zip(slots, operands, strict=True)
+            ],
         )
+    return found
 
 
-Slots = tuple[tuple[int, int] | None, tuple[int, int] | None]
+def _quantize_each(
+    operands: Sequence[Operand], given: torch.Tensor | None, health: torch.Tensor | None
+) -> list[Copies]:
+    found = []
+    for hp, row, column in operands:
+        if hp.stride(1) != 1 and hp.stride(0) == 1:  # a weight [K, N] that is read as [N, K], as it lies
+            transposed, lying = _quantize(hp.t(), column, row, given, health)
+            found.append((lying, transposed))
+        else:
+            found.append(_quantize(hp, row, column, given, health))
+    return found
 
 
-def _slots(copies: tuple[Quantized | None, Quantized | None], recording: Recording) -> Slots:
-    first, second = (
-        None if copy is None else (recording.slot_of(copy.data), recording.slot_of(copy.scale)) for copy in copies
-    )
-    return first, second
-
-
-def _from_slots(
-    slots: Slots, tensors: list[torch.Tensor | None], row: Side | None, column: Side | None
-) -> tuple[Quantized | None, Quantized | None]:
-    return _from_slot(slots[0], tensors, row), _from_slot(slots[1], tensors, column)
+def _slots(copy: Quantized | None, recording: Recording) -> tuple[int, int] | None:
+    return None if copy is None else (recording.slot_of(copy.data), recording.slot_of(copy.scale))
 
 
 def _from_slot(slot: tuple[int, int] | None, tensors: list[torch.Tensor | None], side: Side | None) -> Quantized | None:
