@@ -102,6 +102,24 @@ def test_another_thread_s_capture_is_not_waited_for(calls, monkeypatch):
     assert [calls(1), calls(1), calls(1)] == [PLAIN] * 3
 
 
+def test_a_signal_in_the_middle_may_launch(calls):
+    """Its handler runs between any two steps of the interpreter, those under the lock included."""
+    found = []
+
+    class Key:
+        def __hash__(self):
+            if not found:  # the lock is held: the graph of this key is being looked up
+                found.append(None)
+                graphs.launch_kept((2,), found.append, "handler", 0)
+            return 1
+
+    thread = threading.Thread(target=calls, args=(Key(),), daemon=True)
+    thread.start()
+    thread.join(10)
+    assert not thread.is_alive()
+    assert found == [None, "handler"]
+
+
 def made(shape, dtype=torch.bfloat16, seed=0):
     torch.manual_seed(seed)
     return torch.randn(*shape, device="cuda", dtype=dtype)

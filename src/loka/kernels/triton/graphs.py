@@ -27,7 +27,7 @@ class _Kept:
     """The graphs of this process, the longest unused first."""
 
     def __init__(self) -> None:
-        self.lock = threading.Lock()
+        self.lock = threading.RLock()  # a signal's handler, run while it is held, may train
         self.graphs: dict[Any, Graph] = {}
         self.seen: set[int] = set()
         self.captures = self.launches = 0
