@@ -89,12 +89,24 @@ def test_what_the_driver_refuses_is_launched_one_by_one(calls, monkeypatch):
     assert [calls(2), calls(1)] == [PLAIN, REPLAYED]
 
 
-@pytest.mark.parametrize(("backend", "uncached"), [("native", "1"), ("cudaMallocAsync", ""), ("pluggable", "")])
-def test_without_pools_of_torch_s_allocator_nothing_is_captured(calls, monkeypatch, backend, uncached):
+@pytest.mark.parametrize(
+    ("backend", "uncached", "third"),
+    [
+        ("native", None, REPLAYED),
+        ("native", "1", PLAIN),
+        ("native", "", PLAIN),
+        ("cudaMallocAsync", None, PLAIN),
+        ("pluggable", None, PLAIN),
+    ],
+)
+def test_without_pools_of_torch_s_allocator_nothing_is_captured(calls, monkeypatch, backend, uncached, third):
     monkeypatch.setattr(graphs, "_shares_memory", SHARES_MEMORY)
     monkeypatch.setattr(torch.cuda, "get_allocator_backend", lambda: backend)
-    monkeypatch.setenv("PYTORCH_NO_CUDA_MEMORY_CACHING", uncached)
-    assert [calls(1), calls(1), calls(1)] == [PLAIN] * 3
+    monkeypatch.delenv("PYTORCH_NO_CUDA_MEMORY_CACHING", raising=False)
+    if uncached is not None:
+        monkeypatch.setenv("PYTORCH_NO_CUDA_MEMORY_CACHING", uncached)
+    calls(1), calls(1)
+    assert calls(1) == third
 
 
 def test_another_thread_s_capture_is_not_waited_for(calls, monkeypatch):

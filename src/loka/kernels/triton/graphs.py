@@ -80,8 +80,8 @@ def _pays(key: tuple[Any, ...]) -> bool:
 @functools.cache
 def _shares_memory() -> bool:
     """Whether torch allocates by its own caching allocator, whose pools keep what a capture allocates: others hand it
-    back to the device, under graphs that work in it."""
-    return torch.cuda.get_allocator_backend() == "native" and not os.environ.get("PYTORCH_NO_CUDA_MEMORY_CACHING")
+    back to the device, under graphs that work in it. Torch looks whether the variable is set, be it to nothing."""
+    return torch.cuda.get_allocator_backend() == "native" and "PYTORCH_NO_CUDA_MEMORY_CACHING" not in os.environ
 
 
 def _captured(launches: Callable[[int], None], device: int, target: int) -> Graph | None:
