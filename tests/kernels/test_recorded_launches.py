@@ -168,6 +168,22 @@ def test_calls_of_torch_run_again_on_tensors_that_lie_alike(kernel):
         torch.testing.assert_close(found, right)
 
 
+def test_an_operand_of_another_type_is_not_taken_for_what_it_lies_in(kernel):
+    def call(x):
+        def make():
+            out = launch.allocated(torch.empty(4))
+            launch.call(lambda x, bits: bits.copy_(x), x, out.view(torch.int32))
+            return out
+
+        slot_of = lambda out, recording: recording.slot_of(out)  # noqa: E731
+        return launch.recorded(("bits",), (x,), make, slot_of, lambda slot, tensors: tensors[slot])
+
+    x = torch.arange(4, dtype=torch.int32)
+    assert torch.equal(call(x).view(torch.int32), x)
+    with pytest.raises(AssertionError, match="of another type"):
+        call(x)
+
+
 def test_a_recording_inside_another_is_a_part_of_it(kernel, kept):
     def make(x):
         return call(kernel, x, call(kernel, x, x))
