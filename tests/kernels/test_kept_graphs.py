@@ -89,6 +89,17 @@ def test_what_the_driver_refuses_is_launched_one_by_one(calls, monkeypatch):
     assert [calls(2), calls(1)] == [PLAIN, REPLAYED]
 
 
+def test_a_graph_whose_first_launch_fails_is_not_kept(calls, monkeypatch):
+    def launch(stream):
+        raise RuntimeError("cuGraphLaunch: out of memory (2)")
+
+    calls(1)
+    monkeypatch.setattr(calls, "launch", launch)
+    with pytest.warns(UserWarning, match=r"one by one .* out of memory"):
+        assert calls(1) == [("plain", "capture"), *PLAIN]
+    assert calls(1) == PLAIN
+
+
 @pytest.mark.parametrize(
     ("backend", "uncached", "third"),
     [

@@ -52,16 +52,16 @@ def launch_kept(key: tuple[Any, ...], launches: Callable[[int], None], stream: i
         if graph is not None:
             _kept.graphs[key] = graph
             _kept.launches += 1
-    if graph is None and _pays(key) and (graph := _captured(launches, device, stream)) is not None:
+    if graph is not None:
+        graph.launch(stream)
+    elif _pays(key) and (graph := _captured(launches, device, stream)) is not None:
         with _kept.lock:
             if len(_kept.graphs) >= MOST:
                 del _kept.graphs[next(iter(_kept.graphs))]
             _kept.graphs[key] = graph
             _kept.captures += 1
-    if graph is None:
-        launches(stream)
     else:
-        graph.launch(stream)
+        launches(stream)
 
 
 def _pays(key: tuple[Any, ...]) -> bool:
@@ -85,13 +85,17 @@ def _shares_memory() -> bool:
 
 
 def _captured(launches: Callable[[int], None], device: int, target: int) -> Graph | None:
+    """A new graph, launched once: for that it is given memory of the device, of which there may be none left."""
     try:
-        return captured(launches, device, target)
+        graph = captured(launches, device, target)
+        if graph is not None:
+            graph.launch(target)
+        return graph
     except RuntimeError as error:
         _kept.refused = True
         warnings.warn(
             f"eager sites launch their kernels one by one from here on, which takes the host longer: the driver "
-            f"captures no graph of them ({first_line(error)})",
+            f"makes no graph of them ({first_line(error)})",
             stacklevel=2,
         )
         return None
