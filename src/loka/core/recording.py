@@ -6,6 +6,7 @@ undoing what the host did is up to the caller.
 
 import contextlib
 import functools
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any, Protocol, TypeVar
 
@@ -14,6 +15,10 @@ import torch
 from loka.core.device import index_of
 
 T = TypeVar("T")
+
+captures = threading.RLock()
+"""Held by the thread that captures. Before a capture of its own torch waits for the device, which raises where another
+thread captures meanwhile, and breaks that one's capture too."""
 
 
 class Recording(Protocol):
@@ -74,6 +79,7 @@ def record(
     try:
         # Other threads, such as a loader's that pins memory, may go on using CUDA meanwhile.
         with (
+            captures,
             torch.cuda.device(device),
             torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"),
         ):

@@ -10,14 +10,14 @@ https://docs.nvidia.com/cuda/cuda-driver-api/
 
 import ctypes
 import functools
-import threading
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
+from loka.core.recording import captures
+
 _NON_BLOCKING, _THREAD_LOCAL = 1, 1  # CU_STREAM_NON_BLOCKING, CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
-_capturing = threading.Lock()  # a stream holds one capture
 
 
 @functools.cache
@@ -60,7 +60,7 @@ def captured(launches: Callable[[int], None], device: int, target: int) -> Graph
     libraries allocate for their kernels meanwhile, such as a workspace of cuBLAS, is memory that all graphs of this
     stream share and nobody else gets, even where torch frees it. None while another thread captures.
     """
-    if not _capturing.acquire(blocking=False):
+    if not captures.acquire(blocking=False):
         return None
     try:
         stream, pool = _place(device, target)
@@ -84,7 +84,7 @@ def captured(launches: Callable[[int], None], device: int, target: int) -> Graph
         assert made.value is not None
         return Graph(made.value)
     finally:
-        _capturing.release()
+        captures.release()
 
 
 @functools.cache
