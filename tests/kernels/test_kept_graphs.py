@@ -62,9 +62,12 @@ def test_in_a_capture_of_the_caller_launches_are_plain(calls):
 def test_addresses_that_wander_are_not_captured_for_ever(calls):
     found = [step for key in range(1000) for step in (calls(key), calls(key))]
     assert found.count(CAPTURED) == graphs._AT_ONCE
-    for _ in range(graphs._PAID_BY):
+    for _ in range(graphs._PAID_BY - 1):
         assert calls(0) == REPLAYED
-    assert [calls(999), calls(999)] == [PLAIN, CAPTURED], "launches of kept graphs pay for it"
+    assert [calls(999), calls(999)] == [PLAIN] * 2
+    assert calls(0) == REPLAYED
+    assert calls(998) == PLAIN, "keys are remembered from here on"
+    assert [calls(998), calls(998), calls(998)] == [CAPTURED, REPLAYED, REPLAYED], "launches of kept graphs pay for it"
 
 
 def test_the_longest_unused_makes_room(calls, monkeypatch):

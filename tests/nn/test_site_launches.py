@@ -1,15 +1,18 @@
 """A recorded pass, without a GPU: what it hands to recordings, and what it makes of their results."""
 
 import itertools
+from collections import Counter
 
 import pytest
 import torch
 
+from loka.kernels.gemm.run import kernel_runs, reset_kernel_runs
 from loka.nn import site_ops
 
 launches = pytest.importorskip("loka.nn.site_launches", reason="needs triton")
 
 ROW, TENSOR, APART = "torch:rowwise_e4m3", "torch:tensorwise_e4m3", "emulated:rowwise_e4m3"
+POWERS = "torch:rowwise_e4m3_pow2"
 CANDIDATES = (ROW, TENSOR, APART, "hp")  # no GEMM of an emulated kernel is recorded
 
 
@@ -38,11 +41,16 @@ def forget():
         cache.cache_clear()
 
 
-def one_pass(names, want):
+def one_pass(names, want, *, dtypes=(torch.bfloat16, torch.float32), turned=None):
     """y, dx, dW and health of a pass in which `want` gradients of x and of the weight are wanted."""
     torch.manual_seed(0)
-    x, dy = torch.randn(24, 32, dtype=torch.bfloat16), torch.randn(24, 48, dtype=torch.bfloat16)
-    weight, health = torch.randn(48, 32), torch.zeros(3, 3, dtype=torch.int64)
+
+    def made(name, dtype, rows, columns):
+        return (torch.randn(columns, rows).t() if name == turned else torch.randn(rows, columns)).to(dtype)
+
+    x, dy = made("x", dtypes[0], 24, 32), made("dy", dtypes[0], 24, 48)
+    weight = made("weight", dtypes[1], 48, 32)
+    health = torch.zeros(3, 3, dtype=torch.int64)
     output, grad_input, grad_weight = names
     keep = (want[1] and "hp" not in (output, grad_weight), want[0] and "hp" not in (output, grad_input))
     y, kept_x, x_scale, kept_weight, weight_scale = site_ops.forward_parts(x, weight, health, names, keep)
@@ -53,7 +61,10 @@ def one_pass(names, want):
 @pytest.mark.parametrize("want", [(True, True), (True, False), (False, True)])
 def test_a_recorded_pass_computes_what_its_parts_do(recording, want):
     combinations = list(itertools.product(CANDIDATES, repeat=3))
+    reset_kernel_runs()
     apart = [one_pass(names, want) for names in combinations]
+    ran = kernel_runs()
+    reset_kernel_runs()
     keys = recording()
     recorded = []
     for names, right in zip(combinations, apart, strict=True):
@@ -61,12 +72,41 @@ def test_a_recorded_pass_computes_what_its_parts_do(recording, want):
         for found, expected in zip(one_pass(names, want), right, strict=True):
             assert torch.equal(found, expected), names
         recorded.append(len(keys))
+    assert kernel_runs() == ran
     wanted = [[names[place] for place in (1, 2) if want[place - 1]] for names in combinations]
     assert recorded == [
         (names[0] in (ROW, TENSOR))
         + (names[0] != "hp" and APART not in gradients and any(name != "hp" for name in gradients))
         for names, gradients in zip(combinations, wanted, strict=True)
     ]
+
+
+def test_passes_that_differ_in_anything_have_recordings_of_their_own(recording):
+    keys = recording()
+    rows, both, found = (ROW, ROW, ROW), (True, True), {}
+
+    def noted(label, names=rows, want=both, **more):
+        pair = []
+        for _ in range(2):
+            keys.clear()
+            one_pass(names, want, **more)
+            pair.append(tuple(keys))
+        assert pair[0] == pair[1], "a pass that comes again has the recordings that it had"
+        found[label] = pair[0]
+
+    noted("plain")
+    for place, label in enumerate(("output", "grad_input", "grad_weight")):
+        noted(label, names=(*rows[:place], POWERS, *rows[place + 1 :]))
+    noted("no dx", want=(False, True))
+    noted("no dW", want=(True, False))
+    noted("wide", dtypes=(torch.float32, torch.float32))
+    noted("narrow weight", dtypes=(torch.bfloat16, torch.bfloat16))
+    for name in ("x", "dy", "weight"):
+        noted(name, turned=name)
+    forward, backward = (Counter(pair[place] for pair in found.values()) for place in (0, 1))
+    assert {label for label, pair in found.items() if forward[pair[0]] > 1} == {"plain", "dy"}
+    given_alike = {label for label, pair in found.items() if backward[pair[1]] > 1}
+    assert given_alike == {"plain", "output", "x", "weight"}, "of what forward kept"
 
 
 @pytest.mark.parametrize("names", [(ROW, "hp", "hp"), (APART, "hp", "hp")])
