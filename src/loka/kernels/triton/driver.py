@@ -62,9 +62,9 @@ def captured(launches: Callable[[int], None], device: int, target: int) -> Graph
     """
     if not captures.acquire(blocking=False):
         return None
+    graph, made = ctypes.c_void_p(), ctypes.c_void_p()
     try:
-        stream, pool = _place(device, target)
-        graph, made, driver = ctypes.c_void_p(), ctypes.c_void_p(), _driver()
+        (stream, pool), driver = _place(device, target), _driver()
         torch.cuda.current_blas_handle()  # a thread's first one is not made in a capture
         torch._C._cuda_beginAllocateCurrentThreadToPool(device, pool)
         try:
@@ -77,13 +77,12 @@ def captured(launches: Callable[[int], None], device: int, target: int) -> Graph
         finally:
             torch._C._cuda_endAllocateToPool(device, pool)  # and is not released: it lives as long as the process
         _check("cuStreamEndCapture", ended)
-        try:
-            _check("cuGraphInstantiate", driver.cuGraphInstantiateWithFlags(ctypes.byref(made), graph, 0))
-        finally:
-            driver.cuGraphDestroy(graph)
+        _check("cuGraphInstantiate", driver.cuGraphInstantiateWithFlags(ctypes.byref(made), graph, 0))
         assert made.value is not None
         return Graph(made.value)
     finally:
+        if graph.value:  # of launches that raised, too
+            _driver().cuGraphDestroy(graph)
         captures.release()
 
 
