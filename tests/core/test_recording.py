@@ -15,9 +15,9 @@ def is_free():
     found = []
 
     def look():
-        found.append(recording.captures.acquire(blocking=False))
+        found.append(recording.captures(0).acquire(blocking=False))
         if found[0]:
-            recording.captures.release()
+            recording.captures(0).release()
 
     thread = threading.Thread(target=look)
     thread.start()
@@ -57,8 +57,9 @@ def test_while_one_thread_records_no_other_captures(cuda):
 def test_a_kept_graph_is_not_captured_while_another_thread_records():
     driver = pytest.importorskip("loka.kernels.triton.driver", reason="needs triton")
     found = []
-    with recording.captures:
+    with recording.captures(0):
         thread = threading.Thread(target=lambda: found.append(driver.captured(found.append, 0, 0)))
         thread.start()
         thread.join()
     assert found == [None]
+    assert recording.captures(1) is not recording.captures(0), "what waits for one device is no matter to another"

@@ -76,7 +76,7 @@ def test_a_call_that_raises_leaves_nothing_behind(log):
     with pytest.raises(KeyboardInterrupt):
         driver.captured(broken, 0, 44)
     assert log.calls == [*BEGIN, "cuStreamEndCapture", "_cuda_endAllocateToPool", "cuGraphDestroy"]
-    assert not captures._is_owned()
+    assert not captures(0)._is_owned()
 
 
 @pytest.mark.parametrize("call", ["cuStreamBeginCapture_v2", "cuStreamEndCapture", "cuGraphInstantiateWithFlags"])
@@ -86,4 +86,4 @@ def test_what_the_driver_refuses_leaves_nothing_behind(log, call):
         driver.captured(log.calls.append, 0, 44)
     assert "_cuda_endAllocateToPool" in log.calls
     assert ("cuGraphDestroy" in log.calls) == (call == "cuGraphInstantiateWithFlags")
-    assert not captures._is_owned()
+    assert not captures(0)._is_owned()

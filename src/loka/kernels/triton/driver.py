@@ -59,8 +59,12 @@ def captured(launches: Callable[[int], None], device: int, target: int) -> Graph
     Nothing of it runs. It will run on `target`, a stream of `device`, the current device, and on no other: what
     libraries allocate for their kernels meanwhile, such as a workspace of cuBLAS, is memory that all graphs of this
     stream share and nobody else gets, even where torch frees it. None while another thread captures.
+
+    Another thread may not wait for the whole device meanwhile (`torch.cuda.synchronize`): that raises in it, and this
+    capture fails. Captures take turns for that; what else threads of the caller do is not known here.
     """
-    if not captures.acquire(blocking=False):
+    turn = captures(device)
+    if not turn.acquire(blocking=False):
         return None
     graph, made = ctypes.c_void_p(), ctypes.c_void_p()
     try:
@@ -83,7 +87,7 @@ def captured(launches: Callable[[int], None], device: int, target: int) -> Graph
     finally:
         if graph.value:  # of launches that raised, too
             _driver().cuGraphDestroy(graph)
-        captures.release()
+        turn.release()
 
 
 @functools.cache
