@@ -62,9 +62,12 @@ def test_in_a_capture_of_the_caller_launches_are_plain(calls):
 def test_addresses_that_wander_are_not_captured_for_ever(calls):
     found = [step for key in range(1000) for step in (calls(key), calls(key))]
     assert found.count(CAPTURED) == graphs._AT_ONCE
-    for _ in range(graphs._PAID_BY):
+    for _ in range(graphs._PAID_BY - 1):
         assert calls(0) == REPLAYED
-    assert [calls(999), calls(999)] == [PLAIN, CAPTURED], "launches of kept graphs pay for it"
+    assert [calls(999), calls(999)] == [PLAIN] * 2
+    assert calls(0) == REPLAYED
+    assert calls(998) == PLAIN, "keys are remembered from here on"
+    assert [calls(998), calls(998), calls(998)] == [CAPTURED, REPLAYED, REPLAYED], "launches of kept graphs pay for it"
 
 
 def test_the_longest_unused_makes_room(calls, monkeypatch):
@@ -89,17 +92,58 @@ def test_what_the_driver_refuses_is_launched_one_by_one(calls, monkeypatch):
     assert [calls(2), calls(1)] == [PLAIN, REPLAYED]
 
 
-@pytest.mark.parametrize(("backend", "uncached"), [("native", "1"), ("cudaMallocAsync", ""), ("pluggable", "")])
-def test_without_pools_of_torch_s_allocator_nothing_is_captured(calls, monkeypatch, backend, uncached):
+def test_a_graph_whose_first_launch_fails_is_not_kept(calls, monkeypatch):
+    def launch(stream):
+        raise RuntimeError("cuGraphLaunch: out of memory (2)")
+
+    calls(1)
+    monkeypatch.setattr(calls, "launch", launch)
+    with pytest.warns(UserWarning, match=r"one by one .* out of memory"):
+        assert calls(1) == [("plain", "capture"), *PLAIN]
+    assert calls(1) == PLAIN
+
+
+@pytest.mark.parametrize(
+    ("backend", "uncached", "third"),
+    [
+        ("native", None, REPLAYED),
+        ("native", "1", PLAIN),
+        ("native", "", PLAIN),
+        ("cudaMallocAsync", None, PLAIN),
+        ("pluggable", None, PLAIN),
+    ],
+)
+def test_without_pools_of_torch_s_allocator_nothing_is_captured(calls, monkeypatch, backend, uncached, third):
     monkeypatch.setattr(graphs, "_shares_memory", SHARES_MEMORY)
     monkeypatch.setattr(torch.cuda, "get_allocator_backend", lambda: backend)
-    monkeypatch.setenv("PYTORCH_NO_CUDA_MEMORY_CACHING", uncached)
-    assert [calls(1), calls(1), calls(1)] == [PLAIN] * 3
+    monkeypatch.delenv("PYTORCH_NO_CUDA_MEMORY_CACHING", raising=False)
+    if uncached is not None:
+        monkeypatch.setenv("PYTORCH_NO_CUDA_MEMORY_CACHING", uncached)
+    calls(1), calls(1)
+    assert calls(1) == third
 
 
 def test_another_thread_s_capture_is_not_waited_for(calls, monkeypatch):
     monkeypatch.setattr(graphs, "captured", lambda launches, device, target: None)
     assert [calls(1), calls(1), calls(1)] == [PLAIN] * 3
+
+
+def test_a_signal_in_the_middle_may_launch(calls):
+    """Its handler runs between any two steps of the interpreter, those under the lock included."""
+    found = []
+
+    class Key:
+        def __hash__(self):
+            if not found:  # the lock is held: the graph of this key is being looked up
+                found.append(None)
+                graphs.launch_kept((2,), found.append, "handler", 0)
+            return 1
+
+    thread = threading.Thread(target=calls, args=(Key(),), daemon=True)
+    thread.start()
+    thread.join(10)
+    assert not thread.is_alive()
+    assert found == [None, "handler"]
 
 
 def made(shape, dtype=torch.bfloat16, seed=0):

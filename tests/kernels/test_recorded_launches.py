@@ -168,6 +168,38 @@ def test_calls_of_torch_run_again_on_tensors_that_lie_alike(kernel):
         torch.testing.assert_close(found, right)
 
 
+def test_a_square_operand_that_was_turned_is_turned_again(kernel):
+    def call(x):
+        def make():
+            out = launch.allocated(torch.empty(3, 3))
+            launch.call(lambda a, b, out: out.copy_(a).sub_(b), x, x.t(), out.t())
+            return out
+
+        slot_of = lambda out, recording: recording.slot_of(out)  # noqa: E731
+        return launch.recorded(("square",), (x,), make, slot_of, lambda slot, tensors: tensors[slot])
+
+    for seed in range(3):
+        torch.manual_seed(seed)
+        x = torch.randn(3, 3)
+        assert torch.equal(call(x), x.t() - x)
+
+
+def test_an_operand_of_another_type_is_not_taken_for_what_it_lies_in(kernel):
+    def call(x):
+        def make():
+            out = launch.allocated(torch.empty(4))
+            launch.call(lambda x, bits: bits.copy_(x), x, out.view(torch.int32))
+            return out
+
+        slot_of = lambda out, recording: recording.slot_of(out)  # noqa: E731
+        return launch.recorded(("bits",), (x,), make, slot_of, lambda slot, tensors: tensors[slot])
+
+    x = torch.arange(4, dtype=torch.int32)
+    assert torch.equal(call(x).view(torch.int32), x)
+    with pytest.raises(AssertionError, match="of another type"):
+        call(x)
+
+
 def test_a_recording_inside_another_is_a_part_of_it(kernel, kept):
     def make(x):
         return call(kernel, x, call(kernel, x, x))

@@ -6,6 +6,7 @@ undoing what the host did is up to the caller.
 
 import contextlib
 import functools
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any, Protocol, TypeVar
 
@@ -20,6 +21,15 @@ class Recording(Protocol):
     """A captured CUDA graph."""
 
     def replay(self) -> None: ...
+
+
+_CAPTURES: dict[int, threading.RLock] = {}
+
+
+def captures(index: int) -> threading.RLock:
+    """Held by the thread that captures on this CUDA device. Before a capture of its own torch waits for the device,
+    which raises where another thread captures meanwhile, and breaks that one's capture too."""
+    return _CAPTURES.setdefault(index, threading.RLock())
 
 
 def capture_stream(device: torch.device) -> torch.cuda.Stream:
@@ -74,6 +84,7 @@ def record(
     try:
         # Other threads, such as a loader's that pins memory, may go on using CUDA meanwhile.
         with (
+            captures(device.index),
             torch.cuda.device(device),
             torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"),
         ):

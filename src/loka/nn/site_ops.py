@@ -154,6 +154,8 @@ def forward_parts(
     if made is None:
         y = run_gemm(candidates[0], x, weight, gemm=Gemm.OUTPUT, dtype=x.dtype)
         return y, *_unmade(x, weight, candidates, keep)
+    if x.device != weight.device:  # both are quantized together, and a launch made again is given addresses alone
+        raise RuntimeError(f"the input is on {x.device}, the weight on {weight.device}: move one to the other's device")
     if made.recorded and not isinstance(weight, Fp8Weight):
         from loka.nn.site_launches import recorded_forward
 

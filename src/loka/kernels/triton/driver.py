@@ -10,14 +10,14 @@ https://docs.nvidia.com/cuda/cuda-driver-api/
 
 import ctypes
 import functools
-import threading
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
+from loka.core.recording import captures
+
 _NON_BLOCKING, _THREAD_LOCAL = 1, 1  # CU_STREAM_NON_BLOCKING, CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
-_capturing = threading.Lock()  # a stream holds one capture
 
 
 @functools.cache
@@ -59,12 +59,16 @@ def captured(launches: Callable[[int], None], device: int, target: int) -> Graph
     Nothing of it runs. It will run on `target`, a stream of `device`, the current device, and on no other: what
     libraries allocate for their kernels meanwhile, such as a workspace of cuBLAS, is memory that all graphs of this
     stream share and nobody else gets, even where torch frees it. None while another thread captures.
+
+    Another thread may not wait for the whole device meanwhile (`torch.cuda.synchronize`): that raises in it, and this
+    capture fails. Captures take turns for that; what else threads of the caller do is not known here.
     """
-    if not _capturing.acquire(blocking=False):
+    turn = captures(device)
+    if not turn.acquire(blocking=False):
         return None
+    graph, made = ctypes.c_void_p(), ctypes.c_void_p()
     try:
-        stream, pool = _place(device, target)
-        graph, made, driver = ctypes.c_void_p(), ctypes.c_void_p(), _driver()
+        (stream, pool), driver = _place(device, target), _driver()
         torch.cuda.current_blas_handle()  # a thread's first one is not made in a capture
         torch._C._cuda_beginAllocateCurrentThreadToPool(device, pool)
         try:
@@ -77,14 +81,13 @@ def captured(launches: Callable[[int], None], device: int, target: int) -> Graph
         finally:
             torch._C._cuda_endAllocateToPool(device, pool)  # and is not released: it lives as long as the process
         _check("cuStreamEndCapture", ended)
-        try:
-            _check("cuGraphInstantiate", driver.cuGraphInstantiateWithFlags(ctypes.byref(made), graph, 0))
-        finally:
-            driver.cuGraphDestroy(graph)
+        _check("cuGraphInstantiate", driver.cuGraphInstantiateWithFlags(ctypes.byref(made), graph, 0))
         assert made.value is not None
         return Graph(made.value)
     finally:
-        _capturing.release()
+        if graph.value:  # of launches that raised, too
+            _driver().cuGraphDestroy(graph)
+        turn.release()
 
 
 @functools.cache

@@ -27,7 +27,7 @@ class _Kept:
     """The graphs of this process, the longest unused first."""
 
     def __init__(self) -> None:
-        self.lock = threading.Lock()
+        self.lock = threading.RLock()  # a signal's handler, run while it is held, may train
         self.graphs: dict[Any, Graph] = {}
         self.seen: set[int] = set()
         self.captures = self.launches = 0
@@ -52,16 +52,16 @@ def launch_kept(key: tuple[Any, ...], launches: Callable[[int], None], stream: i
         if graph is not None:
             _kept.graphs[key] = graph
             _kept.launches += 1
-    if graph is None and _pays(key) and (graph := _captured(launches, device, stream)) is not None:
+    if graph is not None:
+        graph.launch(stream)
+    elif _pays(key) and (graph := _captured(launches, device, stream)) is not None:
         with _kept.lock:
             if len(_kept.graphs) >= MOST:
                 del _kept.graphs[next(iter(_kept.graphs))]
             _kept.graphs[key] = graph
             _kept.captures += 1
-    if graph is None:
-        launches(stream)
     else:
-        graph.launch(stream)
+        launches(stream)
 
 
 def _pays(key: tuple[Any, ...]) -> bool:
@@ -80,18 +80,22 @@ def _pays(key: tuple[Any, ...]) -> bool:
 @functools.cache
 def _shares_memory() -> bool:
     """Whether torch allocates by its own caching allocator, whose pools keep what a capture allocates: others hand it
-    back to the device, under graphs that work in it."""
-    return torch.cuda.get_allocator_backend() == "native" and not os.environ.get("PYTORCH_NO_CUDA_MEMORY_CACHING")
+    back to the device, under graphs that work in it. Torch looks whether the variable is set, be it to nothing."""
+    return torch.cuda.get_allocator_backend() == "native" and "PYTORCH_NO_CUDA_MEMORY_CACHING" not in os.environ
 
 
 def _captured(launches: Callable[[int], None], device: int, target: int) -> Graph | None:
+    """A new graph, launched once: for that it is given memory of the device, of which there may be none left."""
     try:
-        return captured(launches, device, target)
+        graph = captured(launches, device, target)
+        if graph is not None:
+            graph.launch(target)
+        return graph
     except RuntimeError as error:
         _kept.refused = True
         warnings.warn(
             f"eager sites launch their kernels one by one from here on, which takes the host longer: the driver "
-            f"captures no graph of them ({first_line(error)})",
+            f"makes no graph of them ({first_line(error)})",
             stacklevel=2,
         )
         return None

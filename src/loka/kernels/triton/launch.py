@@ -183,9 +183,9 @@ class Recording:
         if tensor is None:
             assert scratch is not None
             tensor, offset = scratch.view(operand.dtype), offset + self._places[operand.slot]
-        elif offset == 0 and tensor.shape == operand.size and tensor.stride() == operand.stride:
+        assert tensor.dtype == operand.dtype, "a call took an operand as numbers of another type than it has"
+        if offset == 0 and tensor.shape == operand.size and tensor.stride() == operand.stride:
             return tensor
-        assert tensor.dtype == operand.dtype
         start = tensor.storage_offset() + offset // tensor.element_size()
         return tensor.as_strided(operand.size, operand.stride, start)
 
