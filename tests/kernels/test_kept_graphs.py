@@ -7,7 +7,7 @@ import torch
 from sites import convert_layer
 
 from loka.kernels.gemm.run import kernel_runs, reset_kernel_runs
-from loka.nn import site_ops
+from loka.nn import eager_graphs, site_ops
 
 graphs = pytest.importorskip("loka.kernels.triton.graphs", reason="needs triton")
 
@@ -23,6 +23,7 @@ class Calls:
         monkeypatch.setattr(graphs, "_kept", graphs._Kept())
         monkeypatch.setattr(graphs, "captured", self.captured)
         monkeypatch.setattr(graphs, "_shares_memory", lambda: True)
+        monkeypatch.setattr("loka.core.recording._eager", True)
         monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: self.capturing)
 
     def captured(self, launches, device, target):
@@ -48,6 +49,15 @@ PLAIN, CAPTURED, REPLAYED = [("plain", "stream")], [("plain", "capture"), ("grap
 
 def test_a_key_is_captured_when_it_comes_again(calls):
     assert [calls(1), calls(2), calls(1), calls(1), calls(2)] == [PLAIN, PLAIN, CAPTURED, REPLAYED, CAPTURED]
+
+
+def test_nothing_is_captured_unless_somebody_asks_for_it(calls):
+    calls(1), calls(1)
+    eager_graphs(False)
+    assert [calls(1), calls(1)] == [PLAIN] * 2
+    assert not graphs._kept.graphs, "what was kept is destroyed"
+    eager_graphs()
+    assert calls(1) == CAPTURED
 
 
 def test_in_a_capture_of_the_caller_launches_are_plain(calls):
@@ -172,6 +182,7 @@ def site(names=FAST, width=256):
 def fresh(monkeypatch):
     kept = graphs._Kept()
     monkeypatch.setattr(graphs, "_kept", kept)
+    monkeypatch.setattr("loka.core.recording._eager", True)
     return kept
 
 

@@ -32,6 +32,26 @@ def captures(index: int) -> threading.RLock:
     return _CAPTURES.setdefault(index, threading.RLock())
 
 
+_eager = False
+
+
+def eager_graphs(on: bool = True) -> None:
+    """From here on the launches of an eager site's pass are one CUDA graph wherever their addresses come again.
+
+    Results are the same, bit for bit; a pass takes the host a third of the time, which is what narrow layers wait for.
+    Compiled code, other graphs and CPUs are as before. Graphs are captured in the middle of training, and CUDA lets
+    nobody wait for a device while anything is captured there: `torch.cuda.synchronize` raises in any other thread, so
+    it is the caller who decides. Waiting for streams and events is fine. `on=False`: launches are single again, and the
+    graphs are destroyed.
+    """
+    global _eager
+    _eager = on
+
+
+def eager_graphs_are_on() -> bool:
+    return _eager
+
+
 def capture_stream(device: torch.device) -> torch.cuda.Stream:
     """The stream on which this process captures steps with collectives on `device`, a CUDA device.
 
