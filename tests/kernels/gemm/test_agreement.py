@@ -14,7 +14,8 @@ from loka.core.numerics.reference import accumulation_bound, dequantize, quantiz
 from loka.core.problem import Problem, dtype_name, target_of
 from loka.core.recipe import Gemm
 from loka.kernels.gemm.registry import all_candidates, candidate_named
-from loka.kernels.gemm.run import run_gemm
+from loka.kernels.gemm.run import into_of, run_gemm, scaled_gemm
+from loka.kernels.quantize.quantizer import quantize_operand
 
 REAL = [c.name for c in all_candidates() if not c.kernel.emulates]
 KINDS = ("normal", "zero rows", "1e-9", "1e30", "mixed rows", "all zero")  # mixed are of 1e-9 to 1e9
@@ -102,3 +103,25 @@ def test_empty_problems_give_zeros(shape, device):
     out = run_gemm("torch:rowwise_e4m3", a, b, gemm=Gemm.OUTPUT, dtype=torch.bfloat16)
     assert out.shape == (m, n)
     assert (out == 0).all()
+
+
+@pytest.mark.parametrize("gemm", list(Gemm))
+@pytest.mark.parametrize("name", [c.name for c in all_candidates() if c.kernel.into(c.recipe)])
+def test_what_writes_into_given_memory_writes_what_run_returns(name, gemm, device):
+    """Bit for bit, over whatever lay there."""
+    ran, fits = 0, lambda shape: supported(name, gemm, shape, torch.bfloat16, device)
+    for m, n, k in filter(fits, SHAPES):
+        a, b = operands("mixed rows", m, n, k, torch.bfloat16)
+        problem = Problem(gemm=gemm, m=m, n=n, k=k, dtype="bfloat16", target=target_of(device))
+        run = scaled_gemm(name, problem)
+        if (into := into_of(run)) is None:
+            continue
+        low = [
+            quantize_operand(x.to(device), cast, padded=padded, health=None, slot=slot)
+            for x, cast, padded, slot in zip((a, b), run.casts, (run.padded_a, run.padded_b), (1, 2), strict=True)
+        ]
+        out = torch.full((m, n), float("nan"), dtype=torch.bfloat16, device=device)
+        into(*low, out)
+        assert torch.equal(out, run(*low))
+        ran += 1
+    assert ran or not any(map(fits, SHAPES))
