@@ -249,7 +249,7 @@ def _layer(path: str, found: list[Operand], stats: Stats) -> Html:
 def _kurtosis(distribution: Distribution) -> str:
     numbers: Mapping[str, object] = distribution.numbers
     kurtosis = numbers.get("kurtosis")
-    return f"kurtosis {kurtosis:.3g}" if isinstance(kurtosis, float) and math.isfinite(kurtosis) else ""
+    return f"kurtosis about {kurtosis:.2g}" if isinstance(kurtosis, float) and math.isfinite(kurtosis) else ""
 
 
 def _histogram(operand: Operand) -> Html:
