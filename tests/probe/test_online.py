@@ -46,6 +46,14 @@ def test_what_is_learnt():
     assert stats.layers["5"].operands["input"].tensors["factor"].shape == (64, 1000)
 
 
+def test_amax_is_that_of_all_rows():
+    model, x = nn.Linear(4, 1), torch.ones(4096, 4)
+    x[0], x[1] = -9, torch.nan
+    with loka.Probe(model, every=1, rows=8) as probe:
+        model(x).sum().backward()
+    assert probe.stats().layers[""].operands["input"].tensors["amax"] == 9
+
+
 def test_depth_histograms_are_kept(tmp_path):
     """Their error of an operand is that of quantizing it, here of one batch, taken whole."""
     torch.manual_seed(0)

@@ -315,12 +315,13 @@ def test_zeros_are_not_past_the_normal_numbers(records):
     stats = records["stats"]
     layer = stats.layers["rest.1"]
     given = layer.operands["input"]
-    x = torch.tensor([1.0, 2.0**-25, 0.0, 0.0]).repeat(8, 1)
-    held = {**given.tensors, "depth_tensor": depth_histogram(x, Granularity.TENSOR).table}
+    x = torch.tensor([1.0, 2.0**-14.3, 2.0**-25, 0.0]).repeat(8, 1)
+    told, spoilt = (depth_histogram(each, Granularity.TENSOR).table for each in (x, x.log()))
+    held = {**given.tensors, "depth_tensor": told + spoilt}
     layer = replace(layer, operands={**layer.operands, "input": replace(given, tensors=held)})
     text = page(stats=replace(stats, layers={"rest.1": layer}))
     (row,) = [row for row in re.findall(r"<tr>(.*?)</tr>", text) if ">input<" in row and "%" in row]
-    assert re.findall(r"[0-9.]+ %", row)[:2] == ["25.00 %", "25.00 %"], "past normal numbers, and flushed"
+    assert re.findall(r"[0-9.]+ %", row)[:2] == ["12.50 %", "12.50 %"], "past normal numbers, and flushed"
 
 
 def test_octaves_are_shares_by_depth():

@@ -57,3 +57,7 @@ def test_gradients_of_frozen_weights_are_not_sent(name):
     assert {n: before - after for n, (before, after) in sent.items()} == {
         "ddp": less, "fsdp2": less, "hsdp/8": less * 9 / 8,
     }  # fmt: skip
+
+
+def test_a_prediction_layer_alone_gains_nothing():
+    assert row(across(torch.nn.Linear(2048, 1), gpus=(8,)), 8, "ddp", "-").speedup.high == 1

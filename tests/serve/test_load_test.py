@@ -24,6 +24,7 @@ def test_arrivals_are_poisson():
 def test_percentiles():
     values = [float(value) for value in range(100, 0, -1)]
     assert [percentile(values, share) for share in (0, 50, 99, 99.9, 100)] == [1, 50, 99, 100, 100]
+    assert [percentile(range(1, 1000 * k + 1), 99.9) for k in (1, 41)] == [999, 40_959]
     assert percentile([7.0], 50) == 7.0
     assert math.isnan(percentile([], 50))
 

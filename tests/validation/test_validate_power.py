@@ -281,6 +281,7 @@ def test_more_rows_reduce_the_part_that_rows_make():
 
 def test_what_each_pair_contributed(found):
     arm = found.arms[1]
+    assert deviation_by_rows(arm) == arm.average.variance.by_rows
     parts = contributions(arm)
     values = [part.value for part in parts]
     assert [part.seed for part in parts] == [3, 4, 5, 6]

@@ -240,3 +240,5 @@ def test_clusters_of_one_row_are_rows():
     for each, one in zip(pair_variances(losses, groups, 3, clusters=rng.permutation(300)), plain, strict=True):
         assert each.rows_error == pytest.approx(one.rows_error, rel=1e-9)
         assert each.clusters == one.rows
+    copies = pair_variances(np.repeat(losses, 2, 2), groups.repeat(2), 3, clusters=np.arange(300).repeat(2))
+    assert [each.by_rows for each in copies] == pytest.approx([one.by_rows for one in plain])

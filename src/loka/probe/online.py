@@ -337,7 +337,7 @@ class Probe:
             self._links.note(path, output)
             picked = self._picks(rows)
             part = rows if picked is None else rows[picked]
-            layer.input = self._add(layer.input, part)
+            layer.input = self._add(layer.input, part, rows)
             add_tails(layer, "input", part)
             keep = max(weight.shape) <= self._full_covariance and output.requires_grad
             known = part.to(torch.float32, copy=True) if keep else None
@@ -370,7 +370,7 @@ class Probe:
         with torch.no_grad(), torch.autocast(grad.device.type, enabled=False):
             rows = grad.reshape(-1, grad.shape[-1])
             part = rows if picked is None else rows[picked]
-            layer.grad_output = self._add(layer.grad_output, part)
+            layer.grad_output = self._add(layer.grad_output, part, rows)
             add_tails(layer, "grad_output", part, known)
             add_samples(layer, some, rows)
             self._add_depths(layer, {"grad_output": rows})
@@ -378,8 +378,8 @@ class Probe:
     def _picks(self, rows: torch.Tensor) -> torch.Tensor | None:
         return row_picks(rows.shape[0], self._rows, self._generator, rows.device)
 
-    def _add(self, so_far: gaussian.Gaussian | None, rows: torch.Tensor) -> gaussian.Gaussian:
-        batch = gaussian.gaussian_of(rows, full_covariance=self._full_covariance, rank=self._rank)
+    def _add(self, so_far: gaussian.Gaussian | None, part: torch.Tensor, rows: torch.Tensor) -> gaussian.Gaussian:
+        batch = gaussian.gaussian_of(part, full_covariance=self._full_covariance, rank=self._rank, whole=rows)
         return batch if so_far is None else gaussian.merge(so_far, batch, rank=self._rank)
 
     def _add_depths(self, layer: RunningLayerStats, operands: dict[str, torch.Tensor]) -> None:

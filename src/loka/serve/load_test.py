@@ -64,7 +64,8 @@ def _shown(milliseconds: float) -> str:
 def percentile(values: Sequence[float], share: float) -> float:
     """The smallest value that `share` percent of the values do not exceed (nearest rank); nan without values."""
     ordered = sorted(values)
-    return ordered[max(math.ceil(share / 100 * len(ordered)), 1) - 1] if ordered else math.nan
+    rank = math.ceil(round(share * len(ordered) / 100, 6))
+    return ordered[max(rank, 1) - 1] if ordered else math.nan
 
 
 def arrivals(rate: float, seconds: float, seed: int, *, even: bool = False) -> list[float]:

@@ -44,8 +44,8 @@ class Gaussian:
         return self.mean.shape[0]
 
 
-def gaussian_of(rows: torch.Tensor, *, full_covariance: int, rank: int) -> Gaussian:
-    """Statistics of one batch of `rows` [B, K]; rows with NaN or infinity are counted, not used."""
+def gaussian_of(rows: torch.Tensor, *, full_covariance: int, rank: int, whole: torch.Tensor | None = None) -> Gaussian:
+    """Statistics of one batch of `rows` [B, K], amax of `whole`; rows with NaN or infinity are counted, not used."""
     values = rows.detach().float()
     finite = torch.isfinite(values).all(dim=1)
     good = int(finite.sum())
@@ -60,7 +60,9 @@ def gaussian_of(rows: torch.Tensor, *, full_covariance: int, rank: int) -> Gauss
         scatter = centred.t() @ centred
     else:
         factor = compress(centred, rank)
-    amax = values.abs().amax().reshape(1) if values.numel() else values.new_zeros(0)
+    largest = (rows if whole is None else whole).detach().abs().amax(dim=1).float()
+    largest = largest[largest.isfinite()]
+    amax = largest.amax().reshape(1) if largest.numel() else values.new_zeros(0)
     return Gaussian(
         count=good,
         mean=mean,

@@ -125,11 +125,13 @@ def forecast(
 def deviation_by_rows(arm: ArmVerdict) -> float:
     """The standard deviation between pairs that the choice of rows makes by itself, in percent of NE.
 
-    A pair's own error over rows, less what all pairs share of it. It falls with the square root of the rows;
-    what is left of the variance between pairs is that of training.
+    A pair's own error over rows or clusters, less what all pairs share of it. It falls with the square root of
+    the rows; what is left of the variance between pairs is that of training.
     """
     if arm.average is None or not arm.pairs:
         return 0.0
+    if (known := arm.average.variance.by_rows) is not None:
+        return known
     squares = [((p.ne_percent.high - p.ne_percent.low) / 2 / Z95) ** 2 for p in arm.differences.values()]
     return math.sqrt(max(float(np.mean(squares)) - arm.average.variance.rows_error**2, 0.0))
 

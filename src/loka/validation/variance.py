@@ -93,7 +93,8 @@ class PairVariance:
     of rows adds to the mean of any number of pairs. nan where it cannot be known (one pair, no rows).
     `clusters` counts what was drawn independently, `effective_clusters` how many of one size would say as
     much: (sum n)^2 / sum n^2 of their rows n. None: each row was drawn by itself. `expected` is
-    the spread that was to be expected between pairs; None: that of the pairs is all.
+    the spread that was to be expected between pairs; None: that of the pairs is all. `by_rows`: what of
+    `between_pairs` rows make.
     """
 
     mean: float
@@ -104,6 +105,7 @@ class PairVariance:
     clusters: int | None = None
     effective_clusters: int | None = None
     expected: Expected | None = sparse(None)
+    by_rows: float | None = sparse(None)
 
     @property
     def draws(self) -> int:
@@ -213,6 +215,7 @@ def pair_variances(
         freedom = max(pairs - 1, 1) * (draws - 1)  # one pair: `squares` equals `by_draw`, and rest is 0
         rest = (squares - pairs * by_draw) / freedom * draws / (pairs * sizes**2)
         rows_error = 100 * np.sqrt(np.maximum(rows_variance - rest, 0))
+        by_rows = 100 * np.sqrt(np.maximum(pairs * rest, 0))
     return [
         PairVariance(
             mean=float(of_pairs[:, group].mean()),
@@ -222,6 +225,7 @@ def pair_variances(
             rows_error=float(rows_error[group]),
             clusters=None if clusters is None else int(draws[group]),
             effective_clusters=None if clusters is None else int(effective[group]),
+            by_rows=float(by_rows[group]),
         )
         for group in range(count)
     ]

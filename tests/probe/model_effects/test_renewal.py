@@ -342,6 +342,8 @@ def test_rows_weigh_as_in_the_loss(trained):
         assert one.common() == pytest.approx(other.common())
         assert one.skewness == pytest.approx(other.skewness)
         assert one.sampling_variance == pytest.approx(other.sampling_variance, rel=0.02)
+    one, other = (effects_of([s[at]], p[at], signs[at], None, weights[at])[0][0] for at in (twice, ~twice))
+    assert one.merge(other).kl().high == pytest.approx(weighed[0].kl().high, rel=1e-3)
     model, stats = trained
     plain = renewed(model, stats).layers["out"].effects[RECIPE]
     alike = renewed(model, stats, weights=lambda x: torch.full((len(x),), 3.0)).layers["out"].effects[RECIPE]

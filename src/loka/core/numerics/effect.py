@@ -35,7 +35,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from loka.core.error import Estimate, student_t_95
 from loka.core.numerics.label_rate import entropy
@@ -49,7 +49,7 @@ OTHER_PARTS = "of centred and hot recipes: merged from parts of other means or c
 
 
 def _check(found: Effect) -> None:
-    sums = (found.count, found.spread, found.total, found.squares, found.log_variance, found.cubes)
+    sums = (found.count, found.spread, found.total, found.squares, found.log_variance, found.cubes, found.weight)
     positive = (*sums, *found.probabilities, *found.curvatures)
     fits = len(found.pulls) == len(found.curvatures) and all(map(math.isfinite, found.pulls))
     if not fits or not all(math.isfinite(number) and number >= 0 for number in positive):
@@ -67,6 +67,7 @@ class Effect:
     rows were named (probe/model_effects/renewal.py): `spread` is then larger by what their correlation costs.
     `pulls` and `curvatures` are the sums, per task, in the numerator and the denominator of the shift; empty
     where they are not known. `log_variance` is the variance of the effect's logarithm beyond the sampling.
+    `weight`: the mean of unequal weights, which sums are relative to; else 0.
     """
 
     count: float
@@ -78,6 +79,7 @@ class Effect:
     curvatures: tuple[float, ...] = ()
     log_variance: float = sparse(0.0)
     cubes: float = sparse(0.0)
+    weight: float = sparse(0.0)
 
     @classmethod
     def of(
@@ -173,23 +175,28 @@ class Effect:
             return other if not self.count else self
         if len(self.probabilities) != len(other.probabilities):
             raise ValueError(f"effects on {len(self.probabilities)} and {len(other.probabilities)} tasks do not merge")
-        pairs = zip(self.probabilities, other.probabilities, strict=True)
+        weight = 0.0
+        if self.weight and other.weight:
+            weight = (self.count * self.weight + other.count * other.weight) / (self.count + other.count)
+        a, b = (each.faded(each.weight / weight) if weight else each for each in (self, other))
+        pairs = zip(a.probabilities, b.probabilities, strict=True)
         return Effect(
-            count=self.count + other.count,
-            spread=self.spread + other.spread,
-            total=self.total + other.total,
-            squares=self.squares + other.squares,
-            cubes=self.cubes + other.cubes,
+            count=a.count + b.count,
+            spread=a.spread + b.spread,
+            total=a.total + b.total,
+            squares=a.squares + b.squares,
+            cubes=a.cubes + b.cubes,
             probabilities=tuple(mine + theirs for mine, theirs in pairs),
-            pulls=_added(self.pulls, other.pulls),
-            curvatures=_added(self.curvatures, other.curvatures),
-            log_variance=(self.count * self.log_variance + other.count * other.log_variance)
-            / (self.count + other.count),
+            pulls=_added(a.pulls, b.pulls),
+            curvatures=_added(a.curvatures, b.curvatures),
+            log_variance=(a.count * a.log_variance + b.count * b.log_variance) / (a.count + b.count),
+            weight=weight,
         )
 
     def faded(self, factor: float) -> Effect:
         """The same samples with `factor` times their weight."""
-        return Effect(
+        return replace(
+            self,
             count=self.count * factor,
             spread=self.spread * factor**2,
             total=self.total * factor,
@@ -198,7 +205,6 @@ class Effect:
             probabilities=tuple(p * factor for p in self.probabilities),
             pulls=tuple(pull * factor for pull in self.pulls),
             curvatures=tuple(curvature * factor for curvature in self.curvatures),
-            log_variance=self.log_variance,
         )
 
 

@@ -135,9 +135,7 @@ def _effects(
     if rates is not None:
         predicted = torch.full(predicted.shape, rates.shares[0], dtype=torch.float64)
     groups = None if rows.groups is None else rows.groups[one.rows].unique(return_inverse=True)[1]
-    weighing = None
-    if rows.weights is not None:
-        weighing = rows.weights[one.rows] / rows.weights[one.rows].mean().clamp_min(1e-300)
+    weighing = None if rows.weights is None else rows.weights[one.rows]
     changes = [over_batches(rows.found, path, one.task if several else None).cpu()[one.rows] for path in paths]
     found = effects_of(changes, predicted, signed[one.rows][:, column], groups, weighing)
     named = {path: dict(zip(CASTS, each, strict=True)) for path, each in zip(paths, found, strict=True)}

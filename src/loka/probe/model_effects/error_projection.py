@@ -190,7 +190,7 @@ def effects_of(
 
     `predicted` [m, T]; `signed` [m, T] takes the signs out of s (core/numerics/effect.py `pulls`), where it
     is known. `clusters` [m] int64, from 0 on, names the samples that may be alike; without it all are
-    independent. `weighing` [m], of mean 1: what each counts in every sum; without it all count alike.
+    independent. `weighing` [m]: what each counts in every sum, over its mean; without it all count alike.
     A sample whose term is not finite is left out. Waits for the device once, for all of them.
     """
     if not changes:
@@ -200,8 +200,10 @@ def effects_of(
     finite = terms.isfinite()
     terms = terms.where(finite, 0)
     weights = finite.transpose(1, 2).double()  # [sites, recipes, m]
+    weight = 0.0
     if weighing is not None:
-        weights = weights * weighing.to(weights)
+        weight = max(float(weighing.mean()), 1e-300)
+        weights = weights * weighing.to(weights) / weight
     by_row = weights.transpose(1, 2)
     sums = [weights.sum(2, keepdim=True)]
     sums += [(by_row * terms.pow(power)).sum(1).unsqueeze(2) for power in (1, 2, 3)]
@@ -213,7 +215,7 @@ def effects_of(
         signs = signed.to(s)
         sums += [(by_row * s.where(finite, 0)).transpose(1, 2) @ signs, weights @ signs.square()]
     sizes = [part.shape[2] for part in sums]
-    return [[_effect(line, sizes) for line in site] for site in torch.cat(sums, dim=2).tolist()]
+    return [[_effect(line, sizes, weight) for line in site] for site in torch.cat(sums, dim=2).tolist()]
 
 
 def _spread(terms: torch.Tensor, weights: torch.Tensor, clusters: torch.Tensor | None) -> torch.Tensor:
@@ -246,7 +248,7 @@ def _spread(terms: torch.Tensor, weights: torch.Tensor, clusters: torch.Tensor |
     return count * torch.maximum(cost, sizes.square().sum(1) / count.clamp_min(1e-300))
 
 
-def _effect(sums: Sequence[float], sizes: Sequence[int]) -> Effect:
+def _effect(sums: Sequence[float], sizes: Sequence[int], weight: float) -> Effect:
     """An effect from the `sums` of one site and recipe, laid end to end; `sizes` says how many numbers each has."""
     ends = [sum(sizes[: at + 1]) for at in range(len(sizes))]
     parts = [tuple(sums[end - size : end]) for end, size in zip(ends, sizes, strict=True)]
@@ -264,4 +266,5 @@ def _effect(sums: Sequence[float], sizes: Sequence[int]) -> Effect:
         probabilities=probabilities,
         pulls=pulls,
         curvatures=curvatures,
+        weight=weight,
     )

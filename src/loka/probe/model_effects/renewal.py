@@ -36,7 +36,7 @@ from loka.probe.model_effects.fresh_rows import Clusters, Forward, FreshRows, La
 from loka.probe.model_effects.logits import Logits, NoEffect, refuse
 from loka.probe.model_effects.movement import Horizon, added_variance, widened
 from loka.probe.model_effects.promise import no_promise
-from loka.probe.model_effects.sample_rows import of_mean_one
+from loka.probe.model_effects.sample_rows import require_weights
 from loka.probe.model_effects.segment_rows import SEGMENT_ROWS, SegmentRows
 from loka.probe.refusals import refuse_other_model
 from loka.statistics.effect_casts import CASTS
@@ -240,7 +240,7 @@ def _model_effects(rows: FreshRows, paths: list[str], rates: TaskRates | None) -
     signed = torch.cat([each.signed for each in found])
     clusters, weights = _of_all_rows(rows.clusters, rows), _of_all_rows(rows.weights, rows)
     groups = torch.cat(clusters).unique(return_inverse=True)[1] if clusters else None
-    weighing = of_mean_one(torch.cat(weights)) if weights else None
+    weighing = require_weights(torch.cat(weights)) if weights else None
     changes = [over_batches(found, path) for path in paths]
     effects = effects_of(changes, predicted, signed, groups, weighing)
     by_recipe = {path: dict(zip(CASTS, each, strict=True)) for path, each in zip(paths, effects, strict=True)}

@@ -81,8 +81,8 @@ def _by_row(what: str, given: torch.Tensor, rows: int) -> torch.Tensor:
     return given.cpu()
 
 
-def of_mean_one(weights: torch.Tensor) -> torch.Tensor:
-    """`weights` of rows over their mean. Raises ValueError where they are negative, not finite or all 0."""
+def require_weights(weights: torch.Tensor) -> torch.Tensor:
+    """`weights` of rows. Raises ValueError where they are negative, not finite or all 0."""
     if not (weights.isfinite().all() and (weights >= 0).all() and weights.sum() > 0):
         raise ValueError("weights of rows are finite, not negative, and not all 0")
-    return weights / weights.mean()
+    return weights

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 
 from loka.core.numerics.depth import DepthHistogram, depth_error
-from loka.core.numerics.depth_tables import BINS_PER_OCTAVE, TOP, ZEROS
+from loka.core.numerics.depth_tables import BINS_PER_OCTAVE, TOP, ZEROS, centres, units
 from loka.core.recipe import Format
 from loka.core.records.stats import OPERANDS, Distribution, Stats
 from loka.report.pages.html import Cell, Html, code, figure, fold, join, missing, number, paragraph, section, table, tag
@@ -76,10 +76,9 @@ class Operand:
     @property
     def lost(self) -> float:
         """The share of the nonzero elements that e4m3 with one scale holds as subnormals or as zero."""
-        shares = octaves(self.tensor)
-        edge = Ranges.of(Format.E4M3).normal
-        whole = int(edge)
-        return sum(shares[whole + 1 :]) + shares[whole] * (whole + 1 - edge)
+        counts, cpu = self.tensor[:ZEROS, 0].double().cpu(), torch.device("cpu")
+        below = centres(cpu) * units(cpu) < 2.0**Format.E4M3.min_exponent
+        return float(counts[below].sum() / counts.sum().clamp_min(1))
 
 
 def operands_of(stats: Stats) -> list[Operand]:
@@ -217,7 +216,7 @@ def _table(stats: Stats, found: list[Operand]) -> Html:
             (
                 code(operand.path),
                 Cell(operand.name, operand.name),
-                _percent(operand.lost * (1 - e4m3.zeros)),
+                _percent(operand.lost * (1 - e4m3.zeros - e4m3.nonfinite)),
                 _percent(e4m3.underflow),
                 _percent(math.sqrt(e4m3.element)),
                 _percent(math.sqrt(by_row.element) if by_row else None),
@@ -250,7 +249,7 @@ def _layer(path: str, found: list[Operand], stats: Stats) -> Html:
 def _kurtosis(distribution: Distribution) -> str:
     numbers: Mapping[str, object] = distribution.numbers
     kurtosis = numbers.get("kurtosis")
-    return f"kurtosis {kurtosis:.3g}" if isinstance(kurtosis, float) and math.isfinite(kurtosis) else ""
+    return f"kurtosis about {kurtosis:.2g}" if isinstance(kurtosis, float) and math.isfinite(kurtosis) else ""
 
 
 def _histogram(operand: Operand) -> Html:

@@ -77,6 +77,7 @@ class Priced:
         self._kinds = list(dict.fromkeys(entry for entry in entries if isinstance(entry, _Sent)))
         places = {kind: place for place, kind in enumerate(self._kinds)}
         self._sent = [places[entry] for entry in entries if isinstance(entry, _Sent)]
+        self._eight = any(gemm.gain.high != 1 for e in entries if isinstance(e, Segment) for gemm in e.gemms)
 
     @property
     def wires(self) -> list[Wire]:
@@ -97,7 +98,7 @@ class Priced:
         computes takes."""
         picked = picked_of(network, ends)
         moved = picked["elementwise share"] / picked["memory bandwidth"] / 1e3
-        if planned:
+        if planned and self._eight:
             moved *= getattr(BY_PLAN, ends.get(BETWEEN, "value"))
         flops = getattr(OTHER_RATE, ends.get(PRODUCTS, "value")) / rate
         time, gain, hops = (ends.get(name, "value") for name in (TIMES, GAINS, HOPS))
