@@ -60,7 +60,8 @@ def gaussian_of(rows: torch.Tensor, *, full_covariance: int, rank: int, whole: t
         scatter = centred.t() @ centred
     else:
         factor = compress(centred, rank)
-    largest = (rows if whole is None else whole).detach().abs().amax(dim=1).float()
+    low, high = (rows if whole is None else whole).detach().aminmax(dim=1)  # no copy of a batch of activations
+    largest = torch.maximum(-low, high).float()
     largest = largest[largest.isfinite()]
     amax = largest.amax().reshape(1) if largest.numel() else values.new_zeros(0)
     return Gaussian(
