@@ -1,4 +1,5 @@
 import re
+import warnings
 from collections import namedtuple
 
 import pytest
@@ -10,6 +11,7 @@ from models import stats_of
 from torch import nn
 
 import loka
+from loka.probe import renew_effects
 from loka.probe.model_effects.logits import NoEffect, logits_of
 
 Output = namedtuple("Output", "loss logits")
@@ -91,3 +93,23 @@ def test_batch_norm_is_named_where_it_mixes_samples():
     with loka.Probe(model.eval(), every=1) as probe:
         model(x).sum().backward()
     assert {layer.no_effect for layer in probe.stats().layers.values()} == {""}
+
+
+def test_batches_that_are_left_out_are_told_and_none_is_once_others_showed_logits():
+    """Outputs that all lie between 0 and 1 may be probabilities, until some do not. What is then missing is no sample
+    of all rows."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 1))
+    with loka.Probe(model, every=1) as probe:
+        model(torch.randn(32, 4)).sum().backward()
+    within = 0.1 + 0.01 * torch.randn(8, 4)
+    model[2].bias.data += 0.5 - model(within).mean().item()
+    wide = 9 * torch.randn(32, 4)
+    # A row of each batch is left out.
+    with pytest.warns(UserWarning, match="1 of 3 batches tell no effects, which are of the others alone: all outputs"):
+        renewed = renew_effects(model, probe.stats(), [within, wide, within])
+    assert renewed.layers["0"].effects["rowwise_e4m3"].count == 38
+    for rows, given in (([wide, within], {}), ([within, wide], {"logits": lambda z: z})):
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            assert renew_effects(model, probe.stats(), rows, **given).layers["0"].effects["rowwise_e4m3"].count == 38

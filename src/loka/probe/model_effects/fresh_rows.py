@@ -76,6 +76,7 @@ class FreshRows:
         size: rows of the latest batch.
         missed: by site, why the latest batch that showed nothing of it did not.
         count: rows of the sample of all rows so far.
+        read: batches that were to show some of these; `dropped`: why those showed nothing that did not.
     """
 
     tasks: tuple[str, ...]
@@ -89,6 +90,8 @@ class FreshRows:
     size: int = 0
     missed: dict[str, str] = field(default_factory=dict)
     count: int = 0
+    read: int = 0
+    dropped: list[str] = field(default_factory=list)
 
     def learn_columns(self, fresh: Found) -> bool:
         """Keeps hot columns that `fresh` shows where none were known; returns whether there were such.
@@ -141,7 +144,11 @@ def _probe_all_rows(
     if fresh is not None and rows.learn_columns(fresh):  # effects of hot recipes are by the columns: once more
         fresh = _probe(batch, number, take, None, places, reading, rows)
     _keep(batch, fresh, places, reading, rows, uniform=True)
-    rows.count += len(fresh.picks) if fresh is not None else 0
+    rows.read += 1
+    if fresh is None:
+        rows.dropped.append(next(iter(rows.missed.values()), ""))
+    else:
+        rows.count += len(fresh.picks)
     return fresh
 
 
@@ -176,6 +183,7 @@ def _probe(
         by_task=bool(rows.tasks),
         chosen=chosen,
         learnt=learnt,
+        shows=bool(rows.found),
     )
     _run(batch, number, sensitivity, reading, rows)
     if rows.strata is not None and places is not None and sensitivity.size not in (0, len(places)):

@@ -43,8 +43,11 @@ class NoEffect(Exception):
     """Why the effect of a site, or of all, is not known; it ends up in the record."""
 
 
-def logits_of(output: Any, logits: Logits | None) -> torch.Tensor:
-    """Logits [B, T] in float32 of what a model returned; raises NoEffect where there are none."""
+def logits_of(output: Any, logits: Logits | None, *, shown: bool = False) -> torch.Tensor:
+    """Logits [B, T] in float32 of what a model returned; raises NoEffect where there are none.
+
+    `shown`: whether outputs of the model showed logits before, as probabilities never do.
+    """
     output = called_logits(output) if logits is None else logits(output)
     way_out = "; pass logits= to Probe, or base_rate= for the gradient of training"
     if not isinstance(output, torch.Tensor) or not output.is_floating_point() or output.is_nested:
@@ -68,7 +71,7 @@ def logits_of(output: Any, logits: Logits | None) -> torch.Tensor:
             f"the model returns {', '.join(sorted(made_of))} of something, no logits of clicks: it has no "
             "KL/H; plan with ne=None, or pass logits= to Probe for the logits of clicks"
         )
-    if logits is None and _are_probabilities(output):
+    if logits is None and _are_probabilities(output, shown):
         z = z.clamp(1e-6, 1 - 1e-6).logit()
     return z.reshape(z.shape[0], -1)
 
@@ -102,7 +105,7 @@ def _behind(loss: torch.Tensor, detached: torch.Tensor) -> torch.Tensor:
     )
 
 
-def _are_probabilities(output: torch.Tensor) -> bool:
+def _are_probabilities(output: torch.Tensor, shown: bool) -> bool:
     """Whether all of it came out of a sigmoid; raises NoEffect where that is likely, and not seen."""
     origins = _origins(output, _MOVES)
     if "Sigmoid" in origins and len(origins) > 1:
@@ -116,10 +119,11 @@ def _are_probabilities(output: torch.Tensor) -> bool:
                 "all outputs are 0, as those of a head that starts at zero: nothing reaches it yet; a later "
                 "sampled step tells, once it has moved"
             )
-        raise NoEffect(
-            "all outputs lie between 0 and 1, as probabilities do: pass logits= to Probe (lambda o: o if "
-            "they are logits)"
-        )
+        if not shown:
+            raise NoEffect(
+                "all outputs lie between 0 and 1, as probabilities do: pass logits= to Probe (lambda o: o if "
+                "they are logits)"
+            )
     return "Sigmoid" in origins
 
 

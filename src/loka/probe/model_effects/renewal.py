@@ -11,6 +11,7 @@ the defaults) and quantizing `samples` rows once for each recipe, whatever the l
 In eval mode a BatchNorm uses its running statistics, so rows do not mix, and such models have effects too.
 """
 
+import warnings
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
@@ -106,6 +107,8 @@ def renew_effects(
             annealed. None: nobody says.
         seed: of the choice of rows.
 
+    Warns where some batches tell nothing and others do: these are then no sample of all rows.
+
     Raises:
         PlanMismatch: `stats` is of another model.
         NotConverted: the model runs by a plan; only the unquantized one can be evaluated.
@@ -147,6 +150,12 @@ def renew_effects(
             seed=seed,
         )
         read_batches(batches, reading, rows)
+        if rows.dropped and any(rows.uniform):
+            warnings.warn(
+                f"{len(rows.dropped)} of {rows.read} batches tell no effects, which are of the others alone: "
+                f"{'; '.join(dict.fromkeys(rows.dropped))}",
+                stacklevel=2,
+            )
     renewed = _renewed(stats, rows, base_rate, horizon, segment_width)
     return replace(renewed, final_rate=final_rate)
 

@@ -73,6 +73,7 @@ class Sensitivity:
         by_task: beside the pass of all logits one for each, for the sink.
         chosen: the samples of every batch; by default they are drawn.
         learnt: what all rows so far tell of a site's input, its calls in this step included.
+        shows: whether the model's output is known to show logits.
     """
 
     working = False
@@ -89,11 +90,12 @@ class Sensitivity:
         by_task: bool = False,
         chosen: torch.Tensor | None = None,
         learnt: Callable[[str], Learnt] = lambda path: NOTHING,
+        shows: bool = False,
     ) -> None:
         self._samples, self._per_step, self._seed = samples, per_step, seed
         self._logits, self._base_rate = logits, base_rate
         self._sink, self._by_task, self._chosen = sink, by_task, chosen
-        self._learnt = learnt
+        self._learnt, self._shows = learnt, shows
         self._generator = torch.Generator()
         self._calls: list[tuple[Call, GradientEdge]] = []
         self._step, self._shown = Step(), False  # whether the output ever showed logits
@@ -154,7 +156,7 @@ class Sensitivity:
         calls, edges = [call for call, _ in seen], [edge for _, edge in seen]
         try:
             try:
-                z = logits_of(output, self._logits)
+                z = logits_of(output, self._logits, shown=self._shows)
             except NoEffect as reason:
                 self._step.picks = self._fall_back(str(reason))
                 return
