@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from loka.kernels.gemm.run import kernel_runs, reset_kernel_runs
-from loka.nn import site_ops
+from loka.nn import site_launches, site_ops
 
-launches = pytest.importorskip("loka.nn.site_launches", reason="needs triton")
+pytest.importorskip("triton", reason="needs triton")
 
 ROW, TENSOR, APART = "torch:rowwise_e4m3", "torch:tensorwise_e4m3", "emulated:rowwise_e4m3"
 POWERS = "torch:rowwise_e4m3_pow2"
@@ -26,9 +26,11 @@ def recording(monkeypatch):
         return make()
 
     def begin(replacement=recorded):
-        monkeypatch.setattr(launches, "INTERPRETED", False)
-        monkeypatch.setattr(launches, "recorded", replacement)
-        monkeypatch.setattr(site_ops, "_is_recorded", lambda run, device: launches.can_record(run))
+        monkeypatch.setattr("loka.kernels.triton.pack.INTERPRETED", False)
+        monkeypatch.setattr("loka.kernels.triton.launch.recorded", replacement)
+        monkeypatch.setattr(
+            site_ops, "can_record", lambda run, device: site_launches.can_record(run, torch.device("cuda"))
+        )
         forget()
         return keys
 

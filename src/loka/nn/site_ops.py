@@ -31,6 +31,7 @@ from loka.kernels.gemm.run import ScaledGemm, run_gemm, scaled_gemm
 from loka.kernels.quantize.quantizer import append_residuals, quantize_operand, quantize_pair, quantize_pairs
 from loka.kernels.quantize.side import BAD_A, BAD_B, RUNS, Side, empty_scale
 from loka.nn.fp8_weight import Fp8Weight
+from loka.nn.site_launches import Multiply, Results, can_record, recorded_pass
 
 Candidates = tuple[str, str, str]
 """For output, grad_input and grad_weight: "hp" or "kernel:recipe"."""
@@ -98,14 +99,6 @@ class _Backward:
     recorded: bool
 
 
-def _is_recorded(run: ScaledGemm, device: torch.device) -> bool:
-    if device.type != "cuda":
-        return False
-    from loka.nn.site_launches import can_record
-
-    return can_record(run)
-
-
 @functools.lru_cache(maxsize=4096)  # a ragged batch makes many problems
 def _forward_of(
     sides: tuple[int, int, int],
@@ -125,7 +118,7 @@ def _forward_of(
         run=run,
         x=(_first_side(run), layer.second_side(Gemm.GRAD_WEIGHT, grad_weight) if keep[0] else None),
         weight=(second, layer.second_side(Gemm.GRAD_INPUT, grad_input) if keep[1] else None),
-        recorded=_is_recorded(run, device),
+        recorded=can_record(run, device),
     )
 
 
@@ -135,7 +128,7 @@ def _backward_of(
 ) -> _Backward | None:
     layer = _Layer(rows=sides[0], features=sides[1], outputs=sides[2], device=device)
     run = layer.fp8(gemm, name, dtype)
-    return None if run is None else _Backward(run=run, side=_first_side(run), recorded=_is_recorded(run, device))
+    return None if run is None else _Backward(run=run, side=_first_side(run), recorded=can_record(run, device))
 
 
 Parts = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
@@ -156,21 +149,26 @@ def forward_parts(
         return y, *_unmade(x, weight, candidates, keep)
     if x.device != weight.device:  # both are quantized together, and a launch made again is given addresses alone
         raise RuntimeError(f"the input is on {x.device}, the weight on {weight.device}: move one to the other's device")
-    if made.recorded and not isinstance(weight, Fp8Weight):
-        from loka.nn.site_launches import recorded_forward
 
-        return _filled(recorded_forward(made, made.run, (x, *made.x), (weight, *made.weight), health, hot), x)
-    if isinstance(weight, Fp8Weight):
-        low_x, kept_x = quantize_pair(x, row=made.x[0], column=made.x[1], health=health)
+    def make(multiply: Multiply = ScaledGemm.__call__) -> Results:
+        if isinstance(weight, Fp8Weight):
+            low_x, kept_x = quantize_pair(x, row=made.x[0], column=made.x[1], health=health)
+            low_weight: Quantized | None = weight.quantized(made.weight[0], health)
+            kept_weight: Quantized | None = None
+        else:
+            operands = (x, *made.x), (weight, *made.weight)
+            (low_x, kept_x), (low_weight, kept_weight) = quantize_pairs(operands, health=health)
         assert low_x is not None
+        assert low_weight is not None
+        if not isinstance(weight, Fp8Weight):
+            append_residuals(low_weight, weight, hot, second=True)
         append_residuals(low_x, x, hot)
-        return made.run(low_x, weight.quantized(made.weight[0], health)), *_parts(kept_x, x), *_parts(None, x)
-    (low_x, kept_x), (low_weight, kept_weight) = quantize_pairs(((x, *made.x), (weight, *made.weight)), health=health)
-    assert low_x is not None
-    assert low_weight is not None
-    append_residuals(low_x, x, hot)
-    append_residuals(low_weight, weight, hot, second=True)
-    return made.run(low_x, low_weight), *_parts(kept_x, x), *_parts(kept_weight, x)
+        kept = [part for copy in (kept_x, kept_weight) for part in ((copy.data, copy.scale) if copy else (None, None))]
+        return [multiply(made.run, low_x, low_weight), *kept]
+
+    if made.recorded and not isinstance(weight, Fp8Weight):
+        return _filled(recorded_pass((made,), (x, weight, health, hot), make, (made.run,)), x)
+    return _filled(make(), x)
 
 
 def _site(
@@ -246,23 +244,25 @@ def backward_parts(
         return _or_empty(dx, dy.dtype, dy), _or_empty(dw, weight_dtype, dy)
     for_input = _backward_of(sides, device, dy.dtype, names[0], Gemm.GRAD_INPUT) if want[0] else None
     for_weight = _backward_of(sides, device, weight_dtype, names[1], Gemm.GRAD_WEIGHT) if want[1] else None
-    low = transposed = None
-    copies = for_input.side if for_input else None, for_weight.side if for_weight else None
-    if _are_recorded((for_input, weight_scale), (for_weight, x_scale)):
-        from loka.nn.site_launches import recorded_backward
 
-        runs = for_input.run if for_input else None, for_weight.run if for_weight else None
-        kept = (weight, weight_scale), (x, x_scale)
-        dx, dw = recorded_backward((for_input, for_weight), runs, (dy, *copies), *kept, health)
+    def make(multiply: Multiply = ScaledGemm.__call__) -> Results:
+        sides = [each.side if each else None for each in (for_input, for_weight)]
+        low, transposed = quantize_pair(dy, row=sides[0], column=sides[1], health=health)
+        dx = dw = None
+        if for_input and low:
+            dx = multiply(for_input.run, low, _second(for_input.run, weight, weight_scale, health))
+        if for_weight and transposed:
+            dw = multiply(for_weight.run, transposed, _second(for_weight.run, x, x_scale, health))
+        return [dx, dw]
+
+    if _are_recorded((for_input, weight_scale), (for_weight, x_scale)):
+        runs = tuple(each.run for each in (for_input, for_weight) if each)
+        dx, dw = recorded_pass((for_input, for_weight), (dy, weight, weight_scale, x, x_scale, health), make, runs)
     elif for_input or for_weight:
-        low, transposed = quantize_pair(dy, row=copies[0], column=copies[1], health=health)
-    if for_input and low:
-        dx = for_input.run(low, _second(for_input.run, weight, weight_scale, health))
-    elif want[0] and dx is None:
+        dx, dw = make()
+    if want[0] and dx is None:
         dx = run_gemm(names[0], dy, weight.t(), gemm=Gemm.GRAD_INPUT, dtype=dy.dtype)
-    if for_weight and transposed:
-        dw = for_weight.run(transposed, _second(for_weight.run, x, x_scale, health))
-    elif want[1] and dw is None:
+    if want[1] and dw is None:
         dw = run_gemm(names[1], dy.t(), x.t(), gemm=Gemm.GRAD_WEIGHT, dtype=weight_dtype)
     return _or_empty(dx, dy.dtype, dy), _or_empty(dw, weight_dtype, dy)
 
@@ -342,7 +342,7 @@ def _parts(quantized: Quantized | None, like: torch.Tensor) -> tuple[torch.Tenso
     return quantized.data, quantized.scale
 
 
-def _filled(found: list[torch.Tensor | None], like: torch.Tensor) -> Parts:
+def _filled(found: Results, like: torch.Tensor) -> Parts:
     y, kept_x, x_scale, kept_weight, weight_scale = (like.new_empty(0) if part is None else part for part in found)
     return y, kept_x, x_scale, kept_weight, weight_scale
 
