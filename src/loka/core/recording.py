@@ -38,11 +38,11 @@ _eager = False
 def eager_graphs(on: bool = True) -> None:
     """From here on the launches of an eager site's pass are one CUDA graph wherever their addresses come again.
 
-    Results are the same, bit for bit; a pass takes the host a third of the time, which is what narrow layers wait for.
-    Compiled code, other graphs and CPUs are as before. Graphs are captured in the middle of training, and CUDA lets
-    nobody wait for a device while anything is captured there: `torch.cuda.synchronize` raises in any other thread, so
-    it is the caller who decides. Waiting for streams and events is fine. `on=False`: launches are single again, and the
-    graphs are destroyed.
+    Results are the same, bit for bit, and the host, for which narrow layers wait, takes less time: for a step of six
+    layers of 2048 3.5 to 3.8 ms in place of 5.7 to 6.3 (H200, docs/log.md). Compiled code, other graphs and CPUs are as
+    before. Graphs are captured in the middle of training, and CUDA lets nobody wait for a device while anything is
+    captured there: `torch.cuda.synchronize` raises in any other thread, so it is the caller who decides. Waiting for
+    streams and events is fine. `on=False`: launches are single again, and the graphs are destroyed.
     """
     global _eager
     _eager = on

@@ -5,9 +5,11 @@ torch's 20 to 65. A recorded pass allocates what outlives it and is one launch (
 allocator hands out the same addresses again.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -16,6 +18,9 @@ from loka.core.problem import DTYPES
 from loka.core.recipe import Cast
 from loka.kernels.gemm.kernel import Into
 from loka.kernels.gemm.run import ScaledGemm, count_run, into_of
+
+if TYPE_CHECKING:
+    from loka.kernels.triton.launch import Recording  # Triton need not be installed
 
 Results = list[torch.Tensor | None]
 Multiply = Callable[[ScaledGemm, Quantized, Quantized], torch.Tensor]
@@ -55,7 +60,7 @@ def recorded_pass(
     return found
 
 
-def _slots(results: Results, recording: Any) -> list[int | None]:
+def _slots(results: Results, recording: Recording) -> list[int | None]:
     return [None if tensor is None else recording.slot_of(tensor) for tensor in results]
 
 

@@ -46,7 +46,9 @@ def launch_kept(key: tuple[Any, ...], launches: Callable[[int], None], stream: i
         launches: puts them on a stream that it is given, the current one then; it may not wait.
     """
     if not eager_graphs_are_on():
-        _kept.graphs.clear()
+        if _kept.graphs:
+            with _kept.lock:
+                _kept.graphs.clear()
         launches(stream)
         return
     if torch.cuda.is_current_stream_capturing():  # the launches become part of the caller's graph

@@ -76,6 +76,7 @@ class FreshRows:
         size: rows of the latest batch.
         missed: by site, why the latest batch that showed nothing of it did not.
         count: rows of the sample of all rows so far.
+        reason: why the latest forward showed nothing, if it did not.
         read: batches that were to show some of these; `dropped`: why those showed nothing that did not.
     """
 
@@ -90,6 +91,7 @@ class FreshRows:
     size: int = 0
     missed: dict[str, str] = field(default_factory=dict)
     count: int = 0
+    reason: str = ""
     read: int = 0
     dropped: list[str] = field(default_factory=list)
 
@@ -146,7 +148,7 @@ def _probe_all_rows(
     _keep(batch, fresh, places, reading, rows, uniform=True)
     rows.read += 1
     if fresh is None:
-        rows.dropped.append(next(iter(rows.missed.values()), ""))
+        rows.dropped.append(rows.reason)
     else:
         rows.count += len(fresh.picks)
     return fresh
@@ -194,6 +196,7 @@ def _probe(
     refused = {path for path, reason in rows.missed.items() if reason.startswith(NO_PROMISE)}
     rows.missed |= {path: reason for path, reason in sensitivity.missed().items() if path not in refused}
     rows.size = sensitivity.size
+    rows.reason = "" if found else next(iter(sensitivity.missed().values()), "")
     return found[0] if found else None
 
 

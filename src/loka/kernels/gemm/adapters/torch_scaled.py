@@ -33,7 +33,7 @@ def _unsupported(problem: Problem, recipe: Recipe, *, fast: bool) -> str | None:
     casts = recipe.casts(problem.gemm)
     if casts is None:
         return undefined(problem, recipe)
-    blocks = any(cast.granularity in (Granularity.GROUP_1X128, Granularity.BLOCK_128X128) for cast in casts)
+    blocks = any(cast.granularity not in _WHOLE_K for cast in casts)
     if refused := not_float64(problem):
         return refused
     if problem.target == "cpu":
