@@ -110,9 +110,7 @@ def main() -> None:
     parser.add_argument("--model", default="wukong:2gf", help="or tower")
     parser.add_argument("--width", type=int, default=2048, help="of the tower")
     parser.add_argument("--arms", nargs="+", choices=ARMS, default=["ddp_loka", "fsdp2_loka_fp8", "fsdp2_loka"])
-    parser.add_argument("--eager-graphs", action="store_true", help="of sites whose addresses come again")
     told = parsed(parser)
-    loka.nn.eager_graphs(told.eager_graphs)
     with process_group(told.device, of_one=True) as told.device:
         make = partial(tower if told.model == "tower" else zoo, told=told)
         for engine in ("ddp", "fsdp2"):

@@ -2,7 +2,7 @@ import pytest
 import torch
 from torch import nn
 
-from loka.core.compiling import compile_in_place, new_frame, run_as_written
+from loka.core.compiling import compile_in_place, mend_compilers, new_frame, run_as_written
 from loka.nn.block_norm import BlockNorm
 
 
@@ -52,3 +52,22 @@ def test_alike_modules_share_a_frame_that_they_are_given(graphs):
         plain = model(x)
         assert torch.equal(compile_in_place(model, frame)(x), plain), "with its own weights"
     assert len(graphs) == 1
+
+
+def test_an_op_s_arguments_are_described_only_for_who_reads_that():
+    """torch 2.11 asks for the text of each op without a lowering, and that text doubles with each layer before it."""
+    from torch._inductor.exc import LoweringException, OperatorIssue
+
+    mend_compilers(), mend_compilers()
+    asked = []
+
+    class Value:
+        def __str__(self):
+            asked.append(None)
+            return "a value"
+
+    text = OperatorIssue.operator_str("an op", [Value()], {"wide": True})
+    assert not asked
+    assert str(text) == "  target: an op\n  args[0]: a value\n  kwargs: {'wide': True}"
+    assert "args[0]: a value" in str(LoweringException(ValueError("no"), "an op", [Value()], {}))
+    assert len(asked) == 2

@@ -1,8 +1,10 @@
 """Captures of a process, without a GPU: one at a time."""
 
 import contextlib
+import multiprocessing
+import sys
 import threading
-from types import SimpleNamespace
+from types import FunctionType, SimpleNamespace
 
 import pytest
 import torch
@@ -63,3 +65,90 @@ def test_a_kept_graph_is_not_captured_while_another_thread_records():
         thread.join()
     assert found == [None]
     assert recording.captures(1) is not recording.captures(0), "what waits for one device is no matter to another"
+
+
+@contextlib.contextmanager
+def running(target):
+    """The thread that runs `target`, which waits for the lock it is given."""
+    lock = threading.Lock()
+    with lock:
+        thread = threading.Thread(target=target, args=(lock,), daemon=True)
+        thread.start()
+        yield thread
+    thread.join()
+
+
+def work(lock):
+    lock.acquire()
+    lock.release()
+
+
+def _engine_run_backward(lock):
+    lock.acquire()
+    lock.release()
+
+
+def of(module):
+    return FunctionType(work.__code__, {"__name__": module})
+
+
+@pytest.fixture
+def among(monkeypatch):
+    """Whether a capture hinders nobody where these threads and this one are all."""
+    frames = sys._current_frames
+    monkeypatch.setattr(recording, "_eager", None)
+
+    def may_capture(*threads):
+        here = {thread.ident for thread in threads} | {threading.get_ident()}
+        with monkeypatch.context() as patch:
+            patch.setattr(sys, "_current_frames", lambda: {k: v for k, v in frames().items() if k in here})
+            return recording.may_capture_eagerly()
+
+    return may_capture
+
+
+def test_nothing_is_captured_while_another_thread_may_wait_for_the_device(among):
+    assert among()
+    with running(work) as other, running(of("multiprocessing.pool")) as pool, running(_engine_run_backward) as trains:
+        assert [among(other), among(pool), among(trains)] == [False] * 3, "the last may end its backward pass"
+        recording.eager_graphs()
+        assert among(other), "the caller says that it waits for no device"
+        recording.eager_graphs(False)
+        assert not among()
+        recording.eager_graphs(None)
+        assert [among(), among(other)] == [True, False]
+    assert among(other), "it has ended"
+
+
+def test_threads_that_pin_memory_feed_queues_or_watch_compilers_wait_for_no_device(among):
+    with (
+        running(of("torch.utils.data._utils.pin_memory")) as pins,
+        running(of("torch._inductor.compile_worker.timer")) as watches,
+        running(of("tqdm._monitor")) as draws,
+        running(work) as other,
+    ):
+        queue = multiprocessing.Queue()
+        queue.put(0)
+        feeds = next(thread for thread in threading.enumerate() if thread.name == "QueueFeederThread")
+        assert queue.get() == 0
+        assert among(pins, watches, draws, feeds)
+        assert not among(pins, watches, draws, feeds, other)
+        queue.close(), queue.join_thread()
+
+
+def test_a_backward_pass_is_waited_for_by_the_one_thread_that_asked_for_it(among):
+    found = []
+
+    class Site(torch.autograd.Function):
+        @staticmethod
+        def forward(context, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(context, grad):
+            found.extend([among(), among(asks), among(asks, asks_too), among(asks, other), among(other)])
+            return grad
+
+    with running(_engine_run_backward) as asks, running(_engine_run_backward) as asks_too, running(work) as other:
+        Site.apply(torch.ones(2, requires_grad=True)).sum().backward()
+    assert found == [True, True, False, False, False]

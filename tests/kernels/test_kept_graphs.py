@@ -51,13 +51,21 @@ def test_a_key_is_captured_when_it_comes_again(calls):
     assert [calls(1), calls(2), calls(1), calls(1), calls(2)] == [PLAIN, PLAIN, CAPTURED, REPLAYED, CAPTURED]
 
 
-def test_nothing_is_captured_unless_somebody_asks_for_it(calls):
+def test_turned_off_launches_are_single_and_graphs_destroyed(calls):
     calls(1), calls(1)
     eager_graphs(False)
     assert [calls(1), calls(1)] == [PLAIN] * 2
     assert not graphs._kept.graphs, "what was kept is destroyed"
     eager_graphs()
     assert calls(1) == CAPTURED
+
+
+def test_while_somebody_may_wait_for_the_device_nothing_is_captured_and_kept_graphs_run(calls, monkeypatch):
+    assert [calls(1), calls(1), calls(2)] == [PLAIN, CAPTURED, PLAIN]
+    monkeypatch.setattr(graphs, "may_capture_eagerly", lambda: False)
+    assert [calls(1), calls(2), calls(2)] == [REPLAYED, PLAIN, PLAIN]
+    monkeypatch.setattr(graphs, "may_capture_eagerly", lambda: True)
+    assert calls(2) == CAPTURED
 
 
 def test_in_a_capture_of_the_caller_launches_are_plain(calls):

@@ -136,9 +136,35 @@ def hash_of_triton() -> Callable[[], object]:
 
 
 def mend_compilers() -> None:
-    """From here on, what torch and Triton would compile wrong without an error is compiled right, or refused."""
+    """From here on, what torch and Triton would compile wrong without an error is compiled right, or refused, and what
+    they would take minutes for is compiled in seconds."""
     keep_constants()
     _order_read_backs()
+    _describe_ops_when_asked()
+
+
+def _describe_ops_when_asked() -> None:
+    """Inductor writes down the arguments of an op that it meets for the first time only for who reads that.
+
+    torch 2.11 does for each op that has no lowering, for a log that is off. The text of an op's result holds that of
+    all its inputs, many times over, so it doubles with each layer before it: a stack of six gated layers was not
+    compiled within 143 s (H200, docs/log.md). torch 2.13 asks for the text lazily, as this does.
+    """
+    from torch._inductor.exc import OperatorIssue
+    from torch._logging import LazyString
+
+    issue: Any = OperatorIssue
+    described = issue.operator_str
+    if not hasattr(described, _WHEN_ASKED):
+
+        def operator_str(target: Any, args: Any, kwargs: Any) -> LazyString[Any]:
+            return LazyString(described, target, args, kwargs)
+
+        setattr(operator_str, _WHEN_ASKED, True)
+        issue.operator_str = staticmethod(operator_str)
+
+
+_WHEN_ASKED = "loka_when_asked"
 
 
 def _order_read_backs() -> None:

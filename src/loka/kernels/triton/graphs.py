@@ -3,7 +3,7 @@
 A caching allocator hands out the same addresses in every step of a training loop, so a call's launches repeat to the
 byte: one graph in their place costs the host 2 us, where each launch costs 8 (H200, torch 2.11). Nothing is shared
 between calls. Operands and results lie where the caller's allocator puts them, and a call whose addresses are others
-launches one by one. Off unless somebody turns it on (core/recording.py).
+launches one by one. Nothing is captured while another thread might wait for the device (core/recording.py).
 """
 
 import functools
@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from loka.core.exceptions import first_line
-from loka.core.recording import eager_graphs_are_on
+from loka.core.recording import eager_graphs_are_off, may_capture_eagerly
 from loka.kernels.triton.driver import Graph, captured
 
 MOST = 512  # graphs; one of six launches takes 120 KB of the device
@@ -45,7 +45,7 @@ def launch_kept(key: tuple[Any, ...], launches: Callable[[int], None], stream: i
         key: all that the launches depend on, addresses and stream included.
         launches: puts them on a stream that it is given, the current one then; it may not wait.
     """
-    if not eager_graphs_are_on():
+    if eager_graphs_are_off():
         if _kept.graphs:
             with _kept.lock:
                 _kept.graphs.clear()
@@ -61,7 +61,7 @@ def launch_kept(key: tuple[Any, ...], launches: Callable[[int], None], stream: i
             _kept.launches += 1
     if graph is not None:
         graph.launch(stream)
-    elif _pays(key) and (graph := _captured(launches, device, stream)) is not None:
+    elif _pays(key) and may_capture_eagerly() and (graph := _captured(launches, device, stream)) is not None:
         with _kept.lock:
             if len(_kept.graphs) >= MOST:
                 del _kept.graphs[next(iter(_kept.graphs))]
