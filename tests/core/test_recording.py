@@ -1,9 +1,11 @@
 """Captures of a process, without a GPU: one at a time."""
 
 import contextlib
+import gc
 import multiprocessing
 import sys
 import threading
+import weakref
 from types import FunctionType, SimpleNamespace
 
 import pytest
@@ -102,7 +104,7 @@ def among(monkeypatch):
         here = {thread.ident for thread in threads} | {threading.get_ident()}
         with monkeypatch.context() as patch:
             patch.setattr(sys, "_current_frames", lambda: {k: v for k, v in frames().items() if k in here})
-            return recording.may_capture_eagerly()
+            return recording.may_capture_eagerly(0)
 
     return may_capture
 
@@ -113,10 +115,11 @@ def test_nothing_is_captured_while_another_thread_may_wait_for_the_device(among)
         assert [among(other), among(pool), among(trains)] == [False] * 3, "the last may end its backward pass"
         recording.eager_graphs()
         assert among(other), "the caller says that it waits for no device"
+        assert recording.may_capture_eagerly(7), "and on any stream"
         recording.eager_graphs(False)
         assert not among()
         recording.eager_graphs(None)
-        assert [among(), among(other)] == [True, False]
+        assert [among(), among(other), recording.may_capture_eagerly(7)] == [True, False, False]
     assert among(other), "it has ended"
 
 
@@ -152,3 +155,19 @@ def test_a_backward_pass_is_waited_for_by_the_one_thread_that_asked_for_it(among
     with running(_engine_run_backward) as asks, running(_engine_run_backward) as asks_too, running(work) as other:
         Site.apply(torch.ones(2, requires_grad=True)).sum().backward()
     assert found == [True, True, False, False, False]
+
+
+def test_asking_keeps_no_tensor_alive(among):
+    """Frames hold what their functions hold, until the collector comes where one knows itself."""
+
+    def asked():
+        held = torch.ones(2)
+        recording.may_capture_eagerly(0)
+        return weakref.ref(held)
+
+    gc.disable()
+    try:
+        with running(work):
+            assert asked()() is None
+    finally:
+        gc.enable()

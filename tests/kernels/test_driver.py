@@ -1,6 +1,7 @@
 """Captures by CUDA's driver, without one: what is done in turn, and undone where something fails."""
 
 import contextlib
+import gc
 from types import SimpleNamespace
 
 import pytest
@@ -77,6 +78,26 @@ def test_a_call_that_raises_leaves_nothing_behind(log):
         driver.captured(broken, 0, 44)
     assert log.calls == [*BEGIN, "cuStreamEndCapture", "_cuda_endAllocateToPool", "cuGraphDestroy"]
     assert not captures(0)._is_owned()
+
+
+def test_no_garbage_is_collected_in_a_capture(log):
+    """It may hold a graph of torch's, and that waits for the device when it is destroyed."""
+    found = []
+
+    def broken(stream):
+        raise KeyboardInterrupt
+
+    driver.captured(lambda stream: found.append(gc.isenabled()), 0, 44)
+    with pytest.raises(KeyboardInterrupt):
+        driver.captured(broken, 0, 44)
+    found.append(gc.isenabled())
+    gc.disable()
+    try:
+        driver.captured(lambda stream: None, 0, 44)
+        found.append(gc.isenabled())
+    finally:
+        gc.enable()
+    assert found == [False, True, False]
 
 
 @pytest.mark.parametrize("call", ["cuStreamBeginCapture_v2", "cuStreamEndCapture", "cuGraphInstantiateWithFlags"])

@@ -1,5 +1,8 @@
 """Graphs of launches by their addresses: when they are captured, and on a GPU what they compute."""
 
+import os
+import subprocess
+import sys
 import threading
 
 import pytest
@@ -62,9 +65,9 @@ def test_turned_off_launches_are_single_and_graphs_destroyed(calls):
 
 def test_while_somebody_may_wait_for_the_device_nothing_is_captured_and_kept_graphs_run(calls, monkeypatch):
     assert [calls(1), calls(1), calls(2)] == [PLAIN, CAPTURED, PLAIN]
-    monkeypatch.setattr(graphs, "may_capture_eagerly", lambda: False)
+    monkeypatch.setattr(graphs, "may_capture_eagerly", lambda stream: False)
     assert [calls(1), calls(2), calls(2)] == [REPLAYED, PLAIN, PLAIN]
-    monkeypatch.setattr(graphs, "may_capture_eagerly", lambda: True)
+    monkeypatch.setattr(graphs, "may_capture_eagerly", lambda stream: True)
     assert calls(2) == CAPTURED
 
 
@@ -337,3 +340,49 @@ def test_on_a_gpu_a_graph_that_makes_room_ends_its_work(fresh, monkeypatch):
             found = step(*pair)
             assert all(torch.equal(a, b) for a, b in zip(found, right, strict=True))
     assert fresh.captures > 2
+
+
+UNASKED = """
+import gc, sys, threading, torch
+from loka.kernels.triton import graphs
+from sites import convert_layer
+names = ("torch_fast:rowwise_e4m3_pow2", "torch_fast:rowwise_e4m3_pow2", "torch:rowwise_e4m3_pow2")
+torch.manual_seed(0)
+model = torch.nn.Sequential(*(torch.nn.Linear(512, 512) for _ in range(4))).cuda()
+for layer in model:
+    convert_layer(layer, names)
+x = torch.randn(1024, 512, device="cuda")
+stop = threading.Event()
+watch = threading.Thread(target=stop.wait) if sys.argv[1] == "watched" else None
+if watch:
+    watch.start()
+gc.disable()
+for turn in range(40):
+    with torch.autocast("cuda", torch.bfloat16):
+        y = model(x)
+    y.square().mean().backward()
+    model.zero_grad()
+    del y
+    if turn == 20:
+        before = torch.cuda.memory_allocated()
+print(graphs._kept.captures, graphs._kept.launches, torch.cuda.memory_allocated() - before)
+stop.set()
+"""
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("how", ["alone", "watched"])
+def test_on_a_gpu_an_eager_loop_is_captured_unasked_where_no_other_thread_runs(how):
+    """In a process of its own: pytest's workers have threads. Nothing lives longer for it, without a collector too."""
+    ran = subprocess.run(
+        [sys.executable, "-c", UNASKED, how],
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert ran.returncode == 0, ran.stderr[-2000:]
+    captures, launches, more = map(int, ran.stdout.split())
+    assert more == 0
+    assert (captures == launches == 0) if how == "watched" else (8 <= captures <= 32 and launches >= 200)

@@ -47,9 +47,9 @@ def eager_graphs(on: bool | None = True) -> None:
     captured there: `torch.cuda.synchronize` raises in any other thread. Waiting for streams and events is fine.
 
     Args:
-        on: None, as at the start of a process: graphs are captured while no other thread runs Python that may wait
-            for the device. True: whatever threads there are, so it is the caller who knows that none of them does.
-            False: never; launches are single again, and the graphs are destroyed.
+        on: None, as at the start of a process: graphs are captured on the default stream, while no other thread runs
+            Python that may wait for the device. True: on any stream, whatever threads there are, so it is the caller
+            who knows that none of them waits. False: never; launches are single again, and the graphs are destroyed.
     """
     global _eager
     _eager = on
@@ -59,13 +59,17 @@ def eager_graphs_are_off() -> bool:
     return _eager is False
 
 
-def may_capture_eagerly() -> bool:
-    """Whether a capture in the middle of training hinders nobody, by `eager_graphs`."""
+def may_capture_eagerly(stream: int) -> bool:
+    """Whether a capture in the middle of training pays and hinders nobody, by `eager_graphs`, for launches on `stream`,
+    the device's default one if it is 0. On others steps are warmed up that are captured or timed as a whole, and each
+    would take memory for cuBLAS to work in."""
     if _eager is not None:
         return _eager
-    me = threading.get_ident()
-    frames = sys._current_frames().items()
-    others = list(itertools.islice((frame for thread, frame in frames if thread != me and not _is_quiet(frame)), 2))
+    if stream:
+        return False
+    frames = sys._current_frames()
+    del frames[threading.get_ident()]  # a frame that knows itself would live on, with all tensors of its callers
+    others = list(itertools.islice((frame for frame in frames.values() if not _is_quiet(frame)), 2))
     if torch._C._current_autograd_node() is None:
         return not others
     # Here a backward pass runs, and the thread that asked for it waits until it ends.

@@ -10,6 +10,7 @@ https://docs.nvidia.com/cuda/cuda-driver-api/
 
 import ctypes
 import functools
+import gc
 from collections.abc import Callable
 from typing import Any
 
@@ -61,12 +62,15 @@ def captured(launches: Callable[[int], None], device: int, target: int) -> Graph
     stream share and nobody else gets, even where torch frees it. None while another thread captures.
 
     Another thread may not wait for the whole device meanwhile (`torch.cuda.synchronize`): that raises in it, and this
-    capture fails. Captures take turns for that; what else threads of the caller do is not known here.
+    capture fails. Captures take turns for that; what else threads of the caller do is not known here. Nor may garbage
+    be collected: graphs of torch's wait for the device when they are destroyed.
     """
     turn = captures(device)
     if not turn.acquire(blocking=False):
         return None
     graph, made = ctypes.c_void_p(), ctypes.c_void_p()
+    collecting = gc.isenabled()
+    gc.disable()
     try:
         (stream, pool), driver = _place(device, target), _driver()
         torch.cuda.current_blas_handle()  # a thread's first one is not made in a capture
@@ -85,6 +89,8 @@ def captured(launches: Callable[[int], None], device: int, target: int) -> Graph
         assert made.value is not None
         return Graph(made.value)
     finally:
+        if collecting:
+            gc.enable()
         if graph.value:  # of launches that raised, too
             _driver().cuGraphDestroy(graph)
         turn.release()

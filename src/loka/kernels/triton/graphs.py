@@ -61,7 +61,7 @@ def launch_kept(key: tuple[Any, ...], launches: Callable[[int], None], stream: i
             _kept.launches += 1
     if graph is not None:
         graph.launch(stream)
-    elif _pays(key) and may_capture_eagerly() and (graph := _captured(launches, device, stream)) is not None:
+    elif _pays(key) and may_capture_eagerly(stream) and (graph := _captured(launches, device, stream)) is not None:
         with _kept.lock:
             if len(_kept.graphs) >= MOST:
                 del _kept.graphs[next(iter(_kept.graphs))]
