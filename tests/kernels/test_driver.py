@@ -70,6 +70,14 @@ def test_a_capture_and_the_end_of_its_graph(log):
     assert log.calls == ["cuGraphLaunch", "cuGraphExecDestroy"]
 
 
+def test_a_fork_does_not_destroy_a_graph(log, monkeypatch):
+    """CUDA may not be called there at all."""
+    graph = driver.captured(log.calls.append, 0, 44)
+    monkeypatch.setattr(driver.os, "getpid", lambda: -1)
+    del graph
+    assert "cuGraphExecDestroy" not in log.calls
+
+
 def test_a_call_that_raises_leaves_nothing_behind(log):
     def broken(stream):
         raise KeyboardInterrupt

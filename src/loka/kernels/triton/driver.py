@@ -11,6 +11,7 @@ https://docs.nvidia.com/cuda/cuda-driver-api/
 import ctypes
 import functools
 import gc
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -40,10 +41,11 @@ def zero(address: int, size: int, stream: int) -> None:
 
 
 class Graph:
-    """Launches that were captured. Destroyed with the last reference; where it runs then, it runs to its end."""
+    """Launches that were captured. Destroyed with the last reference; where it runs then, it runs to its end. A fork has
+    no part in it."""
 
     def __init__(self, handle: int) -> None:
-        self._handle = handle
+        self._handle, self._process = handle, os.getpid()
         self._launch, self._destroy = _driver().cuGraphLaunch, _driver().cuGraphExecDestroy
 
     def launch(self, stream: int) -> None:
@@ -51,7 +53,8 @@ class Graph:
             _check("cuGraphLaunch", failed)
 
     def __del__(self) -> None:
-        self._destroy(self._handle)
+        if os.getpid() == self._process:
+            self._destroy(self._handle)
 
 
 def captured(launches: Callable[[int], None], device: int, target: int) -> Graph | None:
