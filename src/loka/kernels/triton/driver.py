@@ -41,8 +41,8 @@ def zero(address: int, size: int, stream: int) -> None:
 
 
 class Graph:
-    """Launches that were captured. Destroyed with the last reference; where it runs then, it runs to its end. A fork has
-    no part in it."""
+    """Launches that were captured. Destroyed with the last reference, but not by a fork of the process; where it runs
+    then, it runs to its end."""
 
     def __init__(self, handle: int) -> None:
         self._handle, self._process = handle, os.getpid()
