@@ -212,7 +212,8 @@ def test_copies_are_copies():
 @pytest.mark.gpu
 def test_copies_from_a_gpu_wait_for_nothing():
     held = torch.ones(1 << 20, device="cuda")
-    torch.cuda._sleep(200_000_000)  # about 0.1 s
+    to_host({"held": held})[1].wait()  # pinning memory takes a while, where torch has none left
+    torch.cuda._sleep(2_000_000_000)  # about 1 s
     held.add_(1)
     copy, copied = to_host({"held": held})
     assert not copied.done()
