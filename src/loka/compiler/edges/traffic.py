@@ -1,5 +1,6 @@
 """Whether writing a value is worth its bytes: it is compared with reading what the value is computed from."""
 
+import math
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -29,14 +30,13 @@ def is_given(node: Node, cone: Cone, absorbed: set[Node], given: Sequence[Node] 
 def better_read(node: Node, root: Node, cone: Cone, absorbed: set[Node]) -> bool:
     if not _is_asked(node) or cone.matrix.kind(node) is not Kind.FULL:
         return False
-    needed = matrices_above(node, cone)
-    if len(needed) <= 1:
-        return False
     if not in_backward(node):
-        return True
+        return len(matrices_above(node, cone, enough=2)) > 1
     others = _others(node, cone, absorbed)
+    if not others or len(needed := matrices_above(node, cone)) <= 1:
+        return False
     further = needed - matrices_above(root, cone, without=node)
-    return bool(others) and not _cheaper_anew(node, {node: further}, others)
+    return not _cheaper_anew(node, {node: further}, others)
 
 
 def _is_asked(node: Node) -> bool:
@@ -98,11 +98,14 @@ def readers(node: Node, cone: Cone | None = None) -> set[Node]:
     return found
 
 
-def matrices_above(node: Node, cone: Cone, *, given: Sequence[Node] = (), without: Node | None = None) -> set[Node]:
-    """The matrices that `node` is computed from, or `given`; not those of the value `without` alone."""
+def matrices_above(
+    node: Node, cone: Cone, *, given: Sequence[Node] = (), without: Node | None = None, enough: float = math.inf
+) -> set[Node]:
+    """The matrices that `node` is computed from, or `given`; not those of the value `without` alone. Some of them where
+    there are `enough`: the program above a late layer of a deep model begins as all layers before it."""
     found: set[Node] = set()
     waiting, seen = [node], {without}
-    while waiting:
+    while waiting and len(found) < enough:
         current = waiting.pop()
         if current in seen:
             continue
