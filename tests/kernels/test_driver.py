@@ -2,6 +2,7 @@
 
 import contextlib
 import gc
+import threading
 from types import SimpleNamespace
 
 import pytest
@@ -106,6 +107,31 @@ def test_no_garbage_is_collected_in_a_capture(log):
     finally:
         gc.enable()
     assert found == [False, True, False]
+
+
+def test_garbage_is_collected_again_behind_the_last_of_several_captures(log):
+    """Of two devices, the second begins in the first and ends behind it."""
+    found, begun, other, ended = [], *(threading.Event() for _ in range(3))
+
+    def first(stream):
+        begun.set()
+        assert other.wait(10)
+
+    def second(stream):
+        other.set()
+        assert ended.wait(10)
+        found.append(gc.isenabled())
+
+    def run():
+        driver.captured(first, 0, 44)
+        ended.set()
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    assert begun.wait(10)
+    driver.captured(second, 1, 44)
+    thread.join()
+    assert [*found, gc.isenabled()] == [False, True]
 
 
 @pytest.mark.parametrize("call", ["cuStreamBeginCapture_v2", "cuStreamEndCapture", "cuGraphInstantiateWithFlags"])
