@@ -2,6 +2,7 @@
 
 import contextlib
 import gc
+import os
 import threading
 from types import SimpleNamespace
 
@@ -132,6 +133,20 @@ def test_garbage_is_collected_again_behind_the_last_of_several_captures(log):
     driver.captured(second, 1, 44)
     thread.join()
     assert [*found, gc.isenabled()] == [False, True]
+
+
+def test_a_fork_amid_a_capture_collects_garbage(log):
+    """Such as a DataLoader's worker that another thread starts."""
+    ended = []
+
+    def fork(stream):
+        child = os.fork()
+        if not child:
+            os._exit(0 if gc.isenabled() else 1)
+        ended.append(os.waitpid(child, 0)[1])
+
+    driver.captured(fork, 0, 44)
+    assert ended == [0]
 
 
 @pytest.mark.parametrize("call", ["cuStreamBeginCapture_v2", "cuStreamEndCapture", "cuGraphInstantiateWithFlags"])

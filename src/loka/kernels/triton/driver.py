@@ -104,8 +104,15 @@ class _Uncollected:
         self.lock = threading.RLock()  # a signal's handler, run while it is held, may train
         self.captures, self.collecting = 0, False
 
+    def forked(self) -> None:
+        """In a fork of the process no capture goes on, and none would turn the collector on again."""
+        if self.captures and self.collecting:
+            gc.enable()
+        self.lock, self.captures = threading.RLock(), 0
+
 
 _uncollected = _Uncollected()
+os.register_at_fork(after_in_child=_uncollected.forked)
 
 
 @contextmanager
