@@ -57,6 +57,7 @@ def test_alike_modules_share_a_frame_that_they_are_given(graphs):
 def test_an_op_s_arguments_are_described_only_for_who_reads_that():
     """torch 2.11 asks for the text of each op without a lowering, and that text doubles with each layer before it."""
     from torch._inductor.exc import LoweringException, OperatorIssue
+    from torch._logging import LazyString
 
     mend_compilers(), mend_compilers()
     asked = []
@@ -71,3 +72,5 @@ def test_an_op_s_arguments_are_described_only_for_who_reads_that():
     assert str(text) == "  target: an op\n  args[0]: a value\n  kwargs: {'wide': True}"
     assert "args[0]: a value" in str(LoweringException(ValueError("no"), "an op", [Value()], {}))
     assert len(asked) == 2
+    lazily = LazyString(OperatorIssue.operator_str, "an op", [Value()], {"wide": True})
+    assert str(lazily) == str(text), "as torch 2.13 asks"

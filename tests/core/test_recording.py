@@ -157,12 +157,17 @@ def test_a_backward_pass_is_waited_for_by_the_one_thread_that_asked_for_it(among
     assert found == [True, True, False, False, False]
 
 
-def test_asking_keeps_no_tensor_alive(among):
-    """Frames hold what their functions hold, until the collector comes where one knows itself."""
+@pytest.mark.parametrize("green", [False, True])
+def test_asking_keeps_no_tensor_alive(among, monkeypatch, green):
+    """Frames hold what their functions hold, until the collector comes where one knows itself. Under gevent a thread's
+    number is that of a greenlet, and its own frame cannot be told from others'."""
 
     def asked():
         held = torch.ones(2)
-        recording.may_capture_eagerly(0)
+        with monkeypatch.context() as patch:
+            if green:
+                patch.setattr(threading, "get_ident", lambda: -1)
+            assert not recording.may_capture_eagerly(0)
         return weakref.ref(held)
 
     gc.disable()

@@ -2,6 +2,8 @@
 
 import contextlib
 import gc
+import os
+import threading
 from types import SimpleNamespace
 
 import pytest
@@ -106,6 +108,45 @@ def test_no_garbage_is_collected_in_a_capture(log):
     finally:
         gc.enable()
     assert found == [False, True, False]
+
+
+def test_garbage_is_collected_again_behind_the_last_of_several_captures(log):
+    """Of two devices, the second begins in the first and ends behind it."""
+    found, begun, other, ended = [], *(threading.Event() for _ in range(3))
+
+    def first(stream):
+        begun.set()
+        assert other.wait(10)
+
+    def second(stream):
+        other.set()
+        assert ended.wait(10)
+        found.append(gc.isenabled())
+
+    def run():
+        driver.captured(first, 0, 44)
+        ended.set()
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    assert begun.wait(10)
+    driver.captured(second, 1, 44)
+    thread.join()
+    assert [*found, gc.isenabled()] == [False, True]
+
+
+def test_a_fork_amid_a_capture_collects_garbage(log):
+    """Such as a DataLoader's worker that another thread starts."""
+    ended = []
+
+    def fork(stream):
+        child = os.fork()
+        if not child:
+            os._exit(0 if gc.isenabled() else 1)
+        ended.append(os.waitpid(child, 0)[1])
+
+    driver.captured(fork, 0, 44)
+    assert ended == [0]
 
 
 @pytest.mark.parametrize("call", ["cuStreamBeginCapture_v2", "cuStreamEndCapture", "cuGraphInstantiateWithFlags"])

@@ -12,6 +12,7 @@ repeated blocks compile once.
 import functools
 import gc
 import itertools
+import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator
@@ -148,7 +149,7 @@ def _describe_ops_when_asked() -> None:
 
     torch 2.11 does for each op that has no lowering, for a log that is off. The text of an op's result holds that of
     all its inputs, many times over, so it doubles with each layer before it: a stack of six gated layers was not
-    compiled within 143 s (H200, docs/log.md). torch 2.13 asks for the text lazily, as this does.
+    compiled within 143 s (H200, docs/log.md). torch 2.13 asks for the text lazily, as this does, and then gets it.
     """
     from torch._inductor.exc import OperatorIssue
     from torch._logging import LazyString
@@ -157,7 +158,9 @@ def _describe_ops_when_asked() -> None:
     described = issue.operator_str
     if not hasattr(described, _WHEN_ASKED):
 
-        def operator_str(target: Any, args: Any, kwargs: Any) -> LazyString[Any]:
+        def operator_str(target: Any, args: Any, kwargs: Any) -> str | LazyString[Any]:
+            if sys._getframe(1).f_code is LazyString.__str__.__code__:  # which may return nothing but text
+                return described(target, args, kwargs)
             return LazyString(described, target, args, kwargs)
 
         setattr(operator_str, _WHEN_ASKED, True)

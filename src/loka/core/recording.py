@@ -68,12 +68,13 @@ def may_capture_eagerly(stream: int) -> bool:
     if stream:
         return False
     frames = sys._current_frames()
-    del frames[threading.get_ident()]  # a frame that knows itself would live on, with all tensors of its callers
-    others = list(itertools.islice((frame for frame in frames.values() if not _is_quiet(frame)), 2))
+    frames.pop(threading.get_ident(), None)  # gevent gives another number, and this thread counts as another one
+    others = list(itertools.islice((frame.f_code.co_name for frame in frames.values() if not _is_quiet(frame)), 2))
+    frames.clear()  # a frame that knows itself would live on, with all tensors of its callers
     if torch._C._current_autograd_node() is None:
         return not others
     # Here a backward pass runs, and the thread that asked for it waits until it ends.
-    return [frame.f_code.co_name for frame in others] in ([], ["_engine_run_backward"])
+    return others in ([], ["_engine_run_backward"])
 
 
 _QUIET = ("multiprocessing.queues", "torch._inductor.compile_worker.", "torch.utils.data._utils.", "tqdm.")

@@ -12,7 +12,9 @@ import ctypes
 import functools
 import gc
 import os
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -72,14 +74,12 @@ def captured(launches: Callable[[int], None], device: int, target: int) -> Graph
     if not turn.acquire(blocking=False):
         return None
     graph, made = ctypes.c_void_p(), ctypes.c_void_p()
-    collecting = gc.isenabled()
-    gc.disable()
     try:
         (stream, pool), driver = _place(device, target), _driver()
         torch.cuda.current_blas_handle()  # a thread's first one is not made in a capture
         torch._C._cuda_beginAllocateCurrentThreadToPool(device, pool)
         try:
-            with torch.cuda.stream(stream):
+            with _no_collections(), torch.cuda.stream(stream):
                 _check("cuStreamBeginCapture", driver.cuStreamBeginCapture_v2(stream.cuda_stream, _THREAD_LOCAL))
                 try:
                     launches(stream.cuda_stream)
@@ -92,11 +92,44 @@ def captured(launches: Callable[[int], None], device: int, target: int) -> Graph
         assert made.value is not None
         return Graph(made.value)
     finally:
-        if collecting:
-            gc.enable()
         if graph.value:  # of launches that raised, too
             _driver().cuGraphDestroy(graph)
         turn.release()
+
+
+class _Uncollected:
+    """Captures that run now, one for each device at most, and whether garbage was collected before the first."""
+
+    def __init__(self) -> None:
+        self.lock = threading.RLock()  # a signal's handler, run while it is held, may train
+        self.captures, self.collecting = 0, False
+
+    def forked(self) -> None:
+        """In a fork of the process no capture goes on, and none would turn the collector on again."""
+        if self.captures and self.collecting:
+            gc.enable()
+        self.lock, self.captures = threading.RLock(), 0
+
+
+_uncollected = _Uncollected()
+os.register_at_fork(after_in_child=_uncollected.forked)
+
+
+@contextmanager
+def _no_collections() -> Iterator[None]:
+    """Inside, no thread collects garbage. The collector is that of the process, so the last one inside turns it on."""
+    with _uncollected.lock:
+        if not _uncollected.captures:
+            _uncollected.collecting = gc.isenabled()
+        _uncollected.captures += 1
+        gc.disable()
+    try:
+        yield
+    finally:
+        with _uncollected.lock:
+            _uncollected.captures -= 1
+            if not _uncollected.captures and _uncollected.collecting:
+                gc.enable()
 
 
 @functools.cache
