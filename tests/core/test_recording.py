@@ -128,14 +128,17 @@ def test_threads_that_pin_memory_feed_queues_or_watch_compilers_wait_for_no_devi
         running(of("torch.utils.data._utils.pin_memory")) as pins,
         running(of("torch._inductor.compile_worker.timer")) as watches,
         running(of("tqdm._monitor")) as draws,
+        running(of("loka.probe.async_save")) as saves,
+        running(of(None)) as nameless,
         running(work) as other,
     ):
         queue = multiprocessing.Queue()
         queue.put(0)
         feeds = next(thread for thread in threading.enumerate() if thread.name == "QueueFeederThread")
         assert queue.get() == 0
-        assert among(pins, watches, draws, feeds)
-        assert not among(pins, watches, draws, feeds, other)
+        assert among(pins, watches, draws, saves, feeds)
+        assert not among(nameless)
+        assert not among(pins, watches, draws, saves, feeds, other)
         queue.close(), queue.join_thread()
 
 

@@ -77,8 +77,12 @@ def may_capture_eagerly(stream: int) -> bool:
     return others in ([], ["_engine_run_backward"])
 
 
-_QUIET = ("multiprocessing.queues", "torch._inductor.compile_worker.", "torch.utils.data._utils.", "tqdm.")
-"""Modules whose threads move data, pin memory, watch compilers or draw, and wait for no device."""
+_QUIET = (
+    "loka.probe.async_save", "multiprocessing.queues", "torch._inductor.compile_worker.", "torch.utils.data._utils.",
+    "tqdm.",
+)  # fmt: skip
+"""Modules whose threads write what a probe learnt, feed queues, watch compilers, pin memory or draw: they wait for no
+device."""
 
 
 def _is_quiet(innermost: FrameType) -> bool:
@@ -86,7 +90,7 @@ def _is_quiet(innermost: FrameType) -> bool:
     frame: FrameType | None = innermost
     started = ""
     while frame is not None:
-        name = frame.f_globals.get("__name__", "")
+        name = str(frame.f_globals.get("__name__"))
         started, frame = (started if name == "threading" else name), frame.f_back
     return started.startswith(_QUIET)
 
