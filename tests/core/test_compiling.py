@@ -55,7 +55,7 @@ def test_alike_modules_share_a_frame_that_they_are_given(graphs):
 
 
 def test_an_op_s_arguments_are_described_only_for_who_reads_that():
-    """torch 2.11 asks for the text of each op without a lowering, and that text grows eightfold with each block before it."""
+    """torch 2.11 asks for the text of each op without a lowering, and the text grows eightfold with each block."""
     from torch._inductor.exc import LoweringException, OperatorIssue
     from torch._logging import LazyString
 

@@ -148,8 +148,8 @@ def _describe_ops_when_asked() -> None:
     """Inductor writes down the arguments of an op that it meets for the first time only for who reads that.
 
     torch 2.11 does for each op that has no lowering, for a log that is off. The text of an op's result holds that of
-    all its inputs, many times over, so it grows eightfold with each block before it: a stack of six gated blocks was not
-    compiled within 143 s (H200, docs/log.md). torch 2.13 asks for the text lazily, as this does, and then gets it.
+    all its inputs, many times over, so it grows eightfold with each block before it: a stack of six gated blocks was
+    not compiled within 143 s (H200, docs/log.md). torch 2.13 asks for the text lazily, as this does, and then gets it.
     """
     from torch._inductor.exc import OperatorIssue
     from torch._logging import LazyString

@@ -43,8 +43,9 @@ def eager_graphs(on: bool | None = True) -> None:
 
     Results are the same, bit for bit, and the host, for which narrow layers wait, takes less time: for a step of six
     layers of 2048 3.7 to 4.9 ms in place of 6.4 to 9.3 (H200, docs/log.md). Programs of a region that runs outside of
-    any CUDA graph are launched likewise; in other graphs and on CPUs nothing changes. Graphs are captured in the middle of training, and CUDA lets nobody wait for a device while anything is
-    captured there: `torch.cuda.synchronize` raises in any other thread. Waiting for streams and events is fine.
+    any CUDA graph are launched likewise; in other graphs and on CPUs nothing changes. Graphs are captured in the middle
+    of training, and CUDA lets nobody wait for a device while anything is captured there: `torch.cuda.synchronize`
+    raises in any other thread. Waiting for streams and events is fine.
 
     Args:
         on: None, as at the start of a process: graphs are captured on the default stream, while no other thread runs
