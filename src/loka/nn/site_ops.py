@@ -246,8 +246,8 @@ def backward_parts(
     for_weight = _backward_of(sides, device, weight_dtype, names[1], Gemm.GRAD_WEIGHT) if want[1] else None
 
     def make(multiply: Multiply = ScaledGemm.__call__) -> Results:
-        sides = [each.side if each else None for each in (for_input, for_weight)]
-        low, transposed = quantize_pair(dy, row=sides[0], column=sides[1], health=health)
+        row, column = (each.side if each else None for each in (for_input, for_weight))
+        low, transposed = quantize_pair(dy, row=row, column=column, health=health)
         dx = dw = None
         if for_input and low:
             dx = multiply(for_input.run, low, _second(for_input.run, weight, weight_scale, health))

@@ -1,6 +1,5 @@
 """Whether writing a value is worth its bytes: it is compared with reading what the value is computed from."""
 
-import math
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -31,7 +30,8 @@ def better_read(node: Node, root: Node, cone: Cone, absorbed: set[Node]) -> bool
     if not _is_asked(node) or cone.matrix.kind(node) is not Kind.FULL:
         return False
     if not in_backward(node):
-        return len(matrices_above(node, cone, enough=2)) > 1
+        return len(matrices_above(node, cone)) > 1
+    # Others are asked for first: they are few, and above a node of a deep model all its layers may lie.
     others = _others(node, cone, absorbed)
     if not others or len(needed := matrices_above(node, cone)) <= 1:
         return False
@@ -98,14 +98,11 @@ def readers(node: Node, cone: Cone | None = None) -> set[Node]:
     return found
 
 
-def matrices_above(
-    node: Node, cone: Cone, *, given: Sequence[Node] = (), without: Node | None = None, enough: float = math.inf
-) -> set[Node]:
-    """The matrices that `node` is computed from, or `given`; not those of the value `without` alone. Some of them where
-    there are `enough`: the program above a late layer of a deep model begins as all layers before it."""
+def matrices_above(node: Node, cone: Cone, *, given: Sequence[Node] = (), without: Node | None = None) -> set[Node]:
+    """The matrices that `node` is computed from, or `given`; not those of the value `without` alone."""
     found: set[Node] = set()
     waiting, seen = [node], {without}
-    while waiting and len(found) < enough:
+    while waiting:
         current = waiting.pop()
         if current in seen:
             continue
