@@ -25,6 +25,7 @@ from loka.compiler.emit import COPY, Emitter, ordered, strides_of
 from loka.compiler.gemms import Gemms, Weight
 from loka.compiler.joint_sites import JointSite, sites_in
 from loka.compiler.kept import keep_compared
+from loka.compiler.layout.gradients import close_gaps
 from loka.compiler.layout.strides import hold, settle
 from loka.compiler.layout.tokens import keep_tokens
 from loka.compiler.marks import connected, mark_runs
@@ -84,6 +85,7 @@ def join_sites(graph: Graph) -> dict[str, str]:
     keep_tokens(emitter)
     ordered(graph)
     settle(emitter)
+    close_gaps(emitter)
     call_scaled_mm(emitter)
     keep_compared(emitter)
     graph.eliminate_dead_code()

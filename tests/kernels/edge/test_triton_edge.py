@@ -292,7 +292,7 @@ def test_every_step_does_what_pytorch_does(device):
     count = -(-len(a) // 16) * 16
     a, b = (torch.nn.functional.pad(v, (0, count - len(v))).view(-1, 16) for v in (a, b))
     unary = ("neg", "abs", "exp", "log", "sqrt", "rsqrt", "reciprocal", "sigmoid", "tanh", "erf", "relu",
-             "square", "copy", "not")  # fmt: skip
+             "square", "copy", "not", "hardswish", "normal_cdf")  # fmt: skip
     binary = ("add", "sub", "mul", "div", "maximum", "minimum", "le", "lt", "ge", "gt", "eq", "ne", "and",
               "or")  # fmt: skip
     steps = [(op, (0,)) for op in unary]

@@ -35,7 +35,7 @@ Argument = int | float
 POINTWISE = (
     "add", "sub", "mul", "div", "neg", "abs", "exp", "log", "sqrt", "rsqrt", "reciprocal", "sigmoid", "tanh",
     "erf", "relu", "maximum", "minimum", "square", "where", "le", "lt", "ge", "gt", "eq", "ne", "and", "or",
-    "not", "copy",
+    "not", "copy", "hardswish", "normal_cdf",
 )  # fmt: skip
 BOOLEAN = ("le", "lt", "ge", "gt", "eq", "ne", "and", "or", "not")
 REDUCTIONS = ("row_sum", "row_max", "block_sum")  # full -> column, column, block; float32

@@ -34,7 +34,8 @@ _UNARY: dict[str, Callable[..., torch.Tensor]] = {
     "neg": torch.neg, "abs": torch.abs, "exp": torch.exp, "log": torch.log, "sqrt": torch.sqrt,
     "rsqrt": torch.rsqrt, "reciprocal": torch.reciprocal, "sigmoid": torch.sigmoid, "tanh": torch.tanh,
     "erf": torch.erf, "relu": torch.relu, "square": torch.square, "not": torch.logical_not,
-    "copy": torch.clone,
+    "copy": torch.clone, "hardswish": lambda x: torch.nn.functional.hardswish(x * 1.0),
+    "normal_cdf": lambda x: torch.special.ndtr(x * 1.0),
 }  # fmt: skip
 
 

@@ -35,6 +35,7 @@ _FOUR_ROWS = tl.constexpr(
     "prmt.b32 $2, c, d, 0x5410; prmt.b32 $3, c, d, 0x7632;}"
 )
 _ABOVE = tl.constexpr(" ".join(f"prmt.b32 ${byte}, $4, 0x47000000, 0x75{byte}4;" for byte in range(4)))
+_HELD = tl.constexpr("fma.rn.sat.f32 $0, $1, 0f3E2AAAAB, 0f3F000000;")
 _EXP2, _INVERSE = tl.constexpr("ex2.approx.ftz.f32 $0, $1;"), tl.constexpr("rcp.approx.ftz.f32 $0, $1;")
 
 
@@ -155,20 +156,49 @@ def erf_of(x):
 
 
 @triton.jit
+def hardswish_of(x):
+    """x times x / 6 + 1/2 held between 0 and 1, which the hardware does in the same operation. It holds NaN at 0, but
+    x is NaN then."""
+    if _COMPILED:
+        held = tl.inline_asm_elementwise(_HELD, "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
+    else:
+        held = minimum_of(maximum_of(x * 0.16666666666666666 + 0.5, 0.0), 1.0)
+    return x * held
+
+
+@triton.jit
+def normal_cdf_of(x):
+    """The normal distribution, to 1e-7 (Abramowitz and Stegun 7.1.26). Of x^2 it has the exponential that its density
+    has, so that a gradient of GELU computes one for both."""
+    t = inverse_of(1.0 + 0.23164188827 * tl.abs(x))
+    tail = 0.5307027145 * t - 0.7265760135
+    tail = tail * t + 0.7107068705
+    tail = tail * t - 0.142248368
+    tail = tail * t + 0.127414796
+    tail = tail * t * exp_of(x * x * -0.5)
+    return tl.where(x < 0.0, tail, 1.0 - tail)
+
+
+@triton.jit
 def top_of(tops_ptr, count):
-    """The maximum of `count` non-negative numbers, NaN if one is; 1 of none."""
+    """The maximum of `count` non-negative numbers, NaN if one is; 1 of none. Whole tiles go without a mask, in wide
+    loads: every program of a grid reads all of them."""
+    at = tl.arange(0, 1024)
     most = tl.zeros([1024], tl.int32)
-    for first in range(0, count, 1024):
-        at = first + tl.arange(0, 1024)
-        most = tl.maximum(most, magnitude_bits(tl.load(tops_ptr + at, mask=at < count, other=0.0)))
+    whole = count // 1024 * 1024
+    for first in range(0, whole, 1024):
+        most = tl.maximum(most, magnitude_bits(tl.load(tops_ptr + first + at)))
+    most = tl.maximum(most, magnitude_bits(tl.load(tops_ptr + whole + at, mask=whole + at < count, other=0.0)))
     return tl.where(count > 0, tl.max(most, axis=0).to(tl.float32, bitcast=True), 1.0)
 
 
 @triton.jit
 def scale_above(bits):
-    """edge/twin.scale_above, of the bits of magnitudes."""
+    """edge/twin.scale_above, of the bits of magnitudes, and its inverse."""
     scale = tl.maximum(((bits + _CARRY) & 0x7F800000) - _EXPONENT, _LEAST)
-    return tl.where(bits < 0x7F800000, scale, 0x7FC00000).to(tl.float32, bitcast=True)
+    finite = bits < 0x7F800000
+    inverse = tl.where(finite, 0x7F000000 - scale, 0x7FC00000)
+    return tl.where(finite, scale, 0x7FC00000).to(tl.float32, bitcast=True), inverse.to(tl.float32, bitcast=True)
 
 
 @triton.jit
@@ -331,9 +361,9 @@ def finish_sums(part_ptr, sum_ptr, first, parts, FEATURES: tl.constexpr, WIDE: t
 
 DEVICE_FUNCTIONS = (
     widened, e4m3_number, e5m2_number, byte_number, maximum_of, minimum_of, relu_of, exp_of,
-    inverse_of, sigmoid_of, tanh_of, erf_of, top_of, scale_above, step_above, as_bytes, as_integers, half,
-    whole, four_rows, sums_of, row_max_of, narrowed, transposed, store_tops, finish_sums, magnitude_bits,
-    inverse_of_power,
+    inverse_of, sigmoid_of, tanh_of, erf_of, hardswish_of, normal_cdf_of, top_of, scale_above, step_above,
+    as_bytes, as_integers, half, whole, four_rows, sums_of, row_max_of, narrowed, transposed, store_tops,
+    finish_sums, magnitude_bits, inverse_of_power,
 )  # fmt: skip
 NAMES = {"triton": triton, "tl": tl, **{function.__name__: function for function in DEVICE_FUNCTIONS}}
 """What a generated kernel's text refers to."""

@@ -17,6 +17,7 @@ from loka.kernels.edge.outputs import unwritten
 from loka.kernels.edge.program import GROUP, Kind, Program
 from loka.kernels.edge.triton.device import NAMES
 from loka.kernels.edge.triton.rows import RowLaunch, Sides, row_indices, row_parameters, row_source, sides_of
+from loka.kernels.edge.triton.simplify import simplified
 from loka.kernels.edge.triton.tall import TallLaunch, fits, summing, tall_parameters, tall_source
 from loka.kernels.edge.triton.tiles import SIZES, TILE, Tile, is_staged, tile_of
 from loka.kernels.edge.triton.values import Code, power_above, power_below
@@ -175,8 +176,6 @@ def _run(
     with launching_on(leaves[0]):
         if plan.rows is not None:
             groups = cdiv(rows, plan.high)
-            if program.sums:  # of the dtype of the parts: another one would be compiled for, and the kernel twice
-                arguments["part_ptr"] = arguments["sum0_ptr"]
             walkers, registers = plan.rows.resident(arguments) if plan.walks else (groups, plan.registers)
             turns = cdiv(groups, plan.walkers or walkers) if plan.walks else 1
             programs = cdiv(groups, turns)
@@ -201,6 +200,8 @@ def _arguments(
         for p, (leaf, kind) in enumerate(zip(leaves, program.leaves, strict=True))
         if kind is Kind.FULL
     }
+    if program.sums:  # until there are parts, of their dtype: for another one the kernel would be compiled twice
+        found["part_ptr"] = found["sum0_ptr"]
     return found | {"rows": rows, "padded_rows": round_up(rows, 16), "span": plan.high}
 
 
@@ -218,8 +219,9 @@ def _plan(
     tiles: tuple[tuple[str, int], ...],
     registers: int,
 ) -> Plan:
+    tile = replace(tile_of(Code(program, dtypes)), **dict(tiles))
+    program = simplified(program)
     code = Code(program, dtypes)
-    tile = replace(tile_of(code), **dict(tiles))
     if registers and (one := _in_turns(code, rows, scales, tile, registers)) is not None:
         return one
     staged = is_staged(code, tile)

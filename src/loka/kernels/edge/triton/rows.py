@@ -163,6 +163,7 @@ class _Rows(Lines):
             elif self.launch.staged:
                 self._read_top()
         self.turn = ""
+        self._store_scales(turns)
         self.emit("along, high = padded_rows // 4, start // 4")
         program = self.code.program
         if program.column:
@@ -173,6 +174,15 @@ class _Rows(Lines):
             self.emit("if tl.program_id(0) == 0:")
             self.emit("    tl.store(top_ptr, top)")
             self._transpose("staged", "transposed", turns)
+
+    def _store_scales(self, turns: Sequence[str]) -> None:
+        """At once, as they lie: one exchange among threads in place of four."""
+        first, second, third, fourth = (f"r{turn}" for turn in turns)
+        self.let("r", f"tl.join(tl.join({first}, {third}), tl.join({second}, {fourth}))")
+        self.let("r", f"tl.reshape(r, [{GROUP}])")
+        self.emit(f"q = tl.arange(0, {GROUP})")
+        live = None if self.launch.even else "q < rows - start"
+        self.emit(f"tl.store(r_ptr + start + q, r{mask_of(live)})")
 
     def _transpose(self, name: str, to: str, turns: Sequence[str]) -> None:
         below = None if self.launch.even else f"(high + w < along){self.rowwise}"
@@ -280,22 +290,33 @@ class _Rows(Lines):
         gradient = self.code.program.gradient
         if gradient is None:
             return
-        bits = [f"magnitude_bits({self.existing(self.full(gradient, k), k)})" for k in self.parts]
-        self.let("most", self.across("tl.max({}, axis={})", folded("tl.maximum", bits)))
-        self._copies("r", "scale_above(most)", "inverse_of_power(r)")
+        self._largest(gradient)
+        self.let("r, inverse_r", "scale_above(most)")
+        if self.launch.turns:
+            self.let(f"r{self.turn}", "r")
+        else:
+            self._store_number("r")
+        self.let("inverse_r", f"inverse_r{self.rowwise}")
         if self.launch.turns and self.code.program.column:
             self._note_top()
         for k in self.parts if self.launch.copy else ():
             self._store_bytes("row", f"{self.full(gradient, k)} * inverse_r", k)
         if self.code.program.integers:
-            self._copies("step", "step_above(most)", "tl.div_rn(1.0, step)")
+            self.let("step", "step_above(most)")
+            self._store_number("step")
+            self.let("inverse_step", f"tl.div_rn(1.0, step){self.rowwise}")
             for k in self.parts:
                 self._store_bytes("integer", f"{self.full(gradient, k)} * inverse_step", k, "as_integers")
 
-    def _copies(self, scale: str, text: str, inverse: str) -> None:
-        self.let(scale, text)
-        self.emit(f"tl.store({scale}_ptr + start + q{self.turn}, {scale}{mask_of(self.live(''))})")
-        self.let(f"inverse_{scale}", f"{inverse}{self.rowwise}")
+    def _largest(self, gradient: int) -> None:
+        """The bits of the largest magnitude in a row. Parts are compared as numbers, which takes the magnitude in the
+        same operation, and threads as integers, for which the hardware has a reduction."""
+        sizes = [f"tl.abs({self.existing(self.full(gradient, k), k)})" for k in self.parts]
+        largest = f"{folded('maximum_of', sizes)}.to(tl.int32, bitcast=True)"
+        self.let("most", self.across("tl.max({}, axis={})", largest))
+
+    def _store_number(self, name: str) -> None:
+        self.emit(f"tl.store({name}_ptr + start + q{self.turn}, {name}{mask_of(self.live(''))})")
 
     def _note_top(self) -> None:
         """r times the input's scale."""

@@ -22,6 +22,7 @@ _UNARY = {
     "neg": "-{}", "abs": "tl.abs({})", "exp": "exp_of({})", "log": "tl.log({})", "sqrt": "tl.sqrt({})",
     "rsqrt": "tl.rsqrt({})", "reciprocal": "inverse_of({})", "sigmoid": "sigmoid_of({})",
     "tanh": "tanh_of({})", "erf": "erf_of({})", "relu": "relu_of({})", "square": "{0} * {0}",
+    "hardswish": "hardswish_of({})", "normal_cdf": "normal_cdf_of({})",
 }  # fmt: skip
 _LOGICAL = {"and": "{} & {}", "or": "{} | {}", "add": "{} | {}", "mul": "{} & {}", "maximum": "{} | {}",
             "minimum": "{} & {}"}  # fmt: skip
