@@ -65,6 +65,33 @@ def test_dynamic_rows(name):
     assert len(backend.graphs) == 2  # forward and backward, once
 
 
+class Fields(nn.Module):
+    """Fields beside dense features. Where their number is a symbol, so is that of the features in a row: a guard knows
+    it, and nothing that is computed from it."""
+
+    def __init__(self):
+        super().__init__()
+        self.cross, self.top = nn.Sequential(nn.Linear(64, 16), nn.Linear(16, 64)), nn.Linear(64, 32)
+
+    def forward(self, dense, fields):
+        x = torch.cat((dense.unsqueeze(1), fields), dim=1).flatten(1)
+        return self.top(x * self.cross(x) + x).relu()
+
+
+def test_features_that_are_a_product_of_symbols():
+    generator = torch.Generator().manual_seed(0)
+    inputs = torch.randn(64, 16, generator=generator), torch.randn(64, 3, 16, generator=generator)
+    plain = Fields()
+    plan = plan_for(plain, *inputs)
+    eager, joined = (converted(plain, plan) for _ in range(2))
+    backend = JointBackend()
+    step = torch.compile(joined, backend=backend, fullgraph=True, dynamic=True)
+    expected, by_site, found = run(plain, *inputs), run(eager, *inputs), run(step, *inputs)
+    assert "cross.1" not in backend.apart  # whose gradient has such rows
+    assert backend.count(region_gemm)
+    assert_as_good(joined, eager, plain, found, by_site, expected)
+
+
 def test_without_autocast_and_in_bfloat16():
     for dtype in (torch.float32, torch.bfloat16):
         plain = made("relu").to(dtype)

@@ -38,13 +38,13 @@ def _inputs(rows=8):
     return embeddings, torch.randn(rows, WIDTH, generator=generator)
 
 
-def _gradients(model, plan, *, dynamic=False):
+def _gradients(model, plan, *, dynamic=False, rows=8):
     """Those of the inputs and all weights as the graph returns them, and its copies of pieces."""
     torch._dynamo.reset()
     backend = JointBackend()
     step = torch.compile(converted(model, plan), backend=backend, dynamic=dynamic)
-    for rows in (8, 6) if dynamic else (8,):
-        embeddings, dense = _inputs(rows)
+    for many in (8, 6) if dynamic else (rows,):
+        embeddings, dense = _inputs(many)
         embeddings.requires_grad_()
         with torch.autocast("cpu", torch.bfloat16):
             y = step(embeddings, dense)
@@ -73,3 +73,13 @@ def test_pieces_of_a_product_are_not_copied(monkeypatch):
     monkeypatch.setattr(lower, "close_gaps", lambda emitter: None)
     assert copies == _gradients(model, plan)[1]
     assert not found[0].is_contiguous()
+
+
+def test_one_row_has_no_gaps(monkeypatch):
+    """Whatever its strides are."""
+    model = _Ranker(crossed=True)
+    plan = plan_for(copy.deepcopy(model), *_inputs())
+    found, copies = _gradients(model, plan, rows=1)
+    monkeypatch.setattr(lower, "close_gaps", lambda emitter: None)
+    assert copies == _gradients(model, plan, rows=1)[1]
+    assert found[0].is_contiguous()

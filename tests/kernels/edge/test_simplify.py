@@ -97,7 +97,8 @@ def test_values_stay(case, seed):
 
 
 @given(cases())
-def test_it_becomes_no_longer_and_says_the_same_of_its_results(case):
+def test_it_says_the_same_of_its_results(case):
+    """It may be longer: a constant that moves leaves the value behind that others read."""
     program, short = case.program, simplified(case.program)
     assert len(short.steps) <= 2 * len(program.steps)
     assert short.outputs == program.outputs

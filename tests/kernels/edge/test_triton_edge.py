@@ -127,6 +127,18 @@ def test_rows_that_are_not_ordinary_stay_apart(name, device):
         check(case, leaves, rows, given, exact=name in EXACT)
 
 
+@pytest.mark.parametrize("count", [1, 1023, 1024, 1025, 2048, 2060])
+def test_the_largest_of_many_tops(count, device):
+    """They are read by tiles of 1,024, the last one in part."""
+    case = CASES["only_transposed"](16)
+    leaves, (_, gradient_scale, _) = all_of(case, 33, device)
+    for place in {0, count // 1024 * 1024 - 1, count - 1} - {-1}:
+        for largest in (0.25, float("nan")):
+            tops = torch.full((count,), 2.0**-20, device=device)
+            tops[place] = largest
+            check(case, leaves, 33, (None, gradient_scale, tops), exact=True)
+
+
 def test_a_row_that_is_not_finite_is_nan_bytes(device):
     case = CASES["int8-identity"](40)
     (x,) = case.leaves(33, device)

@@ -45,7 +45,9 @@ class Matrix:
         if not isinstance(val, torch.Tensor) or val.dtype not in _READ:
             return None
         shape = tuple(val.shape)
-        if same(math.prod(shape), self.rows * self.features) and shape and self.block_of(shape):
+        block = self.block_of(shape) if shape else 0
+        # Rows alone: where features are a product of symbols, a guard knows their number, but not that of elements.
+        if block and same(math.prod(shape[: -1 if block == self.features else -2]), self.rows):
             return Kind.FULL
         if all(same(side, 1) for side in shape):
             return Kind.SCALAR

@@ -8,9 +8,10 @@ import operator
 
 import torch
 from torch._ops import OpOverload
+from torch._prims_common import is_contiguous_or_false
 from torch.fx import Node
 
-from loka.compiler.emit import COPY, Emitter, strides_of
+from loka.compiler.emit import COPY, Emitter
 from loka.compiler.nodes import BACKWARD, args_of, in_backward, is_tensor, value_of
 
 aten, prims = torch.ops.aten, torch.ops.prims
@@ -23,12 +24,9 @@ def close_gaps(emitter: Emitter) -> None:
     """Has gradients that are cut out of what one kernel computes leave the graph as tensors without gaps."""
     output = emitter.graph.output_node()
     for node in output.all_input_nodes:
-        if in_backward(node) and is_tensor(node) and _is_cut(node):
+        if in_backward(node) and is_tensor(node) and _is_cut(node) and not is_contiguous_or_false(value_of(node)):
             with emitter.graph.inserting_before(output):
                 copy = emitter.call(COPY, node, memory_format=torch.contiguous_format)
-            if strides_of(value_of(copy)) == strides_of(value_of(node)):
-                emitter.graph.erase_node(copy)
-                continue
             copy.meta[BACKWARD] = True
             output.replace_input_with(node, copy)
 
