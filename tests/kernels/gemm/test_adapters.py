@@ -187,6 +187,18 @@ def test_torch_takes_scales_of_blocks_with_their_padding(monkeypatch):
         assert (scale_a.stride(), scale_b.stride()) == ((1, 20), (1, stride))
 
 
+@pytest.mark.skipif(torch.__version__ < "2.13", reason="torch has rowwise FP8 on the CPU from 2.13 on")
+@pytest.mark.parametrize("rows", [1, 32])
+def test_on_a_cpu_one_scale_for_all_goes_as_row_scales(rows, monkeypatch):
+    """Which are a thousand times faster where the CPU has AMX, with the results of `torch._scaled_mm` elsewhere."""
+    a, b = operands(candidate_named("torch:tensorwise_e4m3"), Gemm.OUTPUT, (rows, 48, 64), "plain")
+    given, multiply = [], torch._scaled_mm
+    monkeypatch.setattr(torch, "_scaled_mm", lambda *args, **kwargs: (given.append(args), multiply(*args, **kwargs))[1])
+    found = torch_scaled.TORCH.run(a, b, torch.float32)
+    assert [tuple(scale.shape) for scale in given[0][2:4]] == [(rows, 1), (1, 48)]
+    torch.testing.assert_close(found, scaled_mm(a, b, dtype=torch.float32))
+
+
 def test_scales_begin_at_16_bytes_and_padding_lies_in_memory():
     odd = torch.arange(38.0).view(2, 19).t()
     assert layouts.column_major(odd).stride() == (1, 20)
