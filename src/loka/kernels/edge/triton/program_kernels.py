@@ -219,7 +219,7 @@ def _plan(
     tiles: tuple[tuple[str, int], ...],
     registers: int,
 ) -> Plan:
-    tile = replace(tile_of(Code(program, dtypes)), **dict(tiles))
+    tile = replace(tile_of(Code(program, dtypes)), **dict(tiles))  # measured by the steps of programs as they come
     program = simplified(program)
     code = Code(program, dtypes)
     if registers and (one := _in_turns(code, rows, scales, tile, registers)) is not None:
