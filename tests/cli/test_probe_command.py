@@ -89,7 +89,11 @@ def test_interrupted_it_says_of_which_steps_the_statistics_are(tmp_path, monkeyp
         return track
 
     monkeypatch.setattr(sys.modules["loka.cli.commands.probe"], "ProgressBars", progress)
-    text = loka("probe", *FEW, "--every", 3, "--out", "stats", cwd=tmp_path, fails=130)
+    usual = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
+    try:
+        text = loka("probe", *FEW, "--every", 3, "--out", "stats", cwd=tmp_path, fails=130)
+    finally:
+        signal.signal(signal.SIGINT, usual)
     assert "interrupted: what stats holds, if anything, is of the steps so far" in text
     assert "checkpoint" not in text
     assert 0 < Stats.load(tmp_path / "stats").steps < 19
