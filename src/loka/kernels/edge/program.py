@@ -14,6 +14,7 @@ Kinds of values, by what they are a number for:
 
 import functools
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
@@ -138,12 +139,7 @@ class Program:
         """The kinds of all values, in the order of their indices."""
         found = list(self.leaves)
         for step in self.steps:
-            if step.op in ("row_sum", "row_max"):
-                found.append(Kind.COLUMN)
-            elif step.op == "block_sum":
-                found.append(Kind.BLOCK)
-            else:
-                found.append(joined([found[a] for a in step.args if isinstance(a, int)]))
+            found.append(kind_made_by(step, found))
         return tuple(found)
 
     @property
@@ -197,6 +193,13 @@ def program_of(text: str) -> Program:
     lists = {name: tuple(content[name]) for name in ("sums", "values", "value_dtypes")}
     leaves = tuple(Kind(kind) for kind in content["leaves"])
     return Program(**{**content, **lists, "leaves": leaves, "steps": steps})
+
+
+def kind_made_by(step: Step, kinds: Sequence[Kind]) -> Kind:
+    """The kind of a step's value, given those of the values before it."""
+    if step.op in REDUCTIONS:
+        return Kind.BLOCK if step.op == "block_sum" else Kind.COLUMN
+    return joined([kinds[a] for a in step.args if isinstance(a, int)])
 
 
 def joined(kinds: list[Kind]) -> Kind:

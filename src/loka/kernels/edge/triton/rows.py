@@ -291,10 +291,8 @@ class _Rows(Lines):
         if gradient is None:
             return
         self._largest(gradient)
-        self.let("r, inverse_r", "scale_above(most)")
-        if self.launch.turns:
-            self.let(f"r{self.turn}", "r")
-        else:
+        self.let(f"r{self.turn}, inverse_r", "scale_above(most)")
+        if not self.launch.turns:  # else those of all turns at once
             self._store_number("r")
         self.let("inverse_r", f"inverse_r{self.rowwise}")
         if self.launch.turns and self.code.program.column:
@@ -320,9 +318,9 @@ class _Rows(Lines):
 
     def _note_top(self) -> None:
         """r times the input's scale."""
-        live = self.live("")
+        live, r = self.live(""), f"r{self.turn}"
         at = f"input_scale_ptr + start + q{self.turn}{mask_of(live)}" if self.launch.scales == 2 else "input_scale_ptr"
-        product = f"magnitude_bits(r * tl.load({at}))" if self.launch.scales else "magnitude_bits(r)"
+        product = f"magnitude_bits({r} * tl.load({at}))" if self.launch.scales else f"magnitude_bits({r})"
         self.let(f"bits{self.turn}", f"tl.where({live}, {product}, 0)" if live else product)
 
     def _store_bytes(self, name: str, text: str, k: str, cast: str = "as_bytes") -> None:

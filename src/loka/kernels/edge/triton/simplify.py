@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from loka.kernels.edge.program import BOOLEAN, Argument, Kind, Program, Step, joined
+from loka.kernels.edge.program import BOOLEAN, Argument, Kind, Program, Step, kind_made_by
 
 _ROOT_OF_HALF = math.sqrt(0.5)
 _LARGE = 2.0**20  # constants that are moved lie between it and its inverse: others might leave float32's range
@@ -56,12 +56,7 @@ class _Steps:
         if step in self._known:
             return self._known[step]
         self.steps.append(step)
-        if op in ("row_sum", "row_max"):
-            self.kinds.append(Kind.COLUMN)
-        elif op == "block_sum":
-            self.kinds.append(Kind.BLOCK)
-        else:
-            self.kinds.append(joined([self.kinds[a] for a in args if isinstance(a, int)]))
+        self.kinds.append(kind_made_by(step, self.kinds))
         counts = op in ("add", "mul") and any(not isinstance(a, int) or self._numbers[a] for a in args)
         self._numbers.append(counts or op not in _AMBIGUOUS)
         self._known[step] = self.first + len(self.steps) - 1
@@ -118,7 +113,7 @@ class _Steps:
             sigmoid = self.push("sigmoid", of)
             return sigmoid if a == 1.0 and not isinstance(a, int) else self.simpler("mul", (a, sigmoid))
         if isinstance(a, int) and not isinstance(b, int) and _moves(b):
-            return self._product(a, 1.0 / b)
+            return self._scaled(a, 1.0 / b)
         return None
 
     def _of_sigmoid(self, value: Argument) -> Argument | None:
