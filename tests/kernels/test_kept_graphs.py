@@ -204,14 +204,14 @@ def test_on_a_gpu_results_are_those_of_single_launches(fresh, monkeypatch, names
     step, health = site(names)
     x, dy = made((128, 256)), made((128, 256), seed=2)
     held = []
-    for turn in range(30):
+    for turn in range(60):  # how often addresses come again is the allocator's
         x.copy_(made((128, 256), seed=turn)), dy.copy_(made((128, 256), seed=-turn))
         found = step(x, dy)
         if turn % 10 == 9:
             held.append((found, [tensor.clone() for tensor in found]))
-    assert fresh.launches  # how often addresses come again is the allocator's
+    assert fresh.launches > 10
     assert all(torch.equal(a, b) for found, before in held for a, b in zip(found, before, strict=True))
-    assert health[:, 0].tolist() == [30, 30, 30]
+    assert health[:, 0].tolist() == [60, 60, 60]
     monkeypatch.setattr(graphs, "_captured", lambda launches, device, target: None)
     monkeypatch.setattr(graphs, "_kept", graphs._Kept())
     for kept, plain in zip(found, step(x, dy), strict=True):
