@@ -17,9 +17,9 @@ UNARY = ("neg", "abs", "sigmoid", "tanh", "erf", "relu", "square", "not", "copy"
 BINARY = ("add", "sub", "mul", "mul", "mul", "div", "maximum", "minimum", "lt", "and", "or")
 
 
-def swish(w, x, gate=None):
+def swish(w, x):
     """x / (1 + exp(-x)), as aten's SiLU is decomposed."""
-    power = w.step("exp", w.step("neg", x if gate is None else gate))
+    power = w.step("exp", w.step("neg", x))
     return w.step("div", x, w.step("add", power, 1.0))
 
 
@@ -165,11 +165,11 @@ def test_what_no_rule_fits_stays():
     assert simplified(case.program) == case.program
 
 
-@pytest.mark.parametrize("make", [silu, gelu])
-def test_a_result_may_be_what_another_is_computed_from(make):
-    case = make(16)
-    short = simplified(case.program)
-    assert (short.sums == (short.gradient,)) == (case.program.sums == (case.program.gradient,))
+def test_one_value_may_be_two_results():
+    program = silu(16).program
+    short = simplified(program)
+    assert program.sums == (program.gradient,)
+    assert short.sums == (short.gradient,)
 
 
 @pytest.mark.parametrize("name", list(CASES))
