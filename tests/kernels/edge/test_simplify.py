@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from loka.kernels.edge import twin
 from loka.kernels.edge.program import Kind, Step
+from loka.kernels.edge.triton import program_kernels as fused
 from loka.kernels.edge.triton.simplify import simplified
 
 ROWS, FEATURES = 6, 12
@@ -163,6 +164,16 @@ def test_what_no_rule_fits_stays():
     )
     case = w.done(values=kept)
     assert simplified(case.program) == case.program
+
+
+def test_kernels_are_made_of_simplified_programs(monkeypatch):
+    w = Writing(56)
+    case = w.done(gradient=hardswish(w, w.leaf()), column=False)
+    given = []
+    monkeypatch.setattr(fused, "_row_kernel", lambda program, dtypes, launch: given.append(program))
+    fused.plan_of(case.program, ("bfloat16",), 64, 0, 0)
+    fused._plan.cache_clear()  # of what has no kernel
+    assert [[step.op for step in program.steps] for program in given] == [["hardswish"]]
 
 
 def test_one_value_may_be_two_results():
