@@ -5,6 +5,7 @@ import pytest
 import torch
 from converted import JOINED, run
 from joint import JointBackend
+from sweeps import sweep
 from torch import nn
 
 from loka.compiler import lower
@@ -29,8 +30,10 @@ def _tower(kernel, *sides):
     return model
 
 
-@pytest.mark.parametrize("rows", [1, 7, 64])
-@pytest.mark.parametrize("dynamic", [False, True])
+BATCHES = tuple(itertools.product((1, 7, 64), (False, True)))  # rows, dynamic
+
+
+@pytest.mark.parametrize(("rows", "dynamic"), sweep(BATCHES, BATCHES[::3] + BATCHES[-2:-1]))
 def test_the_bits_are_those_of_the_op_in_python(monkeypatch, rows, dynamic):
     model = _tower("torch", 64, 32, 48, 64)
     x = torch.randn(rows, 64)

@@ -37,11 +37,15 @@ _ROUNDS = 21
 class Arm:
     """The model with these layers by the plan: how many times faster a step is than in high precision, or why that is
     not known.
+
+    Attributes:
+        memory: what a step takes at its peak, beside what is there between steps, over the same in high precision.
     """
 
     layers: tuple[str, ...]
     speedup: Estimate | None = None
     microseconds: Estimate | None = None
+    memory: float | None = None
     failure: str = ""
 
 
@@ -57,13 +61,15 @@ class Confirmed:
             (
                 str(len(arm.layers)),
                 f"{arm.microseconds.value:.1f}" if arm.microseconds else "-",
-                f"{arm.speedup.value:.3f}x [{arm.speedup.low:.3f}, {arm.speedup.high:.3f}]" if arm.speedup else "-",
+                _gain(arm.speedup) if arm.speedup else "-",
+                f"{arm.memory:.2f}" if arm.memory is not None else "-",
                 arm.failure,
             )
             for arm in self.arms
         ]
         left = len(fp8_layers(self.plan))
-        table = format_table(("layers by the plan", "us a step", "over high precision", "why not"), rows)
+        header = ("layers by the plan", "us a step", "over high precision", "peak memory of a step", "why not")
+        table = format_table(header, rows)
         return f"{table}\n{left} layers run by the plan that is left"
 
 
@@ -172,23 +178,43 @@ def _copy(model: nn.Module, step: Callable[[Any], object]) -> nn.Module:
     return copy
 
 
-def _ready(model: nn.Module, step: Callable[[Any], object], compile: Callable[[nn.Module], Any]) -> Callable[[], None]:
+@dataclass(frozen=True, kw_only=True)
+class _Step:
     """One compiled step of the model, without the gradients of the step before, as a function for the race."""
-    parameters, compiled = list(model.parameters()), compile(model)
 
-    def run() -> None:
-        for parameter in parameters:
+    model: nn.Module
+    compiled: Any
+    step: Callable[[Any], object]
+
+    def __call__(self) -> None:
+        self.let_go()
+        self.step(self.compiled)
+
+    def let_go(self) -> None:
+        for parameter in self.model.parameters():
             parameter.grad = None
-        step(compiled)
 
-    return run
+
+def _ready(model: nn.Module, step: Callable[[Any], object], compile: Callable[[nn.Module], Any]) -> _Step:
+    return _Step(model=model, compiled=compile(model), step=step)
+
+
+def _peak(ready: _Step, device: torch.device) -> int:
+    """Bytes that a step takes at its peak, gradients among them, beside what is there before it."""
+    ready.let_go()
+    torch.cuda.synchronize(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    before = torch.cuda.memory_allocated(device)
+    ready()
+    torch.cuda.synchronize(device)
+    return torch.cuda.max_memory_allocated(device) - before
 
 
 def _raced(
     model: nn.Module,
     plan: Plan,
     layers: tuple[str, ...],
-    base: Callable[[], None],
+    base: _Step,
     step: Callable[[Any], object],
     compile: Callable[[nn.Module], Any],
     rounds: int,
@@ -215,8 +241,13 @@ def _raced(
         gc.collect()
     if "plan" in found.failures:
         return Arm(layers=layers, failure=found.failures["plan"])
-    timing = found.timings["plan"]
-    return Arm(layers=layers, speedup=timing.speedup, microseconds=timing.microseconds)
+    timing, device = found.timings["plan"], device_of(model)
+    memory = _peak(by_plan, device) / max(_peak(base, device), 1)
+    return Arm(layers=layers, speedup=timing.speedup, microseconds=timing.microseconds, memory=memory)
+
+
+def _gain(speedup: Estimate) -> str:
+    return f"{speedup.value:.3f}x [{speedup.low:.3f}, {speedup.high:.3f}]"
 
 
 def _fastest(arms: Sequence[Arm]) -> Arm | None:
@@ -231,7 +262,7 @@ def _fastest(arms: Sequence[Arm]) -> Arm | None:
 def _confirmed(plan: Plan, kept: set[str], arms: Sequence[Arm]) -> Plan:
     """The plan with the `kept` layers alone in eight bits. Decisions taken back, and a note, say what was measured."""
     measured = "; ".join(
-        f"{len(arm.layers)} layers {arm.speedup.value:.3f}x [{arm.speedup.low:.3f}, {arm.speedup.high:.3f}]"
+        f"{len(arm.layers)} layers {_gain(arm.speedup)} with {arm.memory:.2f} of the memory"
         if arm.speedup
         else f"{len(arm.layers)} layers failed: {arm.failure}"
         for arm in arms

@@ -1,5 +1,6 @@
 """What tiles programs get, and that each is right: which kernel runs is a decision, and times are the benchmarks'."""
 
+import itertools
 import json
 from dataclasses import replace
 from types import SimpleNamespace
@@ -8,6 +9,7 @@ import pytest
 import torch
 import with_triton  # noqa: F401
 from edge_programs import forward_norm, gelu, layer_norm, relu, silu
+from sweeps import sweep
 from test_triton_edge import all_of, check, check_outputs
 
 from loka.kernels.edge.outputs import unwritten
@@ -141,8 +143,10 @@ def test_kernels_that_are_tried_share_the_memory_for_results(device, monkeypatch
     assert len(made) == 1
 
 
-@pytest.mark.parametrize("features", [640, 768])
-@pytest.mark.parametrize("make", [gelu_and_bias, layer_norm, forward_norm])
+SEVERAL = tuple(itertools.product((gelu_and_bias, layer_norm, forward_norm), (640, 768)))
+
+
+@pytest.mark.parametrize(("make", "features"), sweep(SEVERAL, SEVERAL[::3]))
 def test_rows_of_several_parts_are_right(make, features, device):
     case = make(features)
     for rows in (1, 67):

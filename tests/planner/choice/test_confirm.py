@@ -63,6 +63,7 @@ def race(monkeypatch):
             return race_of({"plan": timing}, {})
 
         monkeypatch.setattr(module, "time_interleaved", timed)
+        monkeypatch.setattr(module, "_peak", lambda ready, device: 2 + bool(site_forwards(ready.model)))
         monkeypatch.setattr(module, "device_of", lambda model: torch.device("cuda"))
         monkeypatch.setattr(module, "still_usable", lambda: True)
 
@@ -108,6 +109,12 @@ def test_what_is_fastest_in_the_whole_model_stays(plan, race, speedups, kept, ar
             assert "not there in the whole model: 4 layers" in decision.reason
             assert decision.kl is None
     assert "raced in the whole model" in found.plan.notes[-1]
+    assert [arm.memory for arm in found.arms] == [None if speedup is None else 1.5 for speedup in speedups]
+    raced = len(speedups) - speedups.count(None)
+    lines = [line.rstrip() for line in str(found).splitlines()]
+    assert (
+        found.plan.notes[-1].count("with 1.50 of the memory") == sum(line.endswith(" 1.50") for line in lines) == raced
+    )
     assert str(found).endswith(f"{len(kept)} layers run by the plan that is left")
     if kept:
         assert set(site_forwards(loka.convert(net(), found.plan))) == kept
@@ -163,3 +170,5 @@ def test_a_plan_that_slows_the_model_is_taken_back():
         plan = loka.plan(report, force={"*": candidate})
         found = loka.confirm(model, plan, step)
         assert bool(fp8_layers(found.plan)) is wins, str(found)
+        # Gradients and a bf16 copy of weights are there in both; activations are a byte in place of two.
+        assert 0.3 < found.arms[0].memory < 1.5
