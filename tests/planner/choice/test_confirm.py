@@ -170,5 +170,5 @@ def test_a_plan_that_slows_the_model_is_taken_back():
         plan = loka.plan(report, force={"*": candidate})
         found = loka.confirm(model, plan, step)
         assert bool(fp8_layers(found.plan)) is wins, str(found)
-        # Gradients and a bf16 copy of weights are there in both; activations are a byte in place of two.
-        assert 0.3 < found.arms[0].memory < 1.5
+        if wins:  # both have gradients and narrow copies of weights, and activations are a byte in place of two
+            assert 0.3 < found.arms[0].memory < 1.5
