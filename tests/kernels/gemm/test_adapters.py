@@ -3,6 +3,7 @@
 test_agreement.py compares every candidate with the reference on a GPU, where the real libraries are.
 """
 
+import functools
 import importlib.util
 import pickle
 import sys
@@ -19,6 +20,7 @@ from loka.core.problem import Problem, dtype_name
 from loka.core.recipe import Gemm, Granularity
 from loka.kernels.gemm import layouts, libraries
 from loka.kernels.gemm.adapters import cublaslt, deep_gemm, torch_scaled, torchao_scaled
+from loka.kernels.gemm.aten import aten_gemm
 from loka.kernels.gemm.registry import KERNELS, all_candidates, candidate_named
 from loka.kernels.gemm.run import run_gemm
 
@@ -188,13 +190,14 @@ def test_torch_takes_scales_of_blocks_with_their_padding(monkeypatch):
 
 
 @pytest.mark.skipif(torch.__version__ < "2.13", reason="torch has rowwise FP8 on the CPU from 2.13 on")
+@pytest.mark.parametrize("called", [torch_scaled.TORCH.run, functools.partial(aten_gemm, "torch")], ids=["run", "aten"])
 @pytest.mark.parametrize("rows", [1, 32])
-def test_on_a_cpu_one_scale_for_all_goes_as_row_scales(rows, monkeypatch):
+def test_on_a_cpu_one_scale_for_all_goes_as_row_scales(rows, called, monkeypatch):
     """Which are a thousand times faster where the CPU has AMX, with the results of `torch._scaled_mm` elsewhere."""
     a, b = operands(candidate_named("torch:tensorwise_e4m3"), Gemm.OUTPUT, (rows, 48, 64), "plain")
     given, multiply = [], torch._scaled_mm
     monkeypatch.setattr(torch, "_scaled_mm", lambda *args, **kwargs: (given.append(args), multiply(*args, **kwargs))[1])
-    found = torch_scaled.TORCH.run(a, b, torch.float32)
+    found = called(a, b, torch.float32)
     assert [tuple(scale.shape) for scale in given[0][2:4]] == [(rows, 1), (1, 48)]
     torch.testing.assert_close(found, scaled_mm(a, b, dtype=torch.float32))
 

@@ -3,6 +3,7 @@
 import torch
 
 from loka.core.numerics.reference import Quantized, scaled_mm
+from loka.kernels.gemm.adapters.torch_scaled import by_rows, takes_rows
 from loka.kernels.gemm.registry import KERNELS
 
 
@@ -12,4 +13,5 @@ def aten_gemm(kernel: str, a: Quantized, b: Quantized, dtype: torch.dtype) -> to
     kind = KERNELS[kernel]
     if kind.emulates:
         return scaled_mm(a, b, dtype=dtype)
-    return torch._scaled_mm(a.data, b.data.t(), a.scale, b.scale.t(), out_dtype=dtype, use_fast_accum=kind.fast)
+    scale_a, scale_b = by_rows(a, b) if takes_rows(a) else (a.scale, b.scale.t())
+    return torch._scaled_mm(a.data, b.data.t(), scale_a, scale_b, out_dtype=dtype, use_fast_accum=kind.fast)

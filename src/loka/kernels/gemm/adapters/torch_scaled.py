@@ -101,16 +101,26 @@ def _column(scale: torch.Tensor) -> torch.Tensor:
     return vector(scale)[:, None]
 
 
+def takes_rows(a: Quantized) -> bool:
+    """Whether one scale is better given as one for each row: on a CPU with AMX torch takes one scale to a loop of
+    oneDNN's, 0.05 GFLOP/s, and row scales to its own GEMM."""
+    return _ROWS_ON_A_CPU and not a.data.is_cuda and a.cast.granularity is Granularity.TENSOR
+
+
+def by_rows(a: Quantized, b: Quantized) -> tuple[torch.Tensor, torch.Tensor]:
+    """One scale of each as scales [M, 1] and [1, N]; M may be a symbol."""
+    return a.scale.view(1, 1).repeat(a.data.shape[0], 1), b.scale.view(1, 1).repeat(1, b.data.shape[0])
+
+
 def _scaled(
     a: Quantized, b: Quantized, dtype: torch.dtype, fast: bool, out: torch.Tensor | None = None
 ) -> torch.Tensor:
     if a.cast.granularity is not Granularity.TENSOR:
         scale_a, scale_b = _column(a.scale), _column(b.scale).t()
-    elif a.data.is_cuda or not _ROWS_ON_A_CPU:
+    elif takes_rows(a):
+        scale_a, scale_b = by_rows(a, b)
+    else:
         scale_a, scale_b = scalar(a.scale), scalar(b.scale)
-    else:  # on a CPU with AMX torch takes one scale to a loop of oneDNN's, 0.05 GFLOP/s, and row scales to its own GEMM
-        scale_a = scalar(a.scale).repeat(a.data.shape[0], 1)
-        scale_b = scalar(b.scale).repeat(1, b.data.shape[0])
     return torch._scaled_mm(a.data, b.data.t(), scale_a, scale_b, out_dtype=dtype, use_fast_accum=fast, out=out)
 
 
