@@ -29,6 +29,37 @@ def test_an_output_that_is_masked_hides_no_other_numbers():
         frozen(Masks().eval(), BOTH, buckets=(1, 16))
 
 
+class Counts(Tower):
+    """By how many rows there are, with an output that only notes them, and one of two places that is small."""
+
+    def __init__(self, factor, noted, mask=0.0):
+        super().__init__()
+        self.factor, self.noted, self.mask = factor, noted, mask
+
+    def forward(self, dense, ids):
+        y = super().forward(dense, ids)
+        small = 1e-3 * y * (self.factor if len(ids) > 8 else 1.0)
+        return {"y": torch.stack([y, small, y + self.mask], dim=1), "noted": self.noted(len(ids))}
+
+
+@pytest.mark.parametrize(
+    ("factor", "noted", "told"),
+    [
+        (1.05, torch.zeros, "answers 2 rows by other numbers among 16"),
+        (1.0, torch.arange, "mixes rows"),
+        (1.0, lambda rows: torch.full((rows,), rows), "mixes rows"),
+        (1.0, lambda rows: torch.full((rows,), rows > 8), "answers 2 rows by other numbers among 16"),
+    ],
+)
+@pytest.mark.parametrize("mask", [0.0, -torch.inf])
+def test_answers_that_depend_a_little_on_how_many_rows_there_are(factor, noted, told, mask):
+    """More than rounding explains, and less than a tenth; or in whole numbers."""
+    torch.manual_seed(0)
+    with pytest.raises(ServeRefused, match=told):
+        frozen(Counts(factor, noted, mask).eval(), BOTH, buckets=(1, 16))
+    frozen(Counts(1.0, torch.zeros, mask).eval(), BOTH, buckets=(1, 16))
+
+
 def test_requests_are_not_written_to():
     """By rows beyond a bound that no calibration row reached."""
 
