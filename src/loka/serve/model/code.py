@@ -7,6 +7,7 @@ import hashlib
 import logging
 import sys
 from argparse import Namespace
+from collections import deque
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import (
@@ -43,21 +44,47 @@ _REPRESENTED = (
 )
 _OPS = (torch._ops.OpOverload, torch._ops.OpOverloadPacket)
 _WRAPPERS = (classmethod, staticmethod, functools._lru_cache_wrapper)
+_HELD = ("_parameters", "_buffers", "_modules")
 _DEEPEST = 40  # Python's own stack is of some hundred such calls
 
 _Seen = dict[int, tuple[Any, str]]
 """By id: what was read, which lives on by it, and its digest; "" while it is read."""
 
 
-def numbers_of(module: nn.Module) -> dict[str, str]:
-    """Those in attributes, and in containers of numbers there, as text, by which NaN is NaN."""
-    return {name: repr(value) for name, value in vars(module).items() if _is_number(value)}
+def data_of(tree: nn.Module) -> dict[str, str]:
+    """By path and name, digests of what modules keep beside parameters, buffers and modules: numbers, texts and values
+    of tensors, and containers and objects of these. What is called is code, and left out.
+    """
+    tensors = (*tree.parameters(), *tree.buffers())
+    found = {}
+    for path, module in named_modules(tree):
+        for name, value in vars(module).items():
+            if name not in _HELD and "_hooks" not in name and not callable(value):
+                found[f"{path}.{name}" if path else name] = digest_of(
+                    _data(value, {id(each): each for each in tensors})
+                )
+    return found
 
 
-def _is_number(value: Any) -> bool:
-    if isinstance(value, (list, tuple, dict)) and value:
-        return all(each is None or _is_number(each) for each in (value.values() if isinstance(value, dict) else value))
-    return isinstance(value, _NUMBERS)
+def _data(value: Any, seen: dict[int, Any], depth: int = 0) -> Any:
+    if isinstance(value, enum.Enum):
+        return [value.name, _data(value.value, seen, depth + 1)]
+    if isinstance(value, _REPRESENTED):
+        return repr(value)
+    if callable(value) or id(value) in seen or depth > _DEEPEST:
+        return None
+    seen[id(value)] = value
+    if isinstance(value, torch.Tensor):
+        return _form(value) + _values(value)
+    if type(value).__module__ == "numpy":
+        return _array(value)
+    if isinstance(value, dict):
+        return [[_data(each, seen, depth + 1) for each in pair] for pair in dict.items(value)]
+    if isinstance(value, (list, tuple, deque)):
+        return [_data(each, seen, depth + 1) for each in value]
+    if isinstance(value, (set, frozenset)):
+        return sorted(str(_data(each, seen, depth + 1)) for each in value)
+    return {name: _data(each, seen, depth + 1) for name, each in _attributes(value, type(value))}
 
 
 def digest_of_code(tree: nn.Module) -> str | None:
@@ -113,8 +140,7 @@ def _digest(value: Any, seen: _Seen, depth: int) -> str:
     if isinstance(value, torch.Tensor):
         return _form(value) + _values(value)
     if type(value).__module__ == "numpy":
-        whole = hashlib.sha256(value.tobytes()).hexdigest() if hasattr(value, "tobytes") else _name(value)
-        return digest_of([whole, str(getattr(value, "dtype", "")), str(getattr(value, "shape", ""))])
+        return _array(value)
     if isinstance(value, dict):
         parts = [[_of(key, seen, depth), _of(each, seen, depth)] for key, each in dict.items(value)]
     elif isinstance(value, (list, tuple)):
@@ -142,6 +168,11 @@ def _digest(value: Any, seen: _Seen, depth: int) -> str:
     else:
         return _object(value, seen, depth)
     return digest_of(parts)
+
+
+def _array(value: Any) -> str:
+    whole = hashlib.sha256(value.tobytes()).hexdigest() if hasattr(value, "tobytes") else _name(value)
+    return digest_of([whole, str(getattr(value, "dtype", "")), str(getattr(value, "shape", ""))])
 
 
 def _object(value: Any, seen: _Seen, depth: int) -> str:

@@ -18,6 +18,7 @@ from loka.kernels.gemm.aten import aten_gemm
 from loka.kernels.gemm.registry import candidate_named
 from loka.nn.unwrap import named_modules
 from loka.planner.convert import fp8_layers
+from loka.serve.model.code import data_of
 from loka.serve.rows import digest
 from loka.serve.run import Runner
 from loka.serve.sites import FrozenSite, HighPrecisionSite, as_rows, frozen_sites
@@ -104,10 +105,14 @@ class Exported(nn.Module):
 
     The names of its tensors hold a digest of their names and forms and of the sites' candidates, so that a package
     refuses those of another one: torch looks at names alone, and copies from any memory.
+
+    `kept`: digests of what modules keep beside tensors, which extra state and hooks of a state dict may set. The code
+    holds it, and no weights replace it.
     """
 
-    def __init__(self, held: nn.Module, candidates: Sequence[str]) -> None:
+    def __init__(self, held: nn.Module, candidates: Sequence[str], kept: dict[str, str]) -> None:
         super().__init__()
+        self.kept = kept
         forms = [[name, list(one.shape), str(one.dtype)] for name, one in tensors_of(held).items()]
         self.layout = f"layout_{digest_of([forms, list(candidates)])[:16]}"
         self.add_module(self.layout, held)
@@ -126,36 +131,25 @@ def tensors_of(model: nn.Module) -> dict[str, torch.Tensor]:
 class Contents:
     """What a package says of itself: metadata of the file.
 
-    `layout`: of `Exported`. `written`: `in_code`. `batch`: the least and the most rows of a call.
+    `layout`, `kept`: of `Exported`. `written`: `in_code`. `batch`: the least and the most rows of a call.
     """
 
     layout: str
     written: dict[str, str]
+    kept: dict[str, str]
     batch: tuple[int, int]
 
 
 def contents_of(model: Exported, batch: tuple[int, int], read: Collection[str]) -> Contents:
     """`read`: names of the tensors that the exported code reads."""
-    return Contents(layout=model.layout, written=in_code(model, read), batch=batch)
+    return Contents(layout=model.layout, written=in_code(model, read), kept=model.kept, batch=batch)
 
 
 def in_code(model: Exported, read: Collection[str]) -> dict[str, str]:
-    """What the code holds and no weights replace, by name: of tensors in `read` a digest, and numbers as text.
-
-    Extra state and hooks of a state dict may set attributes. Whole numbers are left out: `forward` notes them too, as
-    how many rows it was called with.
-    """
-    found = {
+    """Digests of the tensors in `read` that the code holds as numbers, by name: no weights replace them."""
+    return {
         name: digest([[one]]) for name, one in tensors_of(model).items() if name in read and _written_into_code(one)
     }
-    for path, module in model.named_modules(remove_duplicate=False):
-        for name, value in vars(module).items():
-            full_name = f"{path}.{name}"
-            if isinstance(value, float | complex):
-                found[full_name] = repr(value)
-            elif isinstance(value, torch.Tensor) and full_name in read:
-                found[full_name] = digest([[value]])
-    return found
 
 
 def _written_into_code(tensor: torch.Tensor) -> bool:
@@ -193,6 +187,17 @@ def _plain(output: Any) -> Any:
     return (list if isinstance(output, list) else tuple)(map(_plain, output))
 
 
+def _kept_data(frozen: nn.Module, run: Runner, device: torch.device) -> dict[str, str]:
+    """Digests by path and name. Left out is what `forward` notes of its rows, as how many there are, and counts."""
+    first, second = (_data_after(frozen, run, run.form.check_rows(device, rows)) for rows in (2, 3))
+    return {name: data for name, data in first.items() if second.get(name) == data}
+
+
+def _data_after(frozen: nn.Module, run: Runner, rows: Sequence[torch.Tensor]) -> dict[str, str]:
+    run(frozen, rows)
+    return data_of(frozen)
+
+
 def exported(frozen: nn.Module, plan: Plan, run: Runner) -> Exported:
     """Of the tree of a version, whose tensors it shares."""
     own_sites = frozen_sites(frozen)
@@ -215,4 +220,6 @@ def exported(frozen: nn.Module, plan: Plan, run: Runner) -> Exported:
         for own in kinds:
             own.update({name: _as_copied(one, copies) for name, one in own.items() if one is not None})
     held = [site if isinstance(site, nn.Module) else _JoinedSite(site) for site in sites.values()]
-    return Exported(_Held(tree, held, run), [site.candidate for site in own_sites.values()])
+    device = next(iter(own_sites.values())).weight.low.data.device
+    candidates = [site.candidate for site in own_sites.values()]
+    return Exported(_Held(tree, held, run), candidates, _kept_data(frozen, run, device))
