@@ -91,3 +91,19 @@ def test_a_callers_autocast_of_another_half_precision(tmp_path):
         server.save(tmp_path)
         for each in (server, load(tmp_path, model)):
             assert torch.equal(each(request).output, expected)
+
+
+class Views(Tower):
+    def forward(self, dense, ids):
+        return super().forward(dense.view(-1).view(len(ids), -1), ids)
+
+
+def test_how_a_request_lies_in_memory_is_no_matter():
+    """A model sees contiguous rows whether they are padded or not; others would raise here, or round otherwise."""
+    torch.manual_seed(0)
+    server = frozen(Views().eval(), BOTH, buckets=(16,))
+    dense, ids = rows(16)
+    transposed = dense.t().contiguous().t()
+    for count in (15, 16):
+        expected = server((dense[:count], ids[:count])).output
+        assert torch.equal(server((transposed[:count], ids[:count])).output, expected)
