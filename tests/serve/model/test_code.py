@@ -1,7 +1,9 @@
 """Which changes of a model's code its digest sees (serve/model/code.py)."""
 
+import copy
 import enum
 import functools
+import logging
 import threading
 import types
 
@@ -11,7 +13,7 @@ import torch
 from torch import nn
 
 from loka.serve.model import code
-from loka.serve.model.code import digest_of_code
+from loka.serve.model.code import data_of, digest_of_code
 
 SOURCE = """
 import functools
@@ -233,3 +235,27 @@ def test_functions_in_packages_of_modules_are_in_it():
 
     assert sources(1.0) == sources(1.0)
     assert sources(1.0) != sources(2.0)
+
+
+class Level(enum.Enum):
+    HIGH = 2.0
+
+
+def test_data_is_what_a_process_does_not_count():
+    """Nor are weights, wherever else they are held, and functions; another number anywhere else is seen."""
+
+    def made(**changes):
+        model = nn.Linear(4, 4)
+        vars(model).update({"log": logging.getLogger("mine"), "held": [model.weight], "act": lambda x: x})
+        model.handle = model.register_forward_hook(lambda module, given, made: made)
+        options = {"deep": [{"x": (1, {2})}], "level": Level.HIGH, "array": np.arange(3), "edge": torch.ones(2)}
+        options["itself"] = options
+        model.options = types.SimpleNamespace(**options | changes)
+        return model
+
+    known = data_of(made())
+    assert known == data_of(made()) == data_of(copy.deepcopy(made()))
+    changes = {"deep": [{"x": (1, {3})}], "level": Level.HIGH.value, "array": np.arange(4), "edge": torch.zeros(2)}
+    for name, value in changes.items():
+        other = data_of(made(**{name: value}))
+        assert [key for key in known if known[key] != other[key]] == ["options"]

@@ -84,6 +84,8 @@ def _data(value: Any, seen: dict[int, Any], depth: int = 0) -> Any:
         return [_data(each, seen, depth + 1) for each in value]
     if isinstance(value, (set, frozenset)):
         return sorted(str(_data(each, seen, depth + 1)) for each in value)
+    if _is_opaque(type(value)):
+        return None
     return {name: _data(each, seen, depth + 1) for name, each in _attributes(value, type(value))}
 
 
@@ -178,11 +180,16 @@ def _array(value: Any) -> str:
 def _object(value: Any, seen: _Seen, depth: int) -> str:
     """Of an object's class and attributes. One of a known class, but for modules and namespaces, is its class."""
     kind = kind_of(value) if isinstance(value, nn.Module) else type(value)
-    if _is_known(kind) and not isinstance(value, (nn.Module, Namespace, SimpleNamespace)):
+    if _is_opaque(kind):
         return _name(kind)
     # Those of the class may stand behind those of the object, equal or not.
     held = dict(_inherited(kind)) | dict(_attributes(value, kind))
     return digest_of([_of(kind, seen, depth), {name: _of(each, seen, depth) for name, each in held.items()}])
+
+
+def _is_opaque(kind: type) -> bool:
+    """Handles of hooks and loggers, for two, hold what the process counts."""
+    return _is_known(kind) and not issubclass(kind, (nn.Module, Namespace, SimpleNamespace))
 
 
 def _attributes(value: Any, kind: type) -> Iterator[tuple[str, Any]]:
