@@ -34,6 +34,7 @@ from loka.serve.graphs import wants_graphs
 from loka.serve.model.absent import absent
 from loka.serve.model.private import check_apart, kinds_of, own_copy
 from loka.serve.model.written import WrittenGraphs
+from loka.serve.run import runner_of, steady_data
 from loka.serve.saving import CARD, COMPARED, FILES, GRAPHS, PLAN, PRECISE, WEIGHTS, check_outputs
 from loka.serve.server import Server
 from loka.serve.sites import FrozenWeight, even_weight
@@ -96,6 +97,7 @@ def load(folder: Path | str, model: nn.Module, *, shadow: float = 0.0, graphs: b
     rows = len(saved["0"]) if "0" in saved and saved["0"].dim() else COMPARED
     check_apart(model, lambda: check_outputs(card, tree, device, rows))
     _check_same(card, check_outputs(card, tree, device, rows), saved, folder, _other_modules(card, kinds_of(bare)))
+    _tell_data(card, folder, record.data, steady_data(tree, runner_of(card), device, unsaved=True))
     precise = _precise(folder, record, skeleton, device) if shadow else None
     return Server(
         card=card,
@@ -244,6 +246,20 @@ def _check_same(
             card.model,
             ", ".join(map(str, apart)),
             ", ".join(f"{agreement:.1f}" for agreement in apart.values()),
+        )
+
+
+def _tell_data(card: Card, folder: Path, saved: Mapping[str, str], found: Mapping[str, str]) -> None:
+    """Rows of a check need not reach what a number is for, as a bound."""
+    others = [name for name, data in saved.items() if found.get(name, data) != data]
+    if others:
+        _LOG.warning(
+            "%s: this %s keeps something else in %s than the one that was saved, and no folder holds that: where it "
+            "matters, the answers are others; give a %s as it was then",
+            folder,
+            card.model,
+            ", ".join(truncated(others, 10)),
+            card.model,
         )
 
 

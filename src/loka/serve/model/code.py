@@ -51,18 +51,22 @@ _Seen = dict[int, tuple[Any, str]]
 """By id: what was read, which lives on by it, and its digest; "" while it is read."""
 
 
-def data_of(tree: nn.Module) -> dict[str, str]:
+def data_of(tree: nn.Module, *, unsaved: bool = False) -> dict[str, str]:
     """By path and name, digests of what modules keep beside parameters, buffers and modules: numbers, texts and values
     of tensors, and containers and objects of these. What is called is code, and left out.
+
+    unsaved: with buffers that are in no state dict.
     """
     tensors = (*tree.parameters(), *tree.buffers())
-    found = {}
+    found: dict[str, str] = {}
     for path, module in named_modules(tree):
-        for name, value in vars(module).items():
-            if name not in _HELD and "_hooks" not in name and not callable(value):
-                found[f"{path}.{name}" if path else name] = digest_of(
-                    _data(value, {id(each): each for each in tensors})
-                )
+        held = {name: each for name, each in vars(module).items() if name not in _HELD and "_hooks" not in name}
+        data = {
+            name: _data(each, {id(one): one for one in tensors}) for name, each in held.items() if not callable(each)
+        }
+        if unsaved:
+            data |= {name: _data(module._buffers[name], {}) for name in module._non_persistent_buffers_set}
+        found |= {f"{path}.{name}" if path else name: digest_of(each)[:16] for name, each in data.items()}
     return found
 
 

@@ -18,9 +18,8 @@ from loka.kernels.gemm.aten import aten_gemm
 from loka.kernels.gemm.registry import candidate_named
 from loka.nn.unwrap import named_modules
 from loka.planner.convert import fp8_layers
-from loka.serve.model.code import data_of
 from loka.serve.rows import digest
-from loka.serve.run import Runner
+from loka.serve.run import Runner, steady_data
 from loka.serve.sites import FrozenSite, HighPrecisionSite, as_rows, frozen_sites
 
 _FEW = 8
@@ -187,17 +186,6 @@ def _plain(output: Any) -> Any:
     return (list if isinstance(output, list) else tuple)(map(_plain, output))
 
 
-def _kept_data(frozen: nn.Module, run: Runner, device: torch.device) -> dict[str, str]:
-    """Digests by path and name. Left out is what `forward` notes of its rows, as how many there are, and counts."""
-    first, second = (_data_after(frozen, run, run.form.check_rows(device, rows)) for rows in (2, 3))
-    return {name: data for name, data in first.items() if second.get(name) == data}
-
-
-def _data_after(frozen: nn.Module, run: Runner, rows: Sequence[torch.Tensor]) -> dict[str, str]:
-    run(frozen, rows)
-    return data_of(frozen)
-
-
 def exported(frozen: nn.Module, plan: Plan, run: Runner) -> Exported:
     """Of the tree of a version, whose tensors it shares."""
     own_sites = frozen_sites(frozen)
@@ -222,4 +210,4 @@ def exported(frozen: nn.Module, plan: Plan, run: Runner) -> Exported:
     held = [site if isinstance(site, nn.Module) else _JoinedSite(site) for site in sites.values()]
     device = next(iter(own_sites.values())).weight.low.data.device
     candidates = [site.candidate for site in own_sites.values()]
-    return Exported(_Held(tree, held, run), candidates, _kept_data(frozen, run, device))
+    return Exported(_Held(tree, held, run), candidates, steady_data(frozen, run, device))
