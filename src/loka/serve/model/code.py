@@ -57,16 +57,15 @@ def data_of(tree: nn.Module, *, unsaved: bool = False) -> dict[str, str]:
 
     unsaved: with buffers that are in no state dict.
     """
-    tensors = (*tree.parameters(), *tree.buffers())
-    found: dict[str, str] = {}
+    kept = {id(each) for each in tree.state_dict(keep_vars=True).values()} if unsaved else set()
+    seen = {id(each): each for each in (*tree.parameters(), *tree.buffers()) if not unsaved or id(each) in kept}
+    found = {}
     for path, module in named_modules(tree):
         held = {name: each for name, each in vars(module).items() if name not in _HELD and "_hooks" not in name}
-        data = {
-            name: _data(each, {id(one): one for one in tensors}) for name, each in held.items() if not callable(each)
-        }
-        if unsaved:
-            data |= {name: _data(module._buffers[name], {}) for name in module._non_persistent_buffers_set}
-        found |= {f"{path}.{name}" if path else name: digest_of(each)[:16] for name, each in data.items()}
+        for name, value in (*held.items(), *module._buffers.items()):  # a scripted module's are no mapping
+            with contextlib.suppress(Exception):  # of any kind: objects of the model's answer what they like
+                if (data := _data(value, seen)) is not None:
+                    found[f"{path}.{name}" if path else name] = digest_of(data)[:16]
     return found
 
 
@@ -89,7 +88,7 @@ def _data(value: Any, seen: dict[int, Any], depth: int = 0) -> Any:
     if isinstance(value, (set, frozenset)):
         return sorted(str(_data(each, seen, depth + 1)) for each in value)
     if _is_opaque(type(value)):
-        return None
+        return _shown(value)
     return {name: _data(each, seen, depth + 1) for name, each in _attributes(value, type(value))}
 
 
@@ -185,15 +184,20 @@ def _object(value: Any, seen: _Seen, depth: int) -> str:
     """Of an object's class and attributes. One of a known class, but for modules and namespaces, is its class."""
     kind = kind_of(value) if isinstance(value, nn.Module) else type(value)
     if _is_opaque(kind):
-        return _name(kind)
+        return _name(kind) + _shown(value)
     # Those of the class may stand behind those of the object, equal or not.
     held = dict(_inherited(kind)) | dict(_attributes(value, kind))
     return digest_of([_of(kind, seen, depth), {name: _of(each, seen, depth) for name, each in held.items()}])
 
 
 def _is_opaque(kind: type) -> bool:
-    """Handles of hooks and loggers, for two, hold what the process counts."""
     return _is_known(kind) and not issubclass(kind, (nn.Module, Namespace, SimpleNamespace))
+
+
+def _shown(value: Any) -> str:
+    """As fractions and compiled patterns show what they hold; "" for what shows where it lies, such as locks."""
+    text = repr(value)
+    return "" if "0x" in text else text
 
 
 def _attributes(value: Any, kind: type) -> Iterator[tuple[str, Any]]:
