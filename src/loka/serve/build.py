@@ -52,13 +52,19 @@ def relinked(skeleton: nn.Module, model: nn.Module) -> nn.Module:
 
 
 def load_precise(
-    skeleton: nn.Module, state: Mapping[str, torch.Tensor], device: torch.device, *, dropped: Sequence[str] = ()
+    skeleton: nn.Module,
+    state: Mapping[str, torch.Tensor],
+    device: torch.device,
+    *,
+    before: Mapping[str, torch.Tensor],
+    dropped: Sequence[str] = (),
 ) -> nn.Module:
     """A tree with copies of the weights in `state` on `device`, in the dtypes that the model had. Weights named in
     `dropped` stay absent.
 
-    Raises ServeRefused where keys or shapes differ, where integers stand for floats, where a weight holds NaN or
-    infinity in the dtype of the model, and where modules share other tensors than before.
+    Raises ServeRefused where keys or shapes differ, where integers stand for floats, where a weight holds NaN in the
+    dtype of the model, or infinity in other places than `before`, as masks do, and where modules share other tensors
+    than before.
     """
     wanted = skeleton.state_dict(keep_vars=True)
     tensors = {key: value for key, value in wanted.items() if isinstance(value, torch.Tensor)}
@@ -81,7 +87,7 @@ def load_precise(
         copies[key] = state[key].detach().to(device=device, dtype=value.dtype, copy=True)
         if isinstance(value, nn.Parameter):  # modules would make one each of a tensor that they share
             copies[key] = nn.Parameter(copies[key], requires_grad=False)
-        if not _finite(copies[key]):
+        if not _finite(copies[key], before.get(key)):
             wrong.append(f"{key} holds NaN or infinity in {dtype_name(copies[key].dtype)}")
         elif (one := shared.setdefault(id(value), key)) != key:
             if not torch.equal(copies[one], copies[key]):
@@ -113,8 +119,10 @@ def _form(value: torch.Tensor) -> str:
     return f"{list(value.shape)}{kind}"
 
 
-def _finite(value: torch.Tensor) -> bool:
-    return not value.is_floating_point() or bool(torch.isfinite(value).all())
+def _finite(value: torch.Tensor, before: torch.Tensor | None) -> bool:
+    if not value.is_floating_point() or bool((finite := torch.isfinite(value)).all()):
+        return True
+    return before is not None and not before.is_meta and torch.equal(value[~finite], before.to(value)[~finite])
 
 
 def share(model: nn.Module) -> nn.Module:

@@ -164,7 +164,7 @@ def _filled(skeleton: nn.Module, state: Mapping[str, torch.Tensor], card: Card, 
         if key in wanted:
             held = wanted[key]  # no parameter where the class has a state dict of its own
             whole[key] = held if isinstance(held, nn.Parameter) else absent(nn.Parameter(held, requires_grad=False))
-    return load_precise(skeleton, whole, device, dropped=card.dropped)
+    return load_precise(skeleton, whole, device, before=state, dropped=card.dropped)
 
 
 def _with_extra(skeleton: nn.Module, state: Mapping[str, torch.Tensor]) -> dict[str, Any]:
@@ -269,5 +269,5 @@ def _precise(folder: Path, record: Folder, skeleton: nn.Module, device: torch.de
             f"{folder} holds no weights in high precision to shadow requests with",
             way_out="load it with shadow=0, or freeze with a share and save again",
         )
-    state = read_tensors(folder / PRECISE, sha256=record.files[PRECISE], way_out=_AGAIN)
-    return load_precise(skeleton, _with_extra(skeleton, _below("state/", state)), device)
+    state = _below("state/", read_tensors(folder / PRECISE, sha256=record.files[PRECISE], way_out=_AGAIN))
+    return load_precise(skeleton, _with_extra(skeleton, state), device, before=state)
