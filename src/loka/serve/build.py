@@ -25,6 +25,7 @@ from loka.nn.site import site_forwards
 from loka.nn.unwrap import named_modules
 from loka.planner.convert import fp8_layers
 from loka.serve.model.absent import absent
+from loka.serve.model.private import tried
 from loka.serve.sites import (
     FrozenSite,
     FrozenWeight,
@@ -37,11 +38,20 @@ from loka.serve.sites import (
 
 
 def skeleton_of(model: nn.Module) -> nn.Module:
-    """A copy of the model in which every tensor of the state dict is absent; other tensors are copied."""
+    """A copy of the model in which every tensor of the state dict is absent; other tensors are copied.
+
+    Raises ServeRefused where no state dict can be made of it: by that a refresh and `load` find the places of weights.
+    """
     tensors = [*model.parameters(), *model.buffers()]
     held = {id(value) for value in model.state_dict(keep_vars=True).values()}
     memo: dict[int, Any] = {id(tensor): absent(tensor) for tensor in tensors if id(tensor) in held}
-    return copy.deepcopy(model, memo)
+    skeleton: nn.Module = copy.deepcopy(model, memo)
+    tried(
+        skeleton.state_dict,
+        "this model computes its state dict from weights, which are put into it later",
+        "let its state dict hold parameters and buffers as they are, and compute in forward or after load_state_dict",
+    )
+    return skeleton
 
 
 def relinked(skeleton: nn.Module, model: nn.Module) -> nn.Module:

@@ -32,9 +32,10 @@ from loka.serve.by_rows import buckets_by_site
 from loka.serve.card import Card, Folder
 from loka.serve.graphs import wants_graphs
 from loka.serve.model.absent import absent
+from loka.serve.model.code import steady_data
 from loka.serve.model.private import check_apart, kinds_of, own_copy
 from loka.serve.model.written import WrittenGraphs
-from loka.serve.run import runner_of, steady_data
+from loka.serve.run import runner_of
 from loka.serve.saving import CARD, COMPARED, FILES, GRAPHS, PLAN, PRECISE, WEIGHTS, check_outputs
 from loka.serve.server import Server
 from loka.serve.sites import FrozenWeight, even_weight
@@ -219,7 +220,8 @@ def _check_same(
             why=[f"for the same {found[0].shape[0]} rows {reason}" for reason in why],
             way_out=f"give a {card.model} as it was when it was frozen: same code, options and buffers",
         )
-    blind = [index for index, leaf in enumerate(wanted) if leaf.is_floating_point() and not leaf.isfinite().any()]
+    numbers = {index: leaf for index, leaf in enumerate(wanted) if leaf.is_floating_point() and leaf.numel()}
+    blind = [index for index, leaf in numbers.items() if not leaf.isfinite().any()]
     if blind:
         _LOG.warning(
             "%s: outputs %s are NaN or infinite for all rows that this %s was compared by, which tell nothing of them",

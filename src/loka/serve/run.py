@@ -8,7 +8,6 @@ import torch
 from torch import nn
 
 from loka.serve.card import Card
-from loka.serve.model.code import data_of
 from loka.serve.rows import Form
 
 
@@ -29,14 +28,3 @@ class Runner:
 def runner_of(card: Card) -> Runner:
     """Runs rows as the model of `card` was frozen to."""
     return Runner(form=card.form, autocast=None if card.autocast is None else getattr(torch, card.autocast))
-
-
-def steady_data(module: nn.Module, run: Runner, device: torch.device, *, unsaved: bool = False) -> dict[str, str]:
-    """As `data_of`, without what `forward` notes of its rows, as how many there are, and counts."""
-
-    def after(rows: int) -> dict[str, str]:
-        run(module, run.form.check_rows(device, rows))
-        return data_of(module, unsaved=unsaved)
-
-    first, second = after(2), after(3)
-    return {name: data for name, data in first.items() if second.get(name) == data}

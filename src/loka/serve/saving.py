@@ -21,8 +21,9 @@ from loka.core.records.plan import Plan
 from loka.core.storage.alone import alone_with
 from loka.core.storage.files import file_behind, sha256_of_file, sync_folder, write_tensors, writing
 from loka.serve.card import Card, Folder
+from loka.serve.model.code import steady_data
 from loka.serve.rows import leaves
-from loka.serve.run import runner_of, steady_data
+from loka.serve.run import runner_of
 from loka.serve.sites import frozen_sites
 from loka.serve.version import Version
 

@@ -28,6 +28,7 @@ from loka.core.exceptions import first_line
 from loka.core.storage.files import digest_of
 from loka.nn.site import site_forwards
 from loka.nn.unwrap import kind_of, named_modules
+from loka.serve.run import Runner
 
 _LOG = logging.getLogger("loka.serve")
 _NUMBERS = (int, float, complex, str)
@@ -49,6 +50,17 @@ _DEEPEST = 40  # Python's own stack is of some hundred such calls
 
 _Seen = dict[int, tuple[Any, str]]
 """By id: what was read, which lives on by it, and its digest; "" while it is read."""
+
+
+def steady_data(module: nn.Module, run: Runner, device: torch.device, *, unsaved: bool = False) -> dict[str, str]:
+    """As `data_of`, without what `forward` notes of its rows, as how many there are, and counts."""
+
+    def after(rows: int) -> dict[str, str]:
+        run(module, run.form.check_rows(device, rows))
+        return data_of(module, unsaved=unsaved)
+
+    first, second = after(2), after(3)
+    return {name: data for name, data in first.items() if second.get(name) == data}
 
 
 def data_of(tree: nn.Module, *, unsaved: bool = False) -> dict[str, str]:

@@ -18,8 +18,9 @@ from loka.kernels.gemm.aten import aten_gemm
 from loka.kernels.gemm.registry import candidate_named
 from loka.nn.unwrap import named_modules
 from loka.planner.convert import fp8_layers
+from loka.serve.model.code import steady_data
 from loka.serve.rows import digest
-from loka.serve.run import Runner, steady_data
+from loka.serve.run import Runner
 from loka.serve.sites import FrozenSite, HighPrecisionSite, as_rows, frozen_sites
 
 _FEW = 8
