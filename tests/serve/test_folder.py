@@ -362,8 +362,21 @@ def test_numbers_that_no_folder_holds_are_told(tmp_path, caplog):
     load(tmp_path, Bounds().eval())
     assert not caplog.messages
     load(tmp_path, Bounds(limit=500, edge=500.0).eval())
-    assert "this Bounds keeps something else in limit, edge than the one that was saved" in caplog.messages[-1]
+    assert "this Bounds is not the one that was saved in limit, edge, and no folder holds that" in caplog.messages[-1]
     server.refresh({**server.current.module.state_dict(), **tower(1).state_dict(), "_extra_state": {"most": 500.0}})
     server.save(tmp_path)
     load(tmp_path, Bounds().eval())
-    assert "this Bounds keeps something else in options than" in caplog.messages[-1]
+    assert "this Bounds is not the one that was saved in options, and" in caplog.messages[-1]
+
+
+def test_another_method_is_told(tmp_path, caplog, monkeypatch):
+    """A number in it that no row of the check reaches; what it calls is not looked at."""
+    frozen(Bounds().eval(), dict.fromkeys(BOTH, ROW)).save(tmp_path)
+    forward = Bounds.forward
+
+    def other(self, dense, ids):
+        return forward(self, dense.clamp(max=500.0), ids)
+
+    monkeypatch.setattr(Bounds, "forward", other)
+    load(tmp_path, Bounds().eval())
+    assert "this Bounds is not the one that was saved in the code of Bounds (Python " in caplog.messages[-1]

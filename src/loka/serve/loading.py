@@ -256,8 +256,8 @@ def _tell_data(card: Card, folder: Path, saved: Mapping[str, str], found: Mappin
     others = [name for name, data in saved.items() if found.get(name, data) != data]
     if others:
         _LOG.warning(
-            "%s: this %s keeps something else in %s than the one that was saved, and no folder holds that: where it "
-            "matters, the answers are others; give a %s as it was then",
+            "%s: this %s is not the one that was saved in %s, and no folder holds that: where it matters, the answers "
+            "are others; give a %s as it was then",
             folder,
             card.model,
             ", ".join(truncated(others, 10)),

@@ -4,6 +4,7 @@ import contextlib
 import enum
 import functools
 import hashlib
+import inspect
 import logging
 import sys
 from argparse import Namespace
@@ -46,6 +47,8 @@ _REPRESENTED = (
 _OPS = (torch._ops.OpOverload, torch._ops.OpOverloadPacket)
 _WRAPPERS = (classmethod, staticmethod, functools._lru_cache_wrapper)
 _HELD = ("_parameters", "_buffers", "_modules")
+_SHOWN = ("collections", "datetime", "decimal", "fractions", "operator", "re")
+_PYTHON = f"Python {sys.version_info.major}.{sys.version_info.minor}"
 _DEEPEST = 40  # Python's own stack is of some hundred such calls
 
 _Seen = dict[int, tuple[Any, str]]
@@ -67,7 +70,7 @@ def data_of(tree: nn.Module, *, unsaved: bool = False) -> dict[str, str]:
     """By path and name, digests of what modules keep beside parameters, buffers and modules: numbers, texts and values
     of tensors, and containers and objects of these. What is called is code, and left out.
 
-    unsaved: with buffers that are in no state dict.
+    unsaved: with buffers that are in no state dict, and the text of classes, without what that calls.
     """
     kept = {id(each) for each in tree.state_dict(keep_vars=True).values()} if unsaved else set()
     seen = {id(each): each for each in (*tree.parameters(), *tree.buffers()) if not unsaved or id(each) in kept}
@@ -78,6 +81,25 @@ def data_of(tree: nn.Module, *, unsaved: bool = False) -> dict[str, str]:
             with contextlib.suppress(Exception):  # of any kind: objects of the model's answer what they like
                 if (data := _data(value, seen)) is not None:
                     found[f"{path}.{name}" if path else name] = digest_of(data)[:16]
+    return found | (_codes(tree) if unsaved else {})
+
+
+def _codes(tree: nn.Module) -> dict[str, str]:
+    """Of classes, by names that have Python's version, as bytecode differs by that."""
+    texts: dict[str, list[Any]] = {}
+    for kind in dict.fromkeys(kind_of(module) for _, module in named_modules(tree)):
+        texts.setdefault(f"the code of {kind.__qualname__} ({_PYTHON})", []).append(_texts(kind))
+    return {name: digest_of(each)[:16] for name, each in texts.items() if any(each)}
+
+
+def _texts(kind: type) -> list[list[str]]:
+    """Of methods and properties, those of torch and LoKA apart, by name."""
+    found = []
+    for name, value in _inherited(kind):
+        with contextlib.suppress(Exception):  # of any kind, as above
+            function = inspect.unwrap(getattr(value, "fget", None) or getattr(value, "__func__", value))
+            if isinstance(function, FunctionType):
+                found.append([name, _text(function.__code__)])
     return found
 
 
@@ -207,8 +229,8 @@ def _is_opaque(kind: type) -> bool:
 
 
 def _shown(value: Any) -> str:
-    """As fractions and compiled patterns show what they hold; "" for what shows where it lies, such as locks."""
-    text = repr(value)
+    """Of fractions and getters, for two, what they hold; "" for what is of the process, such as locks and loggers."""
+    text = repr(value) if type(value).__module__ in _SHOWN else ""
     return "" if "0x" in text else text
 
 
