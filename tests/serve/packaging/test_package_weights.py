@@ -161,3 +161,19 @@ def test_what_attributes_hold_is_in_the_code():
     for name, value in CHANGES.items():
         assert differing({**state, "_extra_state": {**state["_extra_state"], name: value}}) == {name}
     assert differing({**state, "bias": torch.randn(32)}) == {"twice"}
+
+
+class Unused(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.other = nn.Linear(24, 4), nn.Linear(24, 4)
+
+    def forward(self, x):
+        return self.first(x)
+
+
+def test_a_server_whose_sites_no_row_reached_is_exported():
+    model, x = Unused().eval(), torch.randn(64, 24)
+    server = freeze(model, plan_for(model, {"other": ROW}), calibration=[x])
+    assert server.card.unreached == ("other",)
+    assert torch.equal(exported(server.current.module, server.plan, runner_of(server.card))(x), server(x).output)

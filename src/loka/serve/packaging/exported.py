@@ -209,6 +209,7 @@ def exported(frozen: nn.Module, plan: Plan, run: Runner) -> Exported:
         for own in kinds:
             own.update({name: _as_copied(one, copies) for name, one in own.items() if one is not None})
     held = [site if isinstance(site, nn.Module) else _JoinedSite(site) for site in sites.values()]
-    device = next(iter(own_sites.values())).weight.low.data.device
+    kept = (*(site.weight.low.data for site in own_sites.values()), *tensors)  # no row need reach a site
+    device = next(each.device for each in kept if not each.is_meta)
     candidates = [site.candidate for site in own_sites.values()]
     return Exported(_Held(tree, held, run), candidates, steady_data(frozen, run, device))
