@@ -219,6 +219,35 @@ class Moded(nn.Module):
         assert state == {"made": "by hand"}
 
 
+class Scaled(nn.Module):
+    """Its extra state is its own list, as torch has it by reference."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.scales = nn.Linear(24, 24), [1.0, torch.ones(24)]
+
+    def get_extra_state(self):
+        return self.scales
+
+    def set_extra_state(self, state):
+        self.scales = state
+
+    def forward(self, x):
+        return self.first(x) * self.scales[0] * self.scales[1]
+
+
+def test_extra_state_is_the_servers_own():
+    """Training goes on with the objects of the state dict that a refresh took."""
+    torch.manual_seed(0)
+    model, x = Scaled().eval(), torch.randn(64, 24)
+    server = freeze(model, plan_for(model, {"first": ROW}), calibration=[x])
+    server.refresh(model.state_dict())
+    expected = server(x).output
+    model.scales[0] = 2.0
+    model.scales[1].mul_(2.0)
+    assert torch.equal(server(x).output, expected)
+
+
 class Causal(nn.Module):
     """A mask in the state dict, with infinity in some places."""
 

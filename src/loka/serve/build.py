@@ -84,7 +84,10 @@ def load_precise(
     wrong += [
         f"{key} is {has}, the model has {form}" for key, has in given.items() if has != (form := _form(tensors[key]))
     ]
-    copies = OrderedDict[str, Any]((key, state.get(key)) for key in wanted)
+    others = {
+        key: copy.deepcopy(state.get(key)) for key in wanted if key not in tensors
+    }  # a module takes them as its own
+    copies = OrderedDict[str, Any]((key, others.get(key, state.get(key))) for key in wanted)
     versions = getattr(
         state, "_metadata", getattr(wanted, "_metadata", None)
     )  # the versions of the form in which modules write their state
