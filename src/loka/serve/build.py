@@ -84,9 +84,11 @@ def load_precise(
     wrong += [
         f"{key} is {has}, the model has {form}" for key, has in given.items() if has != (form := _form(tensors[key]))
     ]
-    others = {
-        key: copy.deepcopy(state.get(key)) for key in wanted if key not in tensors
-    }  # a module takes them as its own
+    others = tried(
+        lambda: copy.deepcopy({key: state.get(key) for key in wanted if key not in tensors}),
+        "what is no tensor in these weights cannot be copied, and training may go on with it",
+        "let get_extra_state return numbers, texts, detached tensors, and containers of these",
+    )
     copies = OrderedDict[str, Any]((key, others.get(key, state.get(key))) for key in wanted)
     versions = getattr(
         state, "_metadata", getattr(wanted, "_metadata", None)
