@@ -1,6 +1,6 @@
 import pytest
 import torch
-from served import BOTH, Tower, frozen, rows
+from served import BOTH, Tower, calibration, frozen, rows
 
 from loka.core.exceptions import ServeRefused
 from loka.serve import load
@@ -58,6 +58,20 @@ def test_answers_that_depend_a_little_on_how_many_rows_there_are(factor, noted, 
     with pytest.raises(ServeRefused, match=told):
         frozen(Counts(factor, noted, mask).eval(), BOTH, buckets=(1, 16))
     frozen(Counts(1.0, torch.zeros, mask).eval(), BOTH, buckets=(1, 16))
+
+
+def test_rounding_is_told_by_more_than_the_first_request():
+    """It may be a single row whose answer is near zero."""
+    one = rows(1)
+    torch.manual_seed(0)
+    first = Tower().eval()(*one).item()
+
+    class Rounds(Tower):
+        def forward(self, dense, ids):
+            return super().forward(dense, ids) - first + (1e-4 if len(ids) > 8 else 0.0)
+
+    torch.manual_seed(0)
+    frozen(Rounds().eval(), BOTH, calibration=[one, *calibration()], buckets=(1, 16))
 
 
 def test_requests_are_not_written_to():

@@ -11,7 +11,7 @@ from loka.serve.run import Runner
 from loka.serve.sites import answering
 from loka.serve.watch.agreement import LEAST_DB, finite_in_both
 
-_ROWS = 16
+_LIKE, _ROWS = 128, 16
 _FEW = 0.5
 """Of integers and booleans."""
 _LITTLE = 2.0**-5
@@ -24,11 +24,18 @@ def alike(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def check_sizes(
-    tree: nn.Module, precise: nn.Module, run: Runner, form: Form, batch: Sequence[torch.Tensor], buckets: Sequence[int]
+    tree: nn.Module,
+    precise: nn.Module,
+    run: Runner,
+    form: Form,
+    batches: Sequence[Sequence[torch.Tensor]],
+    buckets: Sequence[int],
 ) -> None:
     """Raises ServeRefused where a bucket's outputs lack its rows, as of a `squeeze()` that takes a batch of one
     off: a request's rows are cut out of them. And where the fewest rows that are padded to it, in high precision, have
     other answers by themselves."""
+    most = max(len(batches[0][0]), _LIKE)
+    batch = [torch.cat(column)[:most] for column in zip(*batches, strict=True)]
     several = [list(leaf.shape) for leaf in leaves(run(tree, pad([t[:2] for t in batch], 3, form)))]
     plain = [leaf.clone() for leaf in leaves(run(precise, [tensor.clone() for tensor in batch]))]
     for least, rows in zip([1, *(rows + 1 for rows in buckets)], buckets, strict=False):
