@@ -332,3 +332,51 @@ def test_models_of_weights_in_fp8_alone_are_served(tmp_path):
     for each in (server, loaded):
         each.refresh(made(2).state_dict())
     assert torch.equal(loaded(x).output, server(x).output)
+
+
+class Bounds(Tower):
+    """Numbers that no row of the check reaches, of which none is in a folder; and how many rows it was called with."""
+
+    def __init__(self, limit=1000, edge=1000.0):
+        super().__init__()
+        self.limit, self.options = limit, {"most": 1000.0}
+        self.register_buffer("edge", torch.tensor([edge]), persistent=False)
+
+    def get_extra_state(self):
+        return self.options
+
+    def set_extra_state(self, state):
+        self.options = state
+
+    def forward(self, dense, ids):
+        self.rows = len(ids)
+        dense = torch.minimum(dense.clamp(max=self.limit).clamp(max=self.options["most"]), self.edge)
+        return super().forward(dense, ids)
+
+
+def test_numbers_that_no_folder_holds_are_told(tmp_path, caplog):
+    """Also where a refresh brought them; those of forward itself are no matter."""
+    server = frozen(Bounds().eval(), dict.fromkeys(BOTH, ROW))
+    server.save(tmp_path)
+    server(rows(3))
+    load(tmp_path, Bounds().eval())
+    assert not caplog.messages
+    load(tmp_path, Bounds(limit=500, edge=500.0).eval())
+    assert "this Bounds is not the one that was saved in limit, edge, and no folder holds that" in caplog.messages[-1]
+    server.refresh({**server.current.module.state_dict(), **tower(1).state_dict(), "_extra_state": {"most": 500.0}})
+    server.save(tmp_path)
+    load(tmp_path, Bounds().eval())
+    assert "this Bounds is not the one that was saved in options, and" in caplog.messages[-1]
+
+
+def test_another_method_is_told(tmp_path, caplog, monkeypatch):
+    """A number in it that no row of the check reaches; what it calls is not looked at."""
+    frozen(Bounds().eval(), dict.fromkeys(BOTH, ROW)).save(tmp_path)
+    forward = Bounds.forward
+
+    def other(self, dense, ids):
+        return forward(self, dense.clamp(max=500.0), ids)
+
+    monkeypatch.setattr(Bounds, "forward", other)
+    load(tmp_path, Bounds().eval())
+    assert "this Bounds is not the one that was saved in the code of Bounds (Python " in caplog.messages[-1]

@@ -219,6 +219,68 @@ class Moded(nn.Module):
         assert state == {"made": "by hand"}
 
 
+class Scaled(nn.Module):
+    """Its extra state is its own list, as torch has it by reference."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.scales = nn.Linear(24, 24), [1.0, torch.ones(24)]
+
+    def get_extra_state(self):
+        return self.scales
+
+    def set_extra_state(self, state):
+        self.scales = state
+
+    def forward(self, x):
+        return self.first(x) * self.scales[0] * self.scales[1]
+
+
+def test_extra_state_is_the_servers_own():
+    """Training goes on with the objects of the state dict that a refresh took."""
+    torch.manual_seed(0)
+    model, x = Scaled().eval(), torch.randn(64, 24)
+    server = freeze(model, plan_for(model, {"first": ROW}), calibration=[x])
+    server.refresh(model.state_dict())
+    expected = server(x).output
+    model.scales[0] = 2.0
+    model.scales[1].mul_(2.0)
+    assert torch.equal(server(x).output, expected)
+
+
+class Causal(nn.Module):
+    """A mask in the state dict, with infinity in some places."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(24, 24)
+        self.register_buffer("mask", torch.full((4, 4), -torch.inf).triu(1))
+
+    def forward(self, x):
+        y = self.first(x).unflatten(1, (4, 6))
+        return ((y @ y.transpose(1, 2) + self.mask).softmax(dim=2) @ y).sum(dim=(1, 2))
+
+
+def test_masks_of_infinity_are_loaded_and_refreshed(tmp_path):
+    """In the places where they were: others are of a broken checkpoint."""
+    torch.manual_seed(0)
+    model, other, x = Causal().eval(), Causal().eval(), torch.randn(64, 24)
+    plan = plan_for(model, {"first": ROW})
+    server = freeze(model, plan, calibration=[x], shadow=1.0)
+    server.save(tmp_path)
+    loaded = load(tmp_path, other, shadow=1.0)
+    assert torch.equal(loaded(x).output, server(x).output)
+    loaded.refresh(other.state_dict())
+    assert torch.equal(loaded(x).output, freeze(other, plan, calibration=[x])(x).output)
+    for wrong in (
+        torch.full((4, 4), -torch.inf).tril(-1),
+        torch.full((4, 4), torch.inf).triu(1),
+        other.mask * torch.nan,
+    ):
+        with pytest.raises(ServeRefused, match="mask holds NaN or infinity"):
+            loaded.refresh(other.state_dict() | {"mask": wrong})
+
+
 def test_buffers_and_shared_weights(tmp_path):
     torch.manual_seed(0)
     model, other = Moded().eval(), Moded().eval()

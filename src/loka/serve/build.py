@@ -25,6 +25,7 @@ from loka.nn.site import site_forwards
 from loka.nn.unwrap import named_modules
 from loka.planner.convert import fp8_layers
 from loka.serve.model.absent import absent
+from loka.serve.model.private import tried
 from loka.serve.sites import (
     FrozenSite,
     FrozenWeight,
@@ -37,11 +38,20 @@ from loka.serve.sites import (
 
 
 def skeleton_of(model: nn.Module) -> nn.Module:
-    """A copy of the model in which every tensor of the state dict is absent; other tensors are copied."""
+    """A copy of the model in which every tensor of the state dict is absent; other tensors are copied.
+
+    Raises ServeRefused where no state dict can be made of it: by that a refresh and `load` find the places of weights.
+    """
     tensors = [*model.parameters(), *model.buffers()]
     held = {id(value) for value in model.state_dict(keep_vars=True).values()}
     memo: dict[int, Any] = {id(tensor): absent(tensor) for tensor in tensors if id(tensor) in held}
-    return copy.deepcopy(model, memo)
+    skeleton: nn.Module = copy.deepcopy(model, memo)
+    tried(
+        skeleton.state_dict,
+        "this model computes its state dict from weights, which are put into it later",
+        "let its state dict hold parameters and buffers as they are, and compute in forward or after load_state_dict",
+    )
+    return skeleton
 
 
 def relinked(skeleton: nn.Module, model: nn.Module) -> nn.Module:
@@ -52,13 +62,19 @@ def relinked(skeleton: nn.Module, model: nn.Module) -> nn.Module:
 
 
 def load_precise(
-    skeleton: nn.Module, state: Mapping[str, torch.Tensor], device: torch.device, *, dropped: Sequence[str] = ()
+    skeleton: nn.Module,
+    state: Mapping[str, torch.Tensor],
+    device: torch.device,
+    *,
+    before: Mapping[str, torch.Tensor],
+    dropped: Sequence[str] = (),
 ) -> nn.Module:
     """A tree with copies of the weights in `state` on `device`, in the dtypes that the model had. Weights named in
     `dropped` stay absent.
 
-    Raises ServeRefused where keys or shapes differ, where integers stand for floats, where a weight holds NaN or
-    infinity in the dtype of the model, and where modules share other tensors than before.
+    Raises ServeRefused where keys or shapes differ, where integers stand for floats, where a weight holds NaN in the
+    dtype of the model, or infinity in other places than `before`, as masks do, and where modules share other tensors
+    than before.
     """
     wanted = skeleton.state_dict(keep_vars=True)
     tensors = {key: value for key, value in wanted.items() if isinstance(value, torch.Tensor)}
@@ -68,7 +84,12 @@ def load_precise(
     wrong += [
         f"{key} is {has}, the model has {form}" for key, has in given.items() if has != (form := _form(tensors[key]))
     ]
-    copies = OrderedDict[str, Any]((key, state.get(key)) for key in wanted)
+    others = tried(
+        lambda: copy.deepcopy({key: state.get(key) for key in wanted if key not in tensors}),
+        "what is no tensor in these weights cannot be copied, and training may go on with it",
+        "let get_extra_state return numbers, texts, detached tensors, and containers of these",
+    )
+    copies = OrderedDict[str, Any]((key, others.get(key, state.get(key))) for key in wanted)
     versions = getattr(
         state, "_metadata", getattr(wanted, "_metadata", None)
     )  # the versions of the form in which modules write their state
@@ -81,7 +102,7 @@ def load_precise(
         copies[key] = state[key].detach().to(device=device, dtype=value.dtype, copy=True)
         if isinstance(value, nn.Parameter):  # modules would make one each of a tensor that they share
             copies[key] = nn.Parameter(copies[key], requires_grad=False)
-        if not _finite(copies[key]):
+        if not _finite(copies[key], before.get(key)):
             wrong.append(f"{key} holds NaN or infinity in {dtype_name(copies[key].dtype)}")
         elif (one := shared.setdefault(id(value), key)) != key:
             if not torch.equal(copies[one], copies[key]):
@@ -113,8 +134,10 @@ def _form(value: torch.Tensor) -> str:
     return f"{list(value.shape)}{kind}"
 
 
-def _finite(value: torch.Tensor) -> bool:
-    return not value.is_floating_point() or bool(torch.isfinite(value).all())
+def _finite(value: torch.Tensor, before: torch.Tensor | None) -> bool:
+    if not value.is_floating_point() or bool((finite := torch.isfinite(value)).all()):
+        return True
+    return before is not None and not before.is_meta and torch.equal(value[~finite], before.to(value)[~finite])
 
 
 def share(model: nn.Module) -> nn.Module:

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from loka.core.device import Fingerprint
+from loka.core.storage.codec import sparse
 from loka.core.storage.record_file import RecordFile
 from loka.core.table import format_table
 from loka.serve.rows import Form
@@ -103,7 +104,11 @@ class Folder(
     version=6,
     way_out="name a folder that `save` of a frozen model wrote, or freeze and save again",
 ):
-    """What a folder's `card.json` holds: the card, and the sha256 of each other file by name."""
+    """What a folder's `card.json` holds: the card, and the sha256 of each other file by name.
+
+    `data`: digests by name of what modules kept that no file holds, as `load` takes it from the model that it is given.
+    """
 
     card: Card
     files: Mapping[str, str]
+    data: Mapping[str, str] = sparse(default_factory=dict)

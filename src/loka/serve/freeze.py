@@ -136,7 +136,7 @@ def freeze(
     tree, given, dropped, kept = _frozen(precise, plan, weights, scales, in_hp, call)
     answers = _answer_errors(given, plain)
     check_independent(tree, precise, run, form, rows)
-    check_sizes(tree, precise, run, form, rows[0], buckets)
+    check_sizes(tree, precise, run, form, rows, buckets)
     read = {path: found.card(path, fp8[path], sources[path], weights[path], scales) for path in fp8 if path in weights}
     card = Card(
         model=class_name(model),

@@ -32,8 +32,10 @@ from loka.serve.by_rows import buckets_by_site
 from loka.serve.card import Card, Folder
 from loka.serve.graphs import wants_graphs
 from loka.serve.model.absent import absent
+from loka.serve.model.code import steady_data
 from loka.serve.model.private import check_apart, kinds_of, own_copy
 from loka.serve.model.written import WrittenGraphs
+from loka.serve.run import runner_of
 from loka.serve.saving import CARD, COMPARED, FILES, GRAPHS, PLAN, PRECISE, WEIGHTS, check_outputs
 from loka.serve.server import Server
 from loka.serve.sites import FrozenWeight, even_weight
@@ -96,6 +98,7 @@ def load(folder: Path | str, model: nn.Module, *, shadow: float = 0.0, graphs: b
     rows = len(saved["0"]) if "0" in saved and saved["0"].dim() else COMPARED
     check_apart(model, lambda: check_outputs(card, tree, device, rows))
     _check_same(card, check_outputs(card, tree, device, rows), saved, folder, _other_modules(card, kinds_of(bare)))
+    _tell_data(card, folder, record.data, steady_data(tree, runner_of(card), device, unsaved=True))
     precise = _precise(folder, record, skeleton, device) if shadow else None
     return Server(
         card=card,
@@ -162,7 +165,7 @@ def _filled(skeleton: nn.Module, state: Mapping[str, torch.Tensor], card: Card, 
         if key in wanted:
             held = wanted[key]  # no parameter where the class has a state dict of its own
             whole[key] = held if isinstance(held, nn.Parameter) else absent(nn.Parameter(held, requires_grad=False))
-    return load_precise(skeleton, whole, device, dropped=card.dropped)
+    return load_precise(skeleton, whole, device, before=state, dropped=card.dropped)
 
 
 def _with_extra(skeleton: nn.Module, state: Mapping[str, torch.Tensor]) -> dict[str, Any]:
@@ -217,7 +220,8 @@ def _check_same(
             why=[f"for the same {found[0].shape[0]} rows {reason}" for reason in why],
             way_out=f"give a {card.model} as it was when it was frozen: same code, options and buffers",
         )
-    blind = [index for index, leaf in enumerate(wanted) if leaf.is_floating_point() and not leaf.isfinite().any()]
+    numbers = {index: leaf for index, leaf in enumerate(wanted) if leaf.is_floating_point() and leaf.numel()}
+    blind = [index for index, leaf in numbers.items() if not leaf.isfinite().any()]
     if blind:
         _LOG.warning(
             "%s: outputs %s are NaN or infinite for all rows that this %s was compared by, which tell nothing of them",
@@ -247,11 +251,25 @@ def _check_same(
         )
 
 
+def _tell_data(card: Card, folder: Path, saved: Mapping[str, str], found: Mapping[str, str]) -> None:
+    """Rows of a check need not reach what a number is for, as a bound."""
+    others = [name for name, data in saved.items() if found.get(name, data) != data]
+    if others:
+        _LOG.warning(
+            "%s: this %s is not the one that was saved in %s, and no folder holds that: where it matters, the answers "
+            "are others; give a %s as it was then",
+            folder,
+            card.model,
+            ", ".join(truncated(others, 10)),
+            card.model,
+        )
+
+
 def _precise(folder: Path, record: Folder, skeleton: nn.Module, device: torch.device) -> nn.Module:
     if PRECISE not in record.files:
         raise ServeRefused(
             f"{folder} holds no weights in high precision to shadow requests with",
             way_out="load it with shadow=0, or freeze with a share and save again",
         )
-    state = read_tensors(folder / PRECISE, sha256=record.files[PRECISE], way_out=_AGAIN)
-    return load_precise(skeleton, _with_extra(skeleton, _below("state/", state)), device)
+    state = _below("state/", read_tensors(folder / PRECISE, sha256=record.files[PRECISE], way_out=_AGAIN))
+    return load_precise(skeleton, _with_extra(skeleton, state), device, before=state)

@@ -234,16 +234,16 @@ def _named(request: Request) -> dict[str, torch.Tensor]:
 
 def pad(tensors: Sequence[torch.Tensor], rows: int, form: Form) -> list[torch.Tensor]:
     """Each tensor [B, ...] as [rows, ...]: the last row is repeated, or for B = 0 a row that fits the form. The result
-    is a copy, since a model may write to its inputs.
+    is a copy, since a model may write to its inputs, and contiguous, as kernels round by how rows lie in memory.
     """
     count = tensors[0].shape[0]
     if count == rows:
-        return [tensor.clone() for tensor in tensors]
+        return [tensor.clone(memory_format=torch.contiguous_format) for tensor in tensors]
     last = form.check_rows(tensors[0].device) if count == 0 else tensors
     place = 0 if count == 0 else count - 1
     with _as_they_are(tensors):
         return [
-            torch.cat([tensor, row[place : place + 1].expand(rows - count, *tensor.shape[1:])])
+            torch.cat([tensor, row[place : place + 1].expand(rows - count, *tensor.shape[1:])]).contiguous()
             for tensor, row in zip(tensors, last, strict=True)
         ]
 

@@ -21,6 +21,7 @@ from loka.core.records.plan import Plan
 from loka.core.storage.alone import alone_with
 from loka.core.storage.files import file_behind, sha256_of_file, sync_folder, write_tensors, writing
 from loka.serve.card import Card, Folder
+from loka.serve.model.code import steady_data
 from loka.serve.rows import leaves
 from loka.serve.run import runner_of
 from loka.serve.sites import frozen_sites
@@ -51,7 +52,8 @@ def save_version(folder: Path, card: Card, plan: Plan, version: Version, device:
             if version.replays is not None:
                 version.replays.written.save(staged / GRAPHS)
             files = {name: sha256_of_file(staged / name) for name in FILES if (staged / name).exists()}
-            Folder(card=card, files=files).save(staged / CARD)
+            data = steady_data(version.module, runner_of(card), device, unsaved=True)
+            Folder(card=card, files=files, data=data).save(staged / CARD)
             for name in (*FILES, CARD):
                 file_behind(folder / name)  # raises for what is no file
             _put_in_place(staged, before, folder)

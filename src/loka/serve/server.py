@@ -292,11 +292,11 @@ class Server:
             keep: patterns of keys, such as "front.embeddings.*", that stay as they are where `state` does not hold
                 them. Weights that are kept in FP8 alone cannot be kept so.
 
-        Raises ServeRefused where keys or shapes differ or a weight is not finite; what runs now goes on.
+        Raises ServeRefused where keys or shapes differ, or a weight is not finite where it was; what runs now goes on.
         """
         with self._changing:
             whole = self._with_kept(state, keep)
-            precise = load_precise(self._skeleton, whole, self.device)
+            precise = load_precise(self._skeleton, whole, self.device, before=self._current.module.state_dict())
             rows = self.card.form.check_rows(self.device, MOST_DRAWN)
             weights = record_weights(precise, self.plan, lambda tree: self._run(tree, rows), joined=self.graphs)
             lost = [name for name in self.card.sites if name not in weights]

@@ -1,9 +1,14 @@
 """Which changes of a model's code its digest sees (serve/model/code.py)."""
 
+import copy
 import enum
 import functools
+import logging
+import operator
 import threading
 import types
+from collections import deque
+from fractions import Fraction
 
 import numpy as np
 import pytest
@@ -11,7 +16,7 @@ import torch
 from torch import nn
 
 from loka.serve.model import code
-from loka.serve.model.code import digest_of_code
+from loka.serve.model.code import data_of, digest_of_code
 
 SOURCE = """
 import functools
@@ -172,6 +177,9 @@ PAIRS = {
     "tensor": (torch.tensor(1.0), torch.tensor(2.0)),
     "scripted function": (torch.jit.script(one), torch.jit.script(two)),
     "array": (np.ones(2), np.zeros(2)),
+    "fraction": (Fraction(1, 2), Fraction(1, 3)),
+    "getter": (operator.itemgetter(0), operator.itemgetter(1)),
+    "deque": (deque([1.0]), deque([2.0])),
     "ufunc": (np.minimum, np.maximum),
 }
 
@@ -233,3 +241,40 @@ def test_functions_in_packages_of_modules_are_in_it():
 
     assert sources(1.0) == sources(1.0)
     assert sources(1.0) != sources(2.0)
+
+
+class Level(enum.Enum):
+    HIGH = 2.0
+
+
+def test_data_is_what_a_process_does_not_count():
+    """Nor are weights, wherever else they are held, and functions; another number anywhere else is seen."""
+
+    def made(**changes):
+        model = nn.Linear(4, 4)
+        vars(model).update({"log": logging.getLogger("mine"), "held": [model.weight], "act": lambda x: x})
+        model.handle = model.register_forward_hook(lambda module, given, made: made)
+        options = {
+            "share": Fraction(1, 2),
+            "deep": [{"x": (1, {2})}],
+            "level": Level.HIGH,
+            "array": np.arange(3),
+            "edge": torch.ones(2),
+        }
+        options["itself"] = options
+        model.options = types.SimpleNamespace(**options | changes)
+        return model
+
+    known = data_of(made())
+    assert data_of(made(), unsaved=True) == known  # torch's class has no code of its own
+    assert known == data_of(made()) == data_of(copy.deepcopy(made()))
+    changes = {
+        "share": Fraction(1, 3),
+        "deep": [{"x": (1, {3})}],
+        "level": Level.HIGH.value,
+        "array": np.arange(4),
+        "edge": torch.zeros(2),
+    }
+    for name, value in changes.items():
+        other = data_of(made(**{name: value}))
+        assert [key for key in known if known[key] != other[key]] == ["options"]

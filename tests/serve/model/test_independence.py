@@ -1,6 +1,6 @@
 import pytest
 import torch
-from served import BOTH, Tower, frozen, rows
+from served import BOTH, Tower, calibration, frozen, rows
 
 from loka.core.exceptions import ServeRefused
 from loka.serve import load
@@ -27,6 +27,51 @@ def test_an_output_that_is_masked_hides_no_other_numbers():
     torch.manual_seed(0)
     with pytest.raises(ServeRefused, match="answers 2 rows by other numbers among 16"):
         frozen(Masks().eval(), BOTH, buckets=(1, 16))
+
+
+class Counts(Tower):
+    """By how many rows there are, with an output that only notes them, and one of two places that is small."""
+
+    def __init__(self, factor, noted, mask=0.0):
+        super().__init__()
+        self.factor, self.noted, self.mask = factor, noted, mask
+
+    def forward(self, dense, ids):
+        y = super().forward(dense, ids)
+        small = 1e-3 * y * (self.factor if len(ids) > 8 else 1.0)
+        return {"y": torch.stack([y, small, y + self.mask], dim=1), "noted": self.noted(len(ids))}
+
+
+@pytest.mark.parametrize(
+    ("factor", "noted", "told"),
+    [
+        (1.05, torch.zeros, "answers 2 rows by other numbers among 16"),
+        (1.0, torch.arange, "mixes rows"),
+        (1.0, lambda rows: torch.full((rows,), rows), "mixes rows"),
+        (1.0, lambda rows: torch.full((rows,), rows > 8), "answers 2 rows by other numbers among 16"),
+    ],
+)
+@pytest.mark.parametrize("mask", [0.0, -torch.inf])
+def test_answers_that_depend_a_little_on_how_many_rows_there_are(factor, noted, told, mask):
+    """More than rounding explains, and less than a tenth; or in whole numbers."""
+    torch.manual_seed(0)
+    with pytest.raises(ServeRefused, match=told):
+        frozen(Counts(factor, noted, mask).eval(), BOTH, buckets=(1, 16))
+    frozen(Counts(1.0, torch.zeros, mask).eval(), BOTH, buckets=(1, 16))
+
+
+def test_rounding_is_told_by_more_than_the_first_request():
+    """It may be a single row whose answer is near zero."""
+    one = rows(1)
+    torch.manual_seed(0)
+    first = Tower().eval()(*one).item()
+
+    class Rounds(Tower):
+        def forward(self, dense, ids):
+            return super().forward(dense, ids) - first + (1e-4 if len(ids) > 8 else 0.0)
+
+    torch.manual_seed(0)
+    frozen(Rounds().eval(), BOTH, calibration=[one, *calibration()], buckets=(1, 16))
 
 
 def test_requests_are_not_written_to():
@@ -60,3 +105,19 @@ def test_a_callers_autocast_of_another_half_precision(tmp_path):
         server.save(tmp_path)
         for each in (server, load(tmp_path, model)):
             assert torch.equal(each(request).output, expected)
+
+
+class Views(Tower):
+    def forward(self, dense, ids):
+        return super().forward(dense.view(-1).view(len(ids), -1), ids)
+
+
+def test_how_a_request_lies_in_memory_is_no_matter():
+    """A model sees contiguous rows whether they are padded or not; others would raise here, or round otherwise."""
+    torch.manual_seed(0)
+    server = frozen(Views().eval(), BOTH, buckets=(16,))
+    dense, ids = rows(16)
+    transposed = dense.t().contiguous().t()
+    for count in (15, 16):
+        expected = server((dense[:count], ids[:count])).output
+        assert torch.equal(server((transposed[:count], ids[:count])).output, expected)

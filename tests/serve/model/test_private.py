@@ -253,6 +253,17 @@ def test_a_comparison_that_tells_nothing_says_so(tmp_path, caplog):
     assert "outputs 0 are NaN or infinite for all rows" in caplog.text
 
 
+class Empty(Net):
+    def forward(self, x):
+        return super().forward(x), x[:, :0]
+
+
+def test_an_output_without_numbers_holds_no_nan(tmp_path, caplog):
+    served(Empty()).save(tmp_path)
+    load(tmp_path, Empty())
+    assert not caplog.messages
+
+
 class Ids(Net):
     """A number of each row names an entry of a table, as a float or as a hash."""
 
@@ -317,6 +328,18 @@ def test_a_model_that_cannot_be_copied_is_refused():
     model.guard = threading.Lock()
     with pytest.raises(ServeRefused, match=r"(?s)cannot be copied.*lock"):
         served(model)
+
+
+class Halving(Net):
+    def _save_to_state_dict(self, destination, prefix, keep_vars):
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        destination[prefix + "half"] = self.b.weight / 2
+
+
+def test_a_state_dict_that_is_computed_is_refused():
+    """It was frozen and saved, and no folder of it could be loaded."""
+    with pytest.raises(ServeRefused, match=r"(?s)computes its state dict from weights.*Way out"):
+        served(Halving())
 
 
 def test_modules_without_shapes_are_named():

@@ -3,6 +3,7 @@
 import json
 import sys
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -283,17 +284,20 @@ class Limited(Wide):
         super().__init__()
         self.most, self.bounds = torch.tensor(1000.0), (-1000.0, 1000.0)
         self.least = {"bound": [None, -1000.0]}
+        self.options = SimpleNamespace(most=1000.0)
+        self.edges, self.edge = [torch.tensor([1000.0])], torch.tensor([1000.0])
 
     def get_extra_state(self):
-        return self.bounds, self.least
+        return self.bounds, self.least, self.options, self.edges, self.edge
 
     def set_extra_state(self, state):
-        self.bounds, self.least = state
+        self.bounds, self.least, self.options, self.edges, self.edge = state
 
     def forward(self, x):
         first = (
             x[:, 0].clamp(max=LIMIT).clamp(max=self.most.item()).clamp(*self.bounds).clamp(min=self.least["bound"][1])
         )
+        first = torch.minimum(torch.minimum(first.clamp(max=self.options.most), self.edges[0]), self.edge)
         return super().forward(x) + first
 
 
@@ -318,12 +322,22 @@ def test_numbers_that_no_check_reaches_are_the_models(backend, monkeypatch, tmp_
     assert load(tmp_path, other)(rows).output.max() < 600.0
 
 
-@pytest.mark.parametrize("name", ["bounds", "least"])
-def test_numbers_in_containers_that_a_state_dict_brings_are_those_of_the_version(backend, name):  # noqa: F811
+@pytest.mark.parametrize(
+    ("name", "value", "sign"),
+    [
+        ("bounds", (-1000.0, 500.0), 1.0),
+        ("least", {"bound": [None, -500.0]}, -1.0),
+        ("options", SimpleNamespace(most=500.0), 1.0),
+        ("edges", [torch.tensor([500.0])], 1.0),
+        ("edge", torch.tensor([500.0]), 1.0),
+    ],
+)
+def test_numbers_that_a_state_dict_brings_are_those_of_the_version(backend, name, value, sign):  # noqa: F811
+    """In containers, objects and tensors, too, where no row of a check reaches them."""
     server, other = frozen(limited()), limited()
-    setattr(other, name, {"bounds": (-1000.0, 500.0), "least": {"bound": [None, -500.0]}}[name])
+    setattr(other, name, value)
     server.refresh(other.state_dict())
-    rows = inputs(16).index_fill(1, torch.tensor(0), 1e4 if name == "bounds" else -1e4)
+    rows = inputs(16).index_fill(1, torch.tensor(0), sign * 1e4)
     assert server(rows).output.abs().max() < 600.0
 
 

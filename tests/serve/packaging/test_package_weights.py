@@ -1,4 +1,5 @@
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from loka.core.storage.files import sha256_of_file
 from loka.serve import freeze
 from loka.serve.packaging import aot, weights
 from loka.serve.packaging.checksum import checksum_of
-from loka.serve.packaging.exported import Contents, contents_of, exported, in_code, tensors_of
+from loka.serve.packaging.exported import Contents, contents_of, exported, tensors_of
 from loka.serve.run import runner_of
 
 
@@ -25,7 +26,8 @@ def test_weights_are_for_a_package_of_their_own(monkeypatch, tmp_path):
     read = set(tensors_of(model))
     contents = contents_of(model, (1, 64), read)
     # The first is what would be in code without `small`.
-    assert [name.partition(".model.")[2] for name in contents.written] == ["logit.bias", "table.norm_type", "norm.eps"]
+    assert [name.partition(".model.")[2] for name in contents.written] == ["logit.bias"]
+    assert {"table.norm_type", "norm.eps", "logit.out_features", "training"} <= contents.kept.keys()
     monkeypatch.setattr(
         weights, "_contents_of", lambda path: decode(Contents, json.loads(json.dumps(encode(contents))))
     )
@@ -51,6 +53,10 @@ def test_weights_are_for_a_package_of_their_own(monkeypatch, tmp_path):
     with pytest.raises(ServeRefused, match="is the package"):
         server.package_weights(junk, tmp_path / "link.pt2")
     assert junk.read_text() == "no package"
+    with monkeypatch.context() as patch:
+        patch.setattr(server.current.module, "training", True)
+        with pytest.raises(ServeRefused, match=r"(?s)holds numbers that differ.*training.*make the package anew"):
+            server.package_weights(junk, tmp_path / "w.pt")
     server.refresh(tower(1).state_dict())
     with pytest.raises(ServeRefused, match=r"(?s)holds numbers that differ.*logit\.bias.*make the package anew"):
         server.package_weights(junk, tmp_path / "w.pt")
@@ -97,11 +103,14 @@ def test_all_that_versions_differ_in_are_named_constants():
 
 
 class Noting(nn.Module):
-    """What versions differ in beside the state dict: a hook derives a tensor, extra state holds a number."""
+    """What versions differ in beside the state dict: a hook derives a tensor, extra state holds the rest. No check
+    reaches the bounds."""
 
     def __init__(self):
         super().__init__()
         self.first, self.bias, self.factor = nn.Linear(24, 32), nn.Parameter(torch.randn(32)), 1.0
+        self.most, self.bounds, self.flag, self.calls = 1000, [-1000, 1000.0], True, 0
+        self.options, self.edges = SimpleNamespace(most=1000.0), [torch.full((32,), 1000.0)]
         self._note()
         self.register_load_state_dict_post_hook(lambda module, _: module._note())
 
@@ -109,25 +118,62 @@ class Noting(nn.Module):
         self.twice = self.bias.detach() * 2
 
     def get_extra_state(self):
-        return torch.tensor(self.factor)
+        return {name: getattr(self, name) for name in CHANGES}
 
     def set_extra_state(self, state):
-        self.factor = float(state)
+        vars(self).update(state)
 
     def forward(self, x):
-        return self.first(x) * self.twice * self.factor
+        self.rows, self.calls = x.shape[0], self.calls + 1
+        y = self.first(x) * self.twice * self.factor
+        y = y.clamp(*self.bounds).clamp(max=self.most).clamp(max=1000.0 if self.flag else 500.0)
+        return torch.minimum(y.clamp(max=self.options.most), self.edges[0])
+
+
+CHANGES = {
+    "factor": 3.0,
+    "most": 500,
+    "bounds": [-1000, 500.0],
+    "flag": False,
+    "options": SimpleNamespace(most=500.0),
+    "edges": [torch.full((32,), 500.0)],
+}
 
 
 def test_what_attributes_hold_is_in_the_code():
+    """And what forward notes of its rows is not compared."""
     model = Noting().eval()
     server = freeze(model, plan_for(model, {"first": ROW}), calibration=[torch.randn(64, 24)])
     run = runner_of(server.card)
-    module = exported(server.current.module, server.plan, run)
-    program = torch.export.export(module, (torch.randn(5, 24),), strict=False)
-    was = contents_of(module, (5, 5), aot._read(program)).written
-    assert [name.partition(".model.")[2] for name in was] == ["factor", "twice"]
-    model.factor = 3.0
-    server.refresh({**model.state_dict(), "bias": torch.randn(32)})
-    now = in_code(exported(server.current.module, server.plan, run), was)
-    assert now.keys() == was.keys()
-    assert all(now[name] != was[name] for name in was)
+    was = exported(server.current.module, server.plan, run).kept
+    assert {*CHANGES, "twice"} <= was.keys()
+    assert not {"rows", "calls"} & was.keys()
+
+    def differing(state):
+        server.refresh(state)
+        server(torch.randn(5, 24))
+        now = exported(server.current.module, server.plan, run).kept
+        assert now.keys() == was.keys()
+        return {name for name in was if now[name] != was[name]}
+
+    state = model.state_dict()
+    assert not differing(state)
+    for name, value in CHANGES.items():
+        assert differing({**state, "_extra_state": {**state["_extra_state"], name: value}}) == {name}
+    assert differing({**state, "bias": torch.randn(32)}) == {"twice"}
+
+
+class Unused(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.other = nn.Linear(24, 4), nn.Linear(24, 4)
+
+    def forward(self, x):
+        return self.first(x)
+
+
+def test_a_server_whose_sites_no_row_reached_is_exported():
+    model, x = Unused().eval(), torch.randn(64, 24)
+    server = freeze(model, plan_for(model, {"other": ROW}), calibration=[x])
+    assert server.card.unreached == ("other",)
+    assert torch.equal(exported(server.current.module, server.plan, runner_of(server.card))(x), server(x).output)

@@ -4,9 +4,11 @@ import contextlib
 import enum
 import functools
 import hashlib
+import inspect
 import logging
 import sys
 from argparse import Namespace
+from collections import deque
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import (
@@ -27,6 +29,7 @@ from loka.core.exceptions import first_line
 from loka.core.storage.files import digest_of
 from loka.nn.site import site_forwards
 from loka.nn.unwrap import kind_of, named_modules
+from loka.serve.run import Runner
 
 _LOG = logging.getLogger("loka.serve")
 _NUMBERS = (int, float, complex, str)
@@ -43,21 +46,84 @@ _REPRESENTED = (
 )
 _OPS = (torch._ops.OpOverload, torch._ops.OpOverloadPacket)
 _WRAPPERS = (classmethod, staticmethod, functools._lru_cache_wrapper)
+_HELD = ("_parameters", "_buffers", "_modules")
+_SHOWN = ("collections", "datetime", "decimal", "fractions", "operator", "re")
+_PYTHON = f"Python {sys.version_info.major}.{sys.version_info.minor}"
 _DEEPEST = 40  # Python's own stack is of some hundred such calls
 
 _Seen = dict[int, tuple[Any, str]]
 """By id: what was read, which lives on by it, and its digest; "" while it is read."""
 
 
-def numbers_of(module: nn.Module) -> dict[str, str]:
-    """Those in attributes, and in containers of numbers there, as text, by which NaN is NaN."""
-    return {name: repr(value) for name, value in vars(module).items() if _is_number(value)}
+def steady_data(module: nn.Module, run: Runner, device: torch.device, *, unsaved: bool = False) -> dict[str, str]:
+    """As `data_of`, without what `forward` notes of its rows, as how many there are, and counts."""
+
+    def after(rows: int) -> dict[str, str]:
+        run(module, run.form.check_rows(device, rows))
+        return data_of(module, unsaved=unsaved)
+
+    first, second = after(2), after(3)
+    return {name: data for name, data in first.items() if second.get(name) == data}
 
 
-def _is_number(value: Any) -> bool:
-    if isinstance(value, (list, tuple, dict)) and value:
-        return all(each is None or _is_number(each) for each in (value.values() if isinstance(value, dict) else value))
-    return isinstance(value, _NUMBERS)
+def data_of(tree: nn.Module, *, unsaved: bool = False) -> dict[str, str]:
+    """By path and name, digests of what modules keep beside parameters, buffers and modules: numbers, texts and values
+    of tensors, and containers and objects of these. What is called is code, and left out.
+
+    unsaved: with buffers that are in no state dict, and the text of classes, without what that calls.
+    """
+    kept = {id(each) for each in tree.state_dict(keep_vars=True).values()} if unsaved else set()
+    seen = {id(each): each for each in (*tree.parameters(), *tree.buffers()) if not unsaved or id(each) in kept}
+    found = {}
+    for path, module in named_modules(tree):
+        held = {name: each for name, each in vars(module).items() if name not in _HELD and "_hooks" not in name}
+        for name, value in (*held.items(), *module._buffers.items()):  # a scripted module's are no mapping
+            with contextlib.suppress(Exception):  # of any kind: objects of the model's answer what they like
+                if (data := _data(value, seen)) is not None:
+                    found[f"{path}.{name}" if path else name] = digest_of(data)[:16]
+    return found | (_codes(tree) if unsaved else {})
+
+
+def _codes(tree: nn.Module) -> dict[str, str]:
+    """Of classes, by names that have Python's version, as bytecode differs by that."""
+    texts: dict[str, list[Any]] = {}
+    for kind in dict.fromkeys(kind_of(module) for _, module in named_modules(tree)):
+        texts.setdefault(f"the code of {kind.__qualname__} ({_PYTHON})", []).append(_texts(kind))
+    return {name: digest_of(each)[:16] for name, each in texts.items() if any(each)}
+
+
+def _texts(kind: type) -> list[list[str]]:
+    """Of methods and properties, those of torch and LoKA apart, by name."""
+    found = []
+    for name, value in _inherited(kind):
+        with contextlib.suppress(Exception):  # of any kind, as above
+            function = inspect.unwrap(getattr(value, "fget", None) or getattr(value, "__func__", value))
+            if isinstance(function, FunctionType):
+                found.append([name, _text(function.__code__)])
+    return found
+
+
+def _data(value: Any, seen: dict[int, Any], depth: int = 0) -> Any:
+    if isinstance(value, enum.Enum):
+        return [value.name, _data(value.value, seen, depth + 1)]
+    if isinstance(value, _REPRESENTED):
+        return repr(value)
+    if callable(value) or id(value) in seen or depth > _DEEPEST:
+        return None
+    seen[id(value)] = value
+    if isinstance(value, torch.Tensor):
+        return _form(value) + _values(value)
+    if type(value).__module__ == "numpy":
+        return _array(value)
+    if isinstance(value, dict):
+        return [[_data(each, seen, depth + 1) for each in pair] for pair in dict.items(value)]
+    if isinstance(value, (list, tuple, deque)):
+        return [_data(each, seen, depth + 1) for each in value]
+    if isinstance(value, (set, frozenset)):
+        return sorted(str(_data(each, seen, depth + 1)) for each in value)
+    if _is_opaque(type(value)):
+        return _shown(value)
+    return {name: _data(each, seen, depth + 1) for name, each in _attributes(value, type(value))}
 
 
 def digest_of_code(tree: nn.Module) -> str | None:
@@ -113,8 +179,7 @@ def _digest(value: Any, seen: _Seen, depth: int) -> str:
     if isinstance(value, torch.Tensor):
         return _form(value) + _values(value)
     if type(value).__module__ == "numpy":
-        whole = hashlib.sha256(value.tobytes()).hexdigest() if hasattr(value, "tobytes") else _name(value)
-        return digest_of([whole, str(getattr(value, "dtype", "")), str(getattr(value, "shape", ""))])
+        return _array(value)
     if isinstance(value, dict):
         parts = [[_of(key, seen, depth), _of(each, seen, depth)] for key, each in dict.items(value)]
     elif isinstance(value, (list, tuple)):
@@ -144,14 +209,29 @@ def _digest(value: Any, seen: _Seen, depth: int) -> str:
     return digest_of(parts)
 
 
+def _array(value: Any) -> str:
+    whole = hashlib.sha256(value.tobytes()).hexdigest() if hasattr(value, "tobytes") else _name(value)
+    return digest_of([whole, str(getattr(value, "dtype", "")), str(getattr(value, "shape", ""))])
+
+
 def _object(value: Any, seen: _Seen, depth: int) -> str:
     """Of an object's class and attributes. One of a known class, but for modules and namespaces, is its class."""
     kind = kind_of(value) if isinstance(value, nn.Module) else type(value)
-    if _is_known(kind) and not isinstance(value, (nn.Module, Namespace, SimpleNamespace)):
-        return _name(kind)
+    if _is_opaque(kind):
+        return _name(kind) + _shown(value)
     # Those of the class may stand behind those of the object, equal or not.
     held = dict(_inherited(kind)) | dict(_attributes(value, kind))
     return digest_of([_of(kind, seen, depth), {name: _of(each, seen, depth) for name, each in held.items()}])
+
+
+def _is_opaque(kind: type) -> bool:
+    return _is_known(kind) and not issubclass(kind, (nn.Module, Namespace, SimpleNamespace))
+
+
+def _shown(value: Any) -> str:
+    """Of fractions and getters, for two, what they hold; "" for what is of the process, such as locks and loggers."""
+    text = repr(value) if type(value).__module__ in _SHOWN else ""
+    return "" if "0x" in text else text
 
 
 def _attributes(value: Any, kind: type) -> Iterator[tuple[str, Any]]:

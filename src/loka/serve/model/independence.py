@@ -11,6 +11,12 @@ from loka.serve.run import Runner
 from loka.serve.sites import answering
 from loka.serve.watch.agreement import LEAST_DB, finite_in_both
 
+_LIKE, _ROWS = 128, 16
+_FEW = 0.5
+"""Of integers and booleans."""
+_LITTLE = 2.0**-5
+"""Of the root mean square of a place of a row, for half of the rows: four units of bf16, by which models may round."""
+
 
 def alike(one: torch.Tensor, other: torch.Tensor) -> bool:
     """Whether two tensors have the same entries, with NaN equal to NaN."""
@@ -18,13 +24,20 @@ def alike(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def check_sizes(
-    tree: nn.Module, precise: nn.Module, run: Runner, form: Form, batch: Sequence[torch.Tensor], buckets: Sequence[int]
+    tree: nn.Module,
+    precise: nn.Module,
+    run: Runner,
+    form: Form,
+    batches: Sequence[Sequence[torch.Tensor]],
+    buckets: Sequence[int],
 ) -> None:
     """Raises ServeRefused where a bucket's outputs lack its rows, as of a `squeeze()` that takes a batch of one
     off: a request's rows are cut out of them. And where the fewest rows that are padded to it, in high precision, have
     other answers by themselves."""
+    most = max(len(batches[0][0]), _LIKE)
+    batch = [torch.cat(column)[:most] for column in zip(*batches, strict=True)]
     several = [list(leaf.shape) for leaf in leaves(run(tree, pad([t[:2] for t in batch], 3, form)))]
-    plain = run(precise, [tensor.clone() for tensor in batch])
+    plain = [leaf.clone() for leaf in leaves(run(precise, [tensor.clone() for tensor in batch]))]
     for least, rows in zip([1, *(rows + 1 for rows in buckets)], buckets, strict=False):
         with answering(rows):
             answer = run(tree, pad([tensor[:rows] for tensor in batch], rows, form))
@@ -35,30 +48,56 @@ def check_sizes(
                     why=["a request is padded, and its rows are cut out of each output"],
                     way_out=f"keep the side of rows, as squeeze(-1) does, or freeze without {rows} in buckets",
                 )
+        if least < rows and _depends(precise, run, form, batch, plain, (least, rows)):
+            raise ServeRefused(
+                f"this model answers {least} rows by other numbers among {rows}",
+                why=["a request is padded to the next bucket, and forward asks how many rows there are"],
+                way_out="let its answers not depend on that, or have a bucket for each number of rows",
+            )
 
-        few = pad([tensor[:least] for tensor in batch], least, form)
-        answers = (run(precise, few), run(precise, pad(few, rows, form)), plain)
-        for alone, padded, like in zip(*map(leaves, answers), strict=True):
-            if _moved(padded[:least], alone, like):
-                raise ServeRefused(
-                    f"this model answers {least} rows by other numbers among {rows}",
-                    why=["a request is padded to the next bucket, and forward asks how many rows there are"],
-                    way_out="let its answers not depend on that, or have a bucket for each number of rows",
-                )
+
+def _depends(
+    precise: nn.Module,
+    run: Runner,
+    form: Form,
+    batch: Sequence[torch.Tensor],
+    plain: Sequence[torch.Tensor],
+    counts: tuple[int, int],
+) -> bool:
+    """Whether the first of two numbers of rows are answered otherwise where they are padded to the second. `plain`: the
+    answers to `batch`. Of a few rows several sets are asked for, since one tells little of what is rounding."""
+    least, _ = counts
+    some = [[tensor[first : first + least] for tensor in batch] for first in range(0, min(_ROWS, len(batch[0])), least)]
+    some = [pad(each, least, form) for each in some]
+    alone, padded = (
+        [[_first(least, leaf) for leaf in leaves(run(precise, pad(each, count, form)))] for each in some]
+        for count in counts
+    )
+    for one, other, like in zip(zip(*padded, strict=True), zip(*alone, strict=True), plain, strict=True):
+        if one[0].shape == other[0].shape and _moved(torch.cat(one), torch.cat(other), like):
+            return True
+    return False
+
+
+def _first(rows: int, leaf: torch.Tensor) -> torch.Tensor:
+    return leaf[:rows].clone() if leaf.dim() else leaf.clone()
 
 
 def _moved(one: torch.Tensor, other: torch.Tensor, like: torch.Tensor) -> bool:
-    """Whether floating-point answers to the same rows differ by more than rounding, which is a tenth of the rms of
-    `like`, or are finite at other entries. `like` holds the answers to many rows, since an answer to a few rows may
-    be near zero.
+    """Whether answers to the same rows differ by more than rounding. Rounding changes few integers and booleans, and of
+    numbers it moves a few by much, as of other experts, or all by little. `like` holds the answers to many rows, since
+    an answer to a few rows may be near zero.
     """
-    if not other.is_floating_point() or one.shape != other.shape:
-        return False
+    if not other.is_floating_point():
+        return bool((one != other).double().mean() > _FEW)
     if not torch.equal(one.isfinite(), other.isfinite()):
         return True
     a, b = finite_in_both(one, other)
     signal, _ = finite_in_both(like, like)
-    return len(a) > 0 and float((a - b).square().mean()) > 10 ** (-LEAST_DB / 10) * float(signal.square().mean())
+    if len(a) > 0 and float((a - b).square().mean()) > 10 ** (-LEAST_DB / 10) * float(signal.square().mean()):
+        return True
+    apart, finite = (one.double() - other.double()).abs(), like.double().where(like.isfinite(), torch.nan)
+    return bool((apart.nanmedian(dim=0).values > _LITTLE * finite.square().nanmean(dim=0).sqrt()).any())
 
 
 def check_independent(

@@ -17,7 +17,7 @@ from loka.core.exceptions import LokaError, first_line
 from loka.nn.site import install, site_forwards
 from loka.nn.site_ops import site_forward
 from loka.nn.unwrap import named_modules
-from loka.serve.model.code import numbers_of
+from loka.serve.model.code import data_of
 from loka.serve.model.traced import Traced, likeness, recalled, traced
 from loka.serve.model.written import WrittenGraph
 from loka.serve.rows import leaves
@@ -109,22 +109,24 @@ def like(tree: nn.Module) -> nn.Module:
 
 def fits(template: nn.Module, tree: nn.Module, run: Runner, inputs: Sequence[torch.Tensor]) -> bool:
     """Whether the template with the tensors of `tree` computes what `tree` does, to the bit, for `inputs`. It may not,
-    because modules may keep other things too, which hooks of a state dict set or forward derives from weights. Numbers
-    in attributes have to be equal besides."""
-    numbers = [[(path, numbers_of(module)) for path, module in named_modules(each)] for each in (template, tree)]
-    if held_by(template).keys() != held_by(tree).keys() or numbers[0] != numbers[1]:
+    because modules may keep other things too, which hooks of a state dict set or forward derives from weights. These
+    have to be equal besides, as a check need not reach them."""
+    if held_by(template).keys() != held_by(tree).keys():
         return False
     bind(template, tree)
     for forward in site_forwards(template).values():
         install(forward)  # as in `tree`
+    ours, theirs = like(template), like(tree)
     try:
         with answering(inputs[0].shape[0]):
-            ours, theirs = (leaves(run(each, [x.clone() for x in inputs])) for each in (like(template), tree))
+            answers = [leaves(run(each, [x.clone() for x in inputs])) for each in (ours, theirs)]
+        if data_of(ours) != data_of(theirs):  # with what forward makes once
+            return False
     except LokaError:
         raise
     except Exception:  # whatever code raises that finds other things in its modules than it kept there
         return False
-    return all(same_bits(one, other) for one, other in zip(ours, theirs, strict=True))
+    return all(same_bits(one, other) for one, other in zip(*answers, strict=True))
 
 
 def bind(template: nn.Module, tree: nn.Module) -> None:

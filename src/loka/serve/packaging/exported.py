@@ -18,6 +18,7 @@ from loka.kernels.gemm.aten import aten_gemm
 from loka.kernels.gemm.registry import candidate_named
 from loka.nn.unwrap import named_modules
 from loka.planner.convert import fp8_layers
+from loka.serve.model.code import steady_data
 from loka.serve.rows import digest
 from loka.serve.run import Runner
 from loka.serve.sites import FrozenSite, HighPrecisionSite, as_rows, frozen_sites
@@ -104,10 +105,14 @@ class Exported(nn.Module):
 
     The names of its tensors hold a digest of their names and forms and of the sites' candidates, so that a package
     refuses those of another one: torch looks at names alone, and copies from any memory.
+
+    `kept`: digests of what modules keep beside tensors, which extra state and hooks of a state dict may set. The code
+    holds it, and no weights replace it.
     """
 
-    def __init__(self, held: nn.Module, candidates: Sequence[str]) -> None:
+    def __init__(self, held: nn.Module, candidates: Sequence[str], kept: dict[str, str]) -> None:
         super().__init__()
+        self.kept = kept
         forms = [[name, list(one.shape), str(one.dtype)] for name, one in tensors_of(held).items()]
         self.layout = f"layout_{digest_of([forms, list(candidates)])[:16]}"
         self.add_module(self.layout, held)
@@ -126,36 +131,25 @@ def tensors_of(model: nn.Module) -> dict[str, torch.Tensor]:
 class Contents:
     """What a package says of itself: metadata of the file.
 
-    `layout`: of `Exported`. `written`: `in_code`. `batch`: the least and the most rows of a call.
+    `layout`, `kept`: of `Exported`. `written`: `in_code`. `batch`: the least and the most rows of a call.
     """
 
     layout: str
     written: dict[str, str]
+    kept: dict[str, str]
     batch: tuple[int, int]
 
 
 def contents_of(model: Exported, batch: tuple[int, int], read: Collection[str]) -> Contents:
     """`read`: names of the tensors that the exported code reads."""
-    return Contents(layout=model.layout, written=in_code(model, read), batch=batch)
+    return Contents(layout=model.layout, written=in_code(model, read), kept=model.kept, batch=batch)
 
 
 def in_code(model: Exported, read: Collection[str]) -> dict[str, str]:
-    """What the code holds and no weights replace, by name: of tensors in `read` a digest, and numbers as text.
-
-    Extra state and hooks of a state dict may set attributes. Whole numbers are left out: `forward` notes them too, as
-    how many rows it was called with.
-    """
-    found = {
+    """Digests of the tensors in `read` that the code holds as numbers, by name: no weights replace them."""
+    return {
         name: digest([[one]]) for name, one in tensors_of(model).items() if name in read and _written_into_code(one)
     }
-    for path, module in model.named_modules(remove_duplicate=False):
-        for name, value in vars(module).items():
-            full_name = f"{path}.{name}"
-            if isinstance(value, float | complex):
-                found[full_name] = repr(value)
-            elif isinstance(value, torch.Tensor) and full_name in read:
-                found[full_name] = digest([[value]])
-    return found
 
 
 def _written_into_code(tensor: torch.Tensor) -> bool:
@@ -215,4 +209,7 @@ def exported(frozen: nn.Module, plan: Plan, run: Runner) -> Exported:
         for own in kinds:
             own.update({name: _as_copied(one, copies) for name, one in own.items() if one is not None})
     held = [site if isinstance(site, nn.Module) else _JoinedSite(site) for site in sites.values()]
-    return Exported(_Held(tree, held, run), [site.candidate for site in own_sites.values()])
+    kept = (*(site.weight.low.data for site in own_sites.values()), *tensors)  # no row need reach a site
+    device = next(each.device for each in kept if not each.is_meta)
+    candidates = [site.candidate for site in own_sites.values()]
+    return Exported(_Held(tree, held, run), candidates, steady_data(frozen, run, device))

@@ -8,6 +8,7 @@ and candidates (`Exported`): weights for another package are refused by it.
 import hashlib
 import io
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -69,12 +70,10 @@ def write_weights(
             why=["its tensors have other names, shapes or dtypes than those of this model by its plan"],
             way_out=f"name the package that this server made, or {ANEW}",
         )
-    held, now = tensors_of(model), in_code(model, contents.written)
-    if why := [
-        name.partition(".model.")[2] or name
-        for name in sorted({**contents.written, **now})
-        if contents.written.get(name) != now.get(name)
-    ]:
+    held = tensors_of(model)
+    why = [name.partition(".model.")[2] or name for name in _apart(contents.written, in_code(model, contents.written))]
+    why += _apart(contents.kept, model.kept)
+    if why:
         raise ServeRefused(
             f"the code of {package} holds numbers that differ in this version", why=truncated(why, 10), way_out=ANEW
         )
@@ -88,6 +87,10 @@ def write_weights(
         write_atomic(path, data.getvalue())
         write_checksum(path, digest)
     return PackagedWeights(**vars(agreement), path=path, package=package, sha256=digest)
+
+
+def _apart(one: Mapping[str, str], other: Mapping[str, str]) -> list[str]:
+    return [name for name in sorted({**one, **other}) if one.get(name) != other.get(name)]
 
 
 def _in_file(tensor: torch.Tensor) -> torch.Tensor:
