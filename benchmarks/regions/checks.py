@@ -10,6 +10,7 @@ from arms import Arm
 from torch import nn
 
 import loka
+from loka.core.device import peak_of
 
 Tensors = Mapping[str, torch.Tensor]
 
@@ -55,12 +56,9 @@ def memory(step: Callable[[], object], leaves: list[torch.Tensor], before_arm: i
     for leaf in leaves:
         leaf.grad = None
     before = allocated()
-    torch.cuda.reset_peak_memory_stats()
-    step()
-    torch.cuda.synchronize()
-    peak = torch.cuda.max_memory_allocated()
+    peak = peak_of(step, torch.device("cuda"))
     gradients = sum(leaf.grad.numel() * leaf.grad.element_size() for leaf in leaves if leaf.grad is not None)
-    return {"arm": peak - before_arm, "step": peak - before, "gradients": gradients}
+    return {"arm": before + peak - before_arm, "step": peak, "gradients": gradients}
 
 
 def of_plan(plan: loka.Plan) -> dict[str, Any]:

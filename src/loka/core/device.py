@@ -6,7 +6,7 @@ import functools
 import importlib.metadata
 import shutil
 import subprocess
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -132,6 +132,18 @@ def synchronize(device: torch.device) -> None:
     """Waits for what was launched on a GPU; on a CPU nothing is to be waited for."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
+
+
+def peak_of(function: Callable[[], object], device: torch.device) -> int:
+    """Bytes that a call takes at its peak on a CUDA device, beside what is there before it. By that the device's peak
+    statistics start anew."""
+    with torch.cuda.device(device):
+        synchronize(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        before = torch.cuda.memory_allocated(device)
+        function()
+        synchronize(device)
+        return torch.cuda.max_memory_allocated(device) - before
 
 
 def require_device(device: torch.device, named: str) -> None:

@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from loka.core.compiling import allow_programs
+from loka.core.device import peak_of
 from loka.core.error import Estimate
 from loka.core.exceptions import LokaError, first_line, truncated
 from loka.core.records.plan import Decision, Plan
@@ -82,7 +83,8 @@ def confirm(
     rounds: int = _ROUNDS,
     on_arm: Callable[[Arm], None] | None = None,
 ) -> Confirmed:
-    """Races whole steps by `plan` against steps in high precision, compiled, in CUDA graphs, in turns.
+    """Races whole steps by `plan` against steps in high precision, compiled, in CUDA graphs, in turns, and measures the
+    memory of one of each, by which the device's peak statistics start anew.
 
     Args:
         model: on the device to train or serve on, not converted. It is copied, once for each arm, and stays as it is.
@@ -200,14 +202,9 @@ def _ready(model: nn.Module, step: Callable[[Any], object], compile: Callable[[n
 
 
 def _peak(ready: _Step, device: torch.device) -> int:
-    """Bytes that a step takes at its peak, gradients among them, beside what is there before it."""
+    """Bytes that a step takes, its gradients among them."""
     ready.let_go()
-    torch.cuda.synchronize(device)
-    torch.cuda.reset_peak_memory_stats(device)
-    before = torch.cuda.memory_allocated(device)
-    ready()
-    torch.cuda.synchronize(device)
-    return torch.cuda.max_memory_allocated(device) - before
+    return peak_of(ready, device)
 
 
 def _raced(

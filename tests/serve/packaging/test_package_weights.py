@@ -22,7 +22,7 @@ def test_weights_are_for_a_package_of_their_own(monkeypatch, tmp_path):
     for path in (junk, tmp_path / "none.pt2"):
         with pytest.raises(FileRefused, match=r"(?s)no package that takes weights.*Way out"):
             server.package_weights(path, tmp_path / "w.pt")
-    model = exported(server.current.module, server.plan, runner_of(server.card))
+    model = exported(server.current.module, server.plan, runner_of(server.card), server.device)
     read = set(tensors_of(model))
     contents = contents_of(model, (1, 64), read)
     # The first is what would be in code without `small`.
@@ -89,7 +89,7 @@ def test_all_that_versions_differ_in_are_named_constants():
     torch.manual_seed(0)
     model = Small().eval()
     server = freeze(model, plan_for(model, {"first": ROW}), calibration=[torch.randn(64, 24)])
-    module = exported(server.current.module, server.plan, runner_of(server.card))
+    module = exported(server.current.module, server.plan, runner_of(server.card), server.device)
     assert all(tensor.is_contiguous() for tensor in tensors_of(module).values())  # as their bytes are copied
     x = torch.randn(5, 24)
     program = torch.export.export(module, (x,), strict=False)
@@ -145,14 +145,14 @@ def test_what_attributes_hold_is_in_the_code():
     model = Noting().eval()
     server = freeze(model, plan_for(model, {"first": ROW}), calibration=[torch.randn(64, 24)])
     run = runner_of(server.card)
-    was = exported(server.current.module, server.plan, run).kept
+    was = exported(server.current.module, server.plan, run, server.device).kept
     assert {*CHANGES, "twice"} <= was.keys()
     assert not {"rows", "calls"} & was.keys()
 
     def differing(state):
         server.refresh(state)
         server(torch.randn(5, 24))
-        now = exported(server.current.module, server.plan, run).kept
+        now = exported(server.current.module, server.plan, run, server.device).kept
         assert now.keys() == was.keys()
         return {name for name in was if now[name] != was[name]}
 
@@ -176,4 +176,5 @@ def test_a_server_whose_sites_no_row_reached_is_exported():
     model, x = Unused().eval(), torch.randn(64, 24)
     server = freeze(model, plan_for(model, {"other": ROW}), calibration=[x])
     assert server.card.unreached == ("other",)
-    assert torch.equal(exported(server.current.module, server.plan, runner_of(server.card))(x), server(x).output)
+    module = exported(server.current.module, server.plan, runner_of(server.card), server.device)
+    assert torch.equal(module(x), server(x).output)

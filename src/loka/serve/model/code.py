@@ -1,4 +1,7 @@
-"""Which Python a model's calls run, as a digest: by it a graph that was kept is told from one of other code."""
+"""Digests of which Python a model's calls run, and of what its modules keep beside their tensors.
+
+By the first a graph that was kept is told from one of other code; by the second, a version from one of other numbers.
+"""
 
 import contextlib
 import enum

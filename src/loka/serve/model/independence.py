@@ -11,7 +11,8 @@ from loka.serve.run import Runner
 from loka.serve.sites import answering
 from loka.serve.watch.agreement import LEAST_DB, finite_in_both
 
-_LIKE, _ROWS = 128, 16
+_COMPARED = 128  # rows that tell how large answers are
+_ALONE = 16  # of these are answered by few at a time: one tells little of what is rounding
 _FEW = 0.5
 """Of integers and booleans."""
 _LITTLE = 2.0**-5
@@ -34,7 +35,7 @@ def check_sizes(
     """Raises ServeRefused where a bucket's outputs lack its rows, as of a `squeeze()` that takes a batch of one
     off: a request's rows are cut out of them. And where the fewest rows that are padded to it, in high precision, have
     other answers by themselves."""
-    most = max(len(batches[0][0]), _LIKE)
+    most = max(len(batches[0][0]), _COMPARED)
     batch = [torch.cat(column)[:most] for column in zip(*batches, strict=True)]
     several = [list(leaf.shape) for leaf in leaves(run(tree, pad([t[:2] for t in batch], 3, form)))]
     plain = [leaf.clone() for leaf in leaves(run(precise, [tensor.clone() for tensor in batch]))]
@@ -48,7 +49,7 @@ def check_sizes(
                     why=["a request is padded, and its rows are cut out of each output"],
                     way_out=f"keep the side of rows, as squeeze(-1) does, or freeze without {rows} in buckets",
                 )
-        if least < rows and _depends(precise, run, form, batch, plain, (least, rows)):
+        if least < rows and _depends(precise, run, form, batch, plain, least, rows):
             raise ServeRefused(
                 f"this model answers {least} rows by other numbers among {rows}",
                 why=["a request is padded to the next bucket, and forward asks how many rows there are"],
@@ -62,16 +63,16 @@ def _depends(
     form: Form,
     batch: Sequence[torch.Tensor],
     plain: Sequence[torch.Tensor],
-    counts: tuple[int, int],
+    least: int,
+    rows: int,
 ) -> bool:
-    """Whether the first of two numbers of rows are answered otherwise where they are padded to the second. `plain`: the
-    answers to `batch`. Of a few rows several sets are asked for, since one tells little of what is rounding."""
-    least, _ = counts
-    some = [[tensor[first : first + least] for tensor in batch] for first in range(0, min(_ROWS, len(batch[0])), least)]
-    some = [pad(each, least, form) for each in some]
+    """Whether the first `least` of `batch`, and those behind them up to `_ALONE`, are answered otherwise where they are
+    padded to `rows`. `plain`: the answers to `batch`."""
+    begins = range(0, min(_ALONE, len(batch[0])), least)
+    some = [pad([tensor[begin : begin + least] for tensor in batch], least, form) for begin in begins]
     alone, padded = (
         [[_first(least, leaf) for leaf in leaves(run(precise, pad(each, count, form)))] for each in some]
-        for count in counts
+        for count in (least, rows)
     )
     for one, other, like in zip(zip(*padded, strict=True), zip(*alone, strict=True), plain, strict=True):
         if one[0].shape == other[0].shape and _moved(torch.cat(one), torch.cat(other), like):
@@ -80,7 +81,7 @@ def _depends(
 
 
 def _first(rows: int, leaf: torch.Tensor) -> torch.Tensor:
-    return leaf[:rows].clone() if leaf.dim() else leaf.clone()
+    return leaf[:rows].clone() if leaf.dim() else leaf.clone()  # a `squeeze()` takes the side of one row off
 
 
 def _moved(one: torch.Tensor, other: torch.Tensor, like: torch.Tensor) -> bool:
@@ -112,7 +113,7 @@ def check_independent(
     whole = [torch.cat(column) for column in zip(*batches, strict=True)]
     differs = torch.stack([(c != c[:1])[:, None].flatten(1).any(1) for c in whole]).any(0)
     differs[0] = True  # and the rows that differ from it: among equal rows another order would show nothing
-    picked = differs.nonzero()[:128, 0]
+    picked = differs.nonzero()[:_COMPARED, 0]
     batch, count = [column[picked] for column in whole], len(picked)
     answer = run(tree, pad(batch, 2 * count + 1, form))
     other = [column.flip(0) for column in batch]

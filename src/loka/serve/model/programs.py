@@ -116,8 +116,8 @@ def fits(template: nn.Module, tree: nn.Module, run: Runner, inputs: Sequence[tor
     bind(template, tree)
     for forward in site_forwards(template).values():
         install(forward)  # as in `tree`
-    ours, theirs = like(template), like(tree)
     try:
+        ours, theirs = like(template), like(tree)
         with answering(inputs[0].shape[0]):
             answers = [leaves(run(each, [x.clone() for x in inputs])) for each in (ours, theirs)]
         if data_of(ours) != data_of(theirs):  # with what forward makes once

@@ -135,7 +135,7 @@ def package_version(
     with folder_beside(path) as folder:  # before compiling, which takes minutes
         joined = _joined(version)
         with compile_lock:  # export and compile patch torch as they run: two at once refuse each other's models
-            made = _compiled(Path(folder), card, exported(version.module, plan, run), joined, batch, device)
+            made = _compiled(Path(folder), card, exported(version.module, plan, run, device), joined, batch, device)
         digest = sha256_of_file(made)  # before the check, so that it is the sha256 of what is checked
         agreement, _ = checked(made, Path(folder), card, version, batch, device)
         with KEEPING, writing(path):

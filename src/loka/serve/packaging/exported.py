@@ -187,8 +187,8 @@ def _plain(output: Any) -> Any:
     return (list if isinstance(output, list) else tuple)(map(_plain, output))
 
 
-def exported(frozen: nn.Module, plan: Plan, run: Runner) -> Exported:
-    """Of the tree of a version, whose tensors it shares."""
+def exported(frozen: nn.Module, plan: Plan, run: Runner, device: torch.device) -> Exported:
+    """Of the tree of a version on `device`, whose tensors it shares."""
     own_sites = frozen_sites(frozen)
     sites: dict[str, Any] = {
         name: PackagedSite(site) if site.weight.joined is None else copy.copy(site) for name, site in own_sites.items()
@@ -209,7 +209,5 @@ def exported(frozen: nn.Module, plan: Plan, run: Runner) -> Exported:
         for own in kinds:
             own.update({name: _as_copied(one, copies) for name, one in own.items() if one is not None})
     held = [site if isinstance(site, nn.Module) else _JoinedSite(site) for site in sites.values()]
-    kept = (*(site.weight.low.data for site in own_sites.values()), *tensors)  # no row need reach a site
-    device = next(each.device for each in kept if not each.is_meta)
     candidates = [site.candidate for site in own_sites.values()]
     return Exported(_Held(tree, held, run), candidates, steady_data(frozen, run, device))

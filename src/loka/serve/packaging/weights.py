@@ -63,7 +63,7 @@ def write_weights(
         real = file_behind(path)
         if real.exists() and real.samefile(package):
             raise ServeRefused(f"{path} is the package", way_out="name another file, such as weights.pt")
-    model = exported(version.module, plan, runner_of(card))
+    model = exported(version.module, plan, runner_of(card), device)
     if model.layout != contents.layout:
         raise ServeRefused(
             f"{package} is a package of another server",
