@@ -10,6 +10,8 @@ import loka
 from loka.compiler import normed
 from loka.compiler.edges.epilogues import matched
 from loka.compiler.normed import normed_gemm
+from loka.core.recipe import Gemm
+from loka.core.records.report import HP
 from loka.kernels.edge.op import edge
 from loka.kernels.edge.program import Kind, Program, Step
 from loka.kernels.gemm.epilogue import Activation
@@ -35,15 +37,15 @@ def tower(activation=Activation.HARD_SWISH, block=64):
     )  # fmt: skip
 
 
-def compiled(model, x=X):
-    plan = plan_for(model, x)
+def compiled(model, x=X, **options):
+    plan = plan_for(model, x, **options)
     by_site, joined = (converted(model, plan) for _ in range(2))
     return by_site, joined, JointBackend()
 
 
-def check(model, epilogues, x=X):
+def check(model, epilogues, x=X, **options):
     """That joined it is as good as by sites, with so many GEMMs that have an epilogue."""
-    by_site, joined, backend = compiled(model, x)
+    by_site, joined, backend = compiled(model, x, **options)
     truth, theirs, ours = (run(m, x) for m in (model, by_site, torch.compile(joined, backend=backend)))
     assert not backend.apart
     assert backend.count(normed_gemm) == epilogues
@@ -122,6 +124,82 @@ class Kept(TwoReaders):
         return out
 
 
+class Ending(nn.Module):
+    """A tower whose last matrix a head in high precision reads, or which is returned."""
+
+    def __init__(self, how):
+        super().__init__()
+        torch.manual_seed(0)
+        self.how, self.tower = how, tower()[:6]
+        self.head = nn.Linear(256, 1)
+
+    def forward(self, x):
+        h = self.tower(x)
+        if self.how == "returned":
+            return h
+        if self.how == "added":
+            return h + h.mean(dim=1, keepdim=True)
+        if self.how == "in a concatenation":
+            return torch.cat([h, x], dim=1)
+        if self.how == "tokens":
+            return h.unflatten(1, (4, 64)).amax(dim=1)
+        if self.how == "in float32":
+            return h.float() * 1.5
+        return self.head(h)
+
+
+ENDINGS = ("head", "returned", "added", "in a concatenation", "tokens", "in float32")
+
+
+@pytest.mark.parametrize("how", sweep(ENDINGS, ("head", "added", "tokens")))
+def test_a_tower_ends_in_the_epilogue_of_its_last_gemm(how):
+    model = Ending(how)
+    force = {f"head/{gemm}": HP for gemm in Gemm} if how == "head" else None
+    backend = check(model, 2, X.bfloat16(), force=force)  # with nothing to compute above the first layer's input
+    graph = next(graph for graph in backend.graphs if any(n.target is normed_gemm for n in graph.nodes))
+    ops = [node for node in graph.nodes if node.target is normed_gemm]
+    assert [node.args[10] for node in ops] == [torch.float8_e4m3fn, torch.bfloat16]
+    assert [node.args[4] is not None for node in ops] == [False, True]  # the last holds what counts runs
+    assert not any(node.target is edge for node in graph.nodes)  # x is cast by plain ops
+    kept = [node.meta["val"] for node in graph.find_nodes(op="output")[0].all_input_nodes]
+    assert not [v for v in kept if v.dim() == 2 and v.shape[1] == 128 and v.dtype.itemsize > 1]
+
+
+def test_the_last_epilogue_counts_as_a_run_and_shows_what_is_not_finite():
+    _, joined, backend = compiled(Ending("returned"))
+    x = X.clone()
+    x[7, 3] = torch.nan
+    y, (grad,) = run(torch.compile(joined, backend=backend), x)
+    assert y.isnan().any(dim=1).nonzero().tolist() == [[7]]
+    assert grad.isnan().any(dim=1).nonzero().tolist() == [[7]]
+    health = loka.health_of(joined)
+    assert all(health[f"tower.{layer}/output"]["bad_a"] for layer in "03")
+
+
+class Elsewhere(Ending):
+    def forward(self, x):
+        y = self.tower[:4](x)
+        normed = self.tower[4](y)
+        h = self.tower[5](normed)
+        return h + y if self.how == "its GEMM's output" else torch.cat([h, normed * 2], dim=1)
+
+
+@pytest.mark.parametrize("how", ["its GEMM's output", "the norm's output"])
+def test_what_else_is_read_of_a_last_layer_is_not_taken_away(how):
+    """A norm whose output two read has no activation in its epilogue: it is the matrix then."""
+    check(Elsewhere(how), 1 if how == "its GEMM's output" else 2)
+
+
+def test_without_autocast_a_tower_ends_in_float32_outside_of_its_gemm():
+    model = tower()[:6]
+    by_site, joined = (converted(model, plan_for(model, X, autocast=False)) for _ in range(2))
+    backend = JointBackend()
+    truth, theirs = (run(m, X, autocast=False) for m in (model, by_site))
+    ours = run(torch.compile(joined, backend=backend), X, autocast=False)
+    assert backend.count(normed_gemm) == 1
+    assert_as_good(joined, by_site, model, ours, theirs, truth)
+
+
 @pytest.mark.parametrize(
     "how",
     sweep(
@@ -149,7 +227,7 @@ def test_sums_that_a_plan_has_exact_stay_exact(monkeypatch):
     monkeypatch.setattr(normed, "gemm_normed", lambda *given, fast, **o: taken.append(fast) or run_it(*given, **o))
     low, one = torch.ones(64, 64).to(torch.float8_e4m3fn), torch.ones(1)
     for kernel in ("torch", "torch_fast"):
-        normed_gemm(low, one, low, one, "it", kernel, 64, 1e-6, "relu", False)
+        normed_gemm(low, one, low, one, None, "it", kernel, 64, 1e-6, "relu", torch.bfloat16, False)
     assert taken == [False, True]
 
 
@@ -260,12 +338,12 @@ def test_norms_of_one_bound_share_its_scale():
     _, joined, backend = compiled(model)
     with torch.no_grad():
         torch.compile(joined, backend=backend)(X)
-    assert backend.count(normed_gemm) == 2
+    assert backend.count(normed_gemm) == 3
     fills = [n for n in backend.graphs[0].nodes if n.target is torch.ops.aten.full.default and n.args[0]]
-    assert len(fills) == 2  # the norms' bound, and one for rows
+    assert len(fills) == 1  # the norms' bound; the last result is in 16 bits
 
 
-@pytest.mark.parametrize(("rows", "epilogues"), [(70, 1), (6400, 2)])
+@pytest.mark.parametrize(("rows", "epilogues"), [(70, 2), (6400, 3)])
 def test_few_tiles_with_long_sums_have_no_epilogue(rows, epilogues):
     torch.manual_seed(0)
     sides = ((64, 64), (64, 1024), (1024, 64), (64, 64))

@@ -29,8 +29,8 @@ from loka.compiler.layout.gradients import close_gaps
 from loka.compiler.layout.strides import hold, settle
 from loka.compiler.layout.tokens import keep_tokens
 from loka.compiler.marks import connected, mark_runs
-from loka.compiler.nodes import args_of, mark_backward, value_of
-from loka.compiler.normed import Product, normed_input
+from loka.compiler.nodes import MADE, args_of, mark_backward, value_of
+from loka.compiler.normed import Product, normed_input, normed_output
 from loka.compiler.notes import record_text
 from loka.compiler.scaled_mm import call_scaled_mm
 from loka.core.recipe import Gemm
@@ -73,10 +73,12 @@ def join_sites(graph: Graph) -> dict[str, str]:
             assert data is not None
             node = gemms.call(site, Gemm.OUTPUT, data, scale, weight.row, weight.row_scale)
             y = gemms.scaled(node, own.scale) if later else node
-            products[site.node] = Product(site=site, node=node, y=y, input=own, weight=weight)
+            products[site.node] = Product(site=site, gemm=node, node=node, y=y, input=own, weight=weight)
             emitter.replace(site.y, y)
+    joined = {site.node for site in sites}
+    products = {site: normed_output(emitter, product, joined) for site, product in products.items()}
     low = {site.node: first[site.x] for site in sites}
-    last_product = products[sites[-1].node].node
+    last_product = products[sites[-1].node].gemm
     # An input may have been given by an edge, or be the very output of another site: another node now.
     sites = [replace(s, x=emitter.now(s.x), y=products[s.node].node) for s in sites]
     regions = connected(sites)
@@ -164,6 +166,7 @@ def _cast(emitter: Emitter, x: Node) -> Low:
     if value_of(data).stride() != (value_of(data).shape[1], 1):  # a GEMM reads rows that are runs of memory
         data = emitter.call(COPY, data, memory_format=torch.contiguous_format)
     scale = emitter.call(aten.where.self, finite, power, nan)
+    scale.meta[MADE] = True
     return Low(data=data, scale=scale, finite=scale)
 
 

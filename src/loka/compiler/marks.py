@@ -24,7 +24,7 @@ def mark_runs(
     """Records that the sites ran, and which operands were not finite, in forward and in backward.
 
     `low`: the quantized inputs, and `scales`: r, both by the node of a site, the latter for sites with a backward.
-    `last`: the last GEMM of forward, and that of backward.
+    `last`: the last GEMM of forward, one with a norm in its epilogue perhaps, and that of backward.
     """
     forward = [
         entry

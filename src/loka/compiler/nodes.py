@@ -8,6 +8,9 @@ from torch.fx import Graph, Node
 BACKWARD = "loka_backward"
 """In the meta of a node that is computed from gradients which come from outside."""
 
+MADE = "loka_made"
+"""In the meta of a number of rows that plain ops make for a site: programs read it, and do not compute it anew."""
+
 WRITTEN = "loka_written"
 """In the meta of a constant of the graph that goes into a file together with LoKA's ops, written out."""
 

@@ -5,7 +5,8 @@
     x8, 1 / rms, z8, steps = normed_gemm(a8, W8)
 
 x8 has one scale, known from the norm's bound, in the place of scales of rows: they differ for elements near
-e4m3's smallest numbers alone. Backward reads y as (z8 - 127.5) steps, a byte an element (epilogue.py).
+e4m3's smallest numbers alone. Where no site reads x, as behind a tower's last layer, the kernel writes x itself, in
+16 bits. Backward reads y as (z8 - 127.5) steps, a byte an element (epilogue.py).
 """
 
 from collections.abc import Iterable
@@ -14,8 +15,10 @@ from dataclasses import dataclass, replace
 import torch
 from torch.fx import Node
 
+from loka.compiler.edges.aten_steps import SUMS, is_pointwise
+from loka.compiler.edges.cones import cone_of
 from loka.compiler.edges.epilogues import matched
-from loka.compiler.edges.matrix import Low
+from loka.compiler.edges.matrix import Low, Matrix
 from loka.compiler.edges.writer import Writer
 from loka.compiler.emit import SIZE, Emitter
 from loka.compiler.gemms import Weight, kernel_of
@@ -24,7 +27,7 @@ from loka.compiler.nodes import args_of, in_backward, value_of
 from loka.core.problem import target_of
 from loka.core.recipe import Gemm
 from loka.kernels.custom_op import registered
-from loka.kernels.edge.program import Program
+from loka.kernels.edge.program import Kind, Program
 from loka.kernels.gemm.epilogue import ROUNDED_MIDDLE, Activation, Epilogue
 from loka.kernels.gemm.normed_gemm import gemm_normed, unsupported
 
@@ -33,6 +36,7 @@ aten, prims = torch.ops.aten, torch.ops.prims
 # A tile is a norm's block wide, and a GEMM and an edge by themselves have smaller ones. 64 tiles won with
 # 512 terms (6.5 against 7.1 us on an H200), and take longer in proportion to the terms.
 _MANY, _LONG = 100, 1024
+_SHORT_FLOATS = (torch.bfloat16, torch.float16)
 
 
 def _normed_gemm(
@@ -40,16 +44,19 @@ def _normed_gemm(
     a_scale: torch.Tensor,
     b: torch.Tensor,
     b_scale: torch.Tensor,
+    token: torch.Tensor | None,
     site: str,
     kernel: str,
     block: int,
     eps: float,
     activation: str,
+    dtype: torch.dtype,
     keep: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """x8 [rows, N], 1 / rms [rows, N / block], and where `keep` z8 [rows, N] and steps [rows, N / block],
-    else empty. a_scale: float32 [1], or [rows] in any shape; b_scale: float32, all one number."""
-    epilogue = Epilogue(block=block, eps=eps, activation=Activation(activation))
+    """x [rows, N] in `dtype`, 1 / rms [rows, N / block], and where `keep` z8 [rows, N] and steps [rows, N / block],
+    else empty. a_scale: float32 [1], or [rows] in any shape; b_scale: float32, all one number. `token` is not read, as
+    that of loka::region_gemm."""
+    epilogue = Epilogue(block=block, eps=eps, activation=Activation(activation), dtype=dtype)
     result = gemm_normed(
         a, b, a_scale.reshape(-1), b_scale.reshape(-1).narrow(0, 0, 1), epilogue, keep=keep, fast=kernel != "torch"
     )
@@ -59,10 +66,10 @@ def _normed_gemm(
 
 
 def _normed_gemm_fake(
-    a: torch.Tensor, b: torch.Tensor, block: int, keep: bool
+    a: torch.Tensor, b: torch.Tensor, block: int, dtype: torch.dtype, keep: bool
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     rows, columns = a.shape[0], b.shape[0]
-    data = a.new_empty(rows, columns)
+    data = a.new_empty(rows, columns, dtype=dtype)
     inverse = a.new_empty(rows, columns // block, dtype=torch.float32)
     if not keep:
         return data, inverse, *_nothing(a)
@@ -78,11 +85,12 @@ normed_gemm = registered("loka::normed_gemm", _normed_gemm, _normed_gemm_fake)
 
 @dataclass(frozen=True, kw_only=True)
 class Product:
-    """The output of a site in a graph. `node` is the GEMM, or what stands for it; readers read `y`, which may be `node`
-    times the scales of its rows.
+    """The output of a site in a graph, and the GEMM that made it. `node` is that GEMM, or what stands for its output;
+    readers read `y`, which may be `node` times the scales of its rows.
     """
 
     site: JointSite
+    gemm: Node
     node: Node
     y: Node
     input: Low
@@ -96,6 +104,56 @@ def normed_input(
     None where the program is no epilogue, or where another node reads in forward what would no longer be in memory.
     `joined`: nodes of sites, which get x as it is quantized for this one.
     """
+    fitting = _fitting(writer, program, products)
+    if fitting is None:
+        return None
+    product, epilogue = fitting
+    inside = writer.cone.inside | {product.node}
+    if not _do_without(_readers(inside), site.x, joined):
+        return None
+    data, inverse, product = _emitted(emitter, product, epilogue, writer, keep=site.backward is not None)
+    scale = emitter.constant(epilogue.scale, value_of(data).device)
+    return Low(data=data, scale=scale, finite=inverse), product
+
+
+def normed_output(emitter: Emitter, product: Product, joined: set[Node]) -> Product:
+    """The product as backward reads it: where all that forward does with it is to normalize and to activate it, its
+    GEMM's epilogue does that, and writes what others read. Else the product as it is.
+    """
+    if product.node is not product.gemm or value_of(product.y).dtype not in _SHORT_FLOATS:
+        return product
+    matrix = Matrix(rows=product.site.rows, features=product.site.outputs)
+    for x in reversed(_below(product, matrix)):
+        cone = cone_of(x, matrix, {}, joined, forward=True)
+        if product.node not in cone.leaves:
+            continue
+        writer = Writer(cone, {})
+        fitting = _fitting(writer, writer.program(gradient=writer.index_of(x), row=True), [product])
+        if fitting is None or not _do_without(_readers(cone.inside - {x} | {product.node}) - {x}, x, joined):
+            continue
+        epilogue = replace(fitting[1], dtype=value_of(x).dtype)
+        data, _, product = _emitted(emitter, product, epilogue, writer, keep=product.site.backward is not None)
+        with emitter.like(x):
+            data = _like(emitter, data, x)
+        emitter.replace(x, data)
+        return product
+    return product
+
+
+def _below(product: Product, matrix: Matrix) -> list[Node]:
+    """The matrices in 16 bits that code of forward behind a product makes of it, in the graph's order."""
+    found, waiting = {product.y}, [product.y]
+    while waiting:
+        for user in waiting.pop().users:
+            if user not in found and not in_backward(user) and (is_pointwise(user) or user.target in SUMS):
+                found.add(user)
+                waiting.append(user)
+    found -= {product.y}
+    return sorted(n for n in found if value_of(n).dtype in _SHORT_FLOATS and matrix.kind(n) is Kind.FULL)
+
+
+def _fitting(writer: Writer, program: Program, products: Iterable[Product]) -> tuple[Product, Epilogue] | None:
+    """The product whose GEMM can run the program in its epilogue, and that epilogue; or None."""
     found = matched(program)
     if found is None:
         return None
@@ -104,15 +162,14 @@ def normed_input(
         product is None
         or product.site.integers
         or (found.row_scale is not None and writer.leaves[found.row_scale] is not product.input.scale)
+        or _misfit(product, found.epilogue) is not None
     ):
         return None
-    inside = writer.cone.inside | {product.node}
-    readers = {user for node in inside for user in node.users} - inside
-    if not _do_without(readers, site.x, joined):
-        return None
-    if _misfit(product, found.epilogue) is not None:
-        return None
-    return _emitted(emitter, product, found.epilogue, writer, keep=site.backward is not None)
+    return product, found.epilogue
+
+
+def _readers(inside: set[Node]) -> set[Node]:
+    return {user for node in inside for user in node.users} - inside
 
 
 def _do_without(readers: set[Node], x: Node, joined: set[Node]) -> bool:
@@ -146,23 +203,22 @@ def _misfit(product: Product, epilogue: Epilogue) -> str | None:
 
 def _emitted(
     emitter: Emitter, product: Product, epilogue: Epilogue, writer: Writer, *, keep: bool
-) -> tuple[Low, Product]:
+) -> tuple[Node, Node, Product]:
+    """What the epilogue writes, 1 / rms, and the product as backward reads it."""
     site, given, weight = product.site, product.input, product.weight
     with emitter.like(product.node):
         op = emitter.call(
-            normed_gemm, given.data, given.scale, weight.row, weight.row_scale, site.name,
-            kernel_of(site, Gemm.OUTPUT), epilogue.block, epilogue.eps, epilogue.activation.value, keep,
+            normed_gemm, given.data, given.scale, weight.row, weight.row_scale, None, site.name,
+            kernel_of(site, Gemm.OUTPUT), epilogue.block, epilogue.eps, epilogue.activation.value, epilogue.dtype, keep,
         )  # fmt: skip
         data, inverse, values, steps = (emitter.item(op, index) for index in range(4))
-        scale = emitter.constant(epilogue.scale, value_of(data).device)
         for statistic in writer.cone.given:
             emitter.replace(statistic, _like(emitter, inverse, statistic))
-        own = Low(data=data, scale=scale, finite=inverse)
         if not keep:
-            return own, product
+            return data, inverse, replace(product, gemm=op)
         y = _restored(emitter, values, steps, like=product.y)
     emitter.replace(product.y, y)
-    return own, replace(product, node=y, y=y)
+    return data, inverse, replace(product, gemm=op, node=y, y=y)
 
 
 def _restored(emitter: Emitter, values: Node, steps: Node, *, like: Node) -> Node:

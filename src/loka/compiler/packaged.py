@@ -21,6 +21,7 @@ from loka.compiler.emit import VIEW, Emitter
 from loka.compiler.gemms import TOKEN, operands_recipe, region_gemm
 from loka.compiler.joint_pass import RegionPass
 from loka.compiler.nodes import WRITTEN, args_of, value_of
+from loka.compiler.normed import normed_gemm
 from loka.core.exceptions import LokaError
 from loka.core.numerics.reference import Quantized
 from loka.core.recipe import RECIPES, Gemm
@@ -63,8 +64,9 @@ def write_out(graph: Graph) -> None:
             why=apart,
             way_out="freeze with graphs=False",
         )
-    for node in graph.find_nodes(op="call_function", target=region_gemm):
-        node.update_arg(TOKEN, None)
+    for target in (region_gemm, normed_gemm):
+        for node in graph.find_nodes(op="call_function", target=target):
+            node.update_arg(TOKEN, None)
     emitter = Emitter(graph)
     graph.eliminate_dead_code()
     for node in list(graph.nodes):

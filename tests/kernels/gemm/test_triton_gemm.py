@@ -5,7 +5,7 @@ Three bounds, one on the other. Z as kept lies within half a step (and the 512th
 rounded) of what the kernel had, which lies within `accumulation_bound` of the exact product on a GPU, and in
 the interpreter within that of float32 sums, K 2^-24 of sum |a||b|. A root mean square moves by at most that
 of what its values move by. And the result is the twin's of a normalized value half a step away, times an
-activation's slope, at most 1.5 (hard swish at 3), plus half a step of e4m3.
+activation's slope, at most 1.5 (hard swish at 3), plus half a step of the dtype that it is in.
 """
 
 from dataclasses import replace
@@ -39,8 +39,8 @@ SHAPES = [  # M, K, N, block: tails of rows, of K, of columns, several tiles a p
 ]
 
 
-def epilogue(block, activation=Activation.HARD_SWISH, eps=1e-6):
-    return Epilogue(block=block, eps=eps, activation=activation)
+def epilogue(block, activation=Activation.HARD_SWISH, eps=1e-6, dtype=torch.float8_e4m3fn):
+    return Epilogue(block=block, eps=eps, activation=activation, dtype=dtype)
 
 
 def operands(rows, inner, columns, device=None, *, by_rows=False):
@@ -61,7 +61,7 @@ def run(a, w, of, device, *, keep=True, **options):
         a.data.to(device), w.data.to(device), a.scale.view(-1).to(device), w.scale.view(1).to(device), of,
         keep=keep, **options,
     )  # fmt: skip
-    assert made.data.dtype == torch.float8_e4m3fn
+    assert made.data.dtype == of.dtype
     assert (made.z is not None) == keep
     back = a.data.device
     z = None if made.z is None else type(made.z)(*(part.to(back) for part in made.z))
@@ -99,7 +99,9 @@ def check_data(data, found, of):
     expected = _activated(v, of)
     got = data.double() * of.scale
     assert torch.equal(got.isnan(), expected.isnan())
-    half = (torch.maximum(got.abs(), expected.abs()) / 16).clamp_min(of.scale * 2.0**-10)
+    limits = torch.finfo(of.dtype)
+    largest = torch.maximum(got.abs(), expected.abs())
+    half = (largest * limits.eps / 2).clamp_min(of.scale * limits.smallest_normal * limits.eps / 2)
     assert (((got - expected).abs() <= half + moved) | got.isnan()).all()
 
 
@@ -143,6 +145,23 @@ def test_every_activation_matches_the_twin(activation, block, by_rows, device):
     check(found, a, w, of, fast=True, device=device)
     twin = gemm_normed(a.data, w.data, a.scale.view(-1), w.scale.view(1), of, keep=True)
     torch.testing.assert_close(found.inverse_rms, twin.inverse_rms, rtol=on_gpu_or_cpu(2e-2, 1e-5), atol=0)
+
+
+@pytest.mark.parametrize("keep", [True, False])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_a_result_that_no_gemm_reads_is_in_16_bits(dtype, keep, device):
+    """By the configurations that are chosen for many tiles and for few, which bring other tiles of it to memory."""
+    for rows, columns in ((150, 256), on_gpu_or_cpu((6400, 512), (70, 512))):
+        a, w = operands(rows, 208, columns)
+        of, low = epilogue(256, dtype=dtype), epilogue(256)
+        found, eight = run(a, w, of, device), run(a, w, low, device)
+        check(found, a, w, of, fast=True, device=device)
+        assert torch.equal(found.inverse_rms, eight.inverse_rms)
+        assert torch.equal(run(a, w, of, device, keep=keep).data, found.data)
+        apart = (found.data.float() / low.scale).to(low.dtype).float() - eight.data.float()
+        assert (apart.abs() <= eight.data.float().abs() / 8 + 2.0**-9).all()  # rounded twice: to a neighbour
+        twin = gemm_normed(a.data, w.data, a.scale.view(-1), w.scale.view(1), of, keep=keep)
+        assert twin.data.dtype == dtype
 
 
 @pytest.mark.parametrize("name", [*CONFIGS, *EXACT])

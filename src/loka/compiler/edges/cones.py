@@ -24,7 +24,7 @@ from torch.fx import Node
 from loka.compiler.edges.aten_steps import SUMS, computed_from, exact, is_pointwise, operands, passes_on, variance_of
 from loka.compiler.edges.matrix import Cone, Low, Matrix, same
 from loka.compiler.edges.traffic import better_read, is_given
-from loka.compiler.nodes import WRITTEN, above, args_of, in_backward, value_of
+from loka.compiler.nodes import MADE, WRITTEN, above, args_of, in_backward, value_of
 from loka.kernels.edge.program import Kind
 
 aten = torch.ops.aten
@@ -102,7 +102,7 @@ def _computable(node: Node, matrix: Matrix, forward: bool) -> bool:
         inner, dims = args_of(made)[:2]
         biased = options.get("correction", 1) == 0 and options.get("keepdim") is True
         return biased and _along(inner, dims, matrix) is not None
-    if not is_pointwise(node) or exact(node):
+    if not is_pointwise(node) or exact(node) or node.meta.get(MADE):
         return False
     read = [a for a in operands(node) if isinstance(a, Node)]
     if any("rand" in str(a.target) for a in read):

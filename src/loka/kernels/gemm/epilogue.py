@@ -2,7 +2,8 @@
 
     v = Z / sqrt(mean(Z^2 over a block) + eps)      E(Z) = activation(v)      x8 = e4m3(E(Z) / scale)
 
-|v| <= sqrt(block) whatever Z is, and no activation makes it larger: so the scale is known beforehand.
+|v| <= sqrt(block) whatever Z is, and no activation makes it larger: so the scale is known beforehand. A result
+that no FP8 GEMM reads leaves in 16 bits instead, without a scale.
 
 A backward pass starts from Z in eight bits (`Rounded`) and from 1 / rms:
 
@@ -34,15 +35,19 @@ class Activation(StrEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class Epilogue:
-    """activation(z / rms(z)) over blocks of `block` features: BlockNorm, and what follows it."""
+    """activation(z / rms(z)) over blocks of `block` features: BlockNorm, and what follows it. `dtype`: of the result,
+    e4m3, bfloat16 or float16."""
 
     block: int
     eps: float
     activation: Activation
+    dtype: torch.dtype = Format.E4M3.dtype
 
     @property
     def scale(self) -> float:
-        """Of the result: the least power of two that the bound sqrt(block) leaves below 448 times it."""
+        """Of the result: the least power of two that the bound sqrt(block) leaves below 448 times it; 1 in 16 bits."""
+        if self.dtype != Format.E4M3.dtype:
+            return 1.0
         return 2.0 ** math.ceil(math.log2(math.sqrt(self.block) / Format.E4M3.max))
 
 
@@ -55,8 +60,8 @@ class Rounded(NamedTuple):
 
 
 class Normed(NamedTuple):
-    """data e4m3 [M, N] under `Epilogue.scale`; inverse_rms float32 [M, N / block], NaN where Z is not finite;
-    z: what backward starts from, or None."""
+    """data [M, N] in `Epilogue.dtype` under `Epilogue.scale`; inverse_rms float32 [M, N / block], NaN where Z is not
+    finite; z: what backward starts from, or None."""
 
     data: torch.Tensor
     inverse_rms: torch.Tensor

@@ -1,7 +1,7 @@
-"""A linear layer that writes the next one's FP8 input: GEMM, BlockNorm, activation and cast in one kernel.
+"""A linear layer that writes what the next one reads, FP8 or 16 bits: GEMM, BlockNorm, activation, cast in one kernel.
 
     Z [M, N] = a [M, K] @ w [N, K]^T * scale_a * scale_w        e4m3 operands, float32 sums
-    x8       = e4m3(activation(Z / rms(Z)) / scale)             epilogue.py
+    x        = cast(activation(Z / rms(Z)) / scale)             epilogue.py
 
 Z itself is never in memory; what backward starts from is, in eight bits. On a CPU this is plain PyTorch,
 which is the twin of the kernel in kernels/gemm/triton/gemm.py.
@@ -41,7 +41,7 @@ def gemm_normed(
     keep: bool,
     fast: bool = True,
 ) -> Normed:
-    """E(a [M, K] @ w [N, K]^T), quantized; with Z in eight bits where `keep`.
+    """E(a [M, K] @ w [N, K]^T) in the epilogue's dtype; with Z in eight bits where `keep`.
 
     Args:
         a, w: e4m3, row-major.
@@ -63,8 +63,8 @@ def gemm_normed(
 
 
 def normed_data(z: torch.Tensor, epilogue: Epilogue) -> torch.Tensor:
-    """E(z) [M, N] in e4m3; a block that is not finite is NaN."""
-    return (apply_epilogue(z, epilogue) / epilogue.scale).to(Format.E4M3.dtype)
+    """E(z) [M, N] in the epilogue's dtype; a block that is not finite is NaN."""
+    return (apply_epilogue(z, epilogue) / epilogue.scale).to(epilogue.dtype)
 
 
 def _check(a: torch.Tensor, w: torch.Tensor, scale_a: torch.Tensor, scale_w: torch.Tensor, epilogue: Epilogue) -> None:

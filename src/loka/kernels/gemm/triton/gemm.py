@@ -1,7 +1,7 @@
 """An FP8 GEMM on Hopper that normalizes, activates and casts its result before it writes it.
 
     Z [M, N] = A8 [M, K] @ W8 [N, K]^T * scale_a * scale_w     float32 accumulators
-    out = e4m3(activation(BlockNorm(Z)) / scale)               the scale is known beforehand
+    out = cast(activation(BlockNorm(Z)) / scale)               the scale is known beforehand
 
 A tile of the result is whole blocks of the norm wide, so a row's statistic never leaves the
 tile, and Z itself is written only where backward will want it, in eight bits with
@@ -41,6 +41,7 @@ _ACTIVATIONS = {
     Activation.SWISH: _SWISH,
     Activation.GELU: _GELU,
 }
+_DTYPES = {torch.float8_e4m3fn: tl.float8e4nv, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -214,6 +215,7 @@ def _finish(
     columns,
     ACTIVATION: tl.constexpr,
     INVERSE: tl.constexpr,
+    OUT: tl.constexpr,
     KEEP: tl.constexpr,
     HARDWARE: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -225,7 +227,7 @@ def _finish(
         _store(z, to_byte(acc, parts), row, column, rows, columns, BLOCK_M, WIDTH, TMA)
     value = _activated(acc, factor, INVERSE, ACTIVATION, HARDWARE)
     if HARDWARE:  # sm_90's only cast to e4m3 saturates and keeps NaN (cvt.rn.satfinite)
-        value = value.to(tl.float8e4nv)
+        value = value.to(OUT)
     _store(out, value, row, column, rows, columns, BLOCK_M, WIDTH, TMA)
 
 
@@ -246,6 +248,7 @@ def _gemm(
     NORM: tl.constexpr,
     ACTIVATION: tl.constexpr,
     INVERSE: tl.constexpr,
+    OUT: tl.constexpr,
     KEEP: tl.constexpr,
     ROWS: tl.constexpr,
     FAST: tl.constexpr,
@@ -260,7 +263,7 @@ def _gemm(
     PROGRAMS: tl.constexpr,
 ):
     """A program takes every PROGRAMS-th tile. NORM: features a norm reduces over. INVERSE: 1 / the result's
-    scale. KEEP: whether Z is kept. ROWS: whether `scale_a` has one for each row."""
+    scale. OUT: its dtype. KEEP: whether Z is kept. ROWS: whether `scale_a` has one for each row."""
     tiles_m = tl.cdiv(rows, BLOCK_M)
     tiles_n = tl.cdiv(columns, BLOCK_N)
     scale_w = tl.load(scale_w_ptr)
@@ -297,7 +300,7 @@ def _gemm(
         if PARTS == 1:
             _finish(
                 acc, factor, parts, out, z, row, column, rows, columns,
-                ACTIVATION, INVERSE, KEEP, HARDWARE, BLOCK_M, BLOCK_N, TMA,
+                ACTIVATION, INVERSE, OUT, KEEP, HARDWARE, BLOCK_M, BLOCK_N, TMA,
             )  # fmt: skip
         else:
             halves = tl.permute(tl.reshape(acc, (BLOCK_M, 2, BLOCK_N // 2)), (0, 2, 1))
@@ -310,7 +313,7 @@ def _gemm(
                 )  # fmt: skip
             _finish(
                 first, factor, parts, out, z, row, column, rows, columns,
-                ACTIVATION, INVERSE, KEEP, HARDWARE, BLOCK_M, BLOCK_N // 2, TMA,
+                ACTIVATION, INVERSE, OUT, KEEP, HARDWARE, BLOCK_M, BLOCK_N // 2, TMA,
             )  # fmt: skip
             if NORM < BLOCK_N:
                 factor, parts = _normalize(
@@ -319,7 +322,7 @@ def _gemm(
                 )  # fmt: skip
             _finish(
                 second, factor, parts, out, z, row, half, rows, columns,
-                ACTIVATION, INVERSE, KEEP, HARDWARE, BLOCK_M, BLOCK_N // 2, TMA,
+                ACTIVATION, INVERSE, OUT, KEEP, HARDWARE, BLOCK_M, BLOCK_N // 2, TMA,
             )  # fmt: skip
 
 
@@ -368,7 +371,7 @@ def gemm_normed_fused(
         config = choose(rows=known, columns=columns, block=epilogue.block, fast=fast, keep=keep)
         if launches_are_traced():  # a file that runs without LoKA makes no descriptors for the accelerator of loads
             config = replace(config, tma=False, flatten=False, parts=2)
-    held = torch.float32 if INTERPRETED else torch.float8_e4m3fn
+    held = torch.float32 if INTERPRETED else epilogue.dtype
     out = torch.empty(rows, columns, dtype=held, device=a.device)
     inverse = torch.empty(rows, columns // epilogue.block, dtype=torch.float32, device=a.device)
     z = None
@@ -381,7 +384,7 @@ def gemm_normed_fused(
         with launching_on(a):
             _launch(a, w, out, inverse, z, scale_a, scale_w, epilogue, fast, config)
     if INTERPRETED:
-        out = out.to(torch.float8_e4m3fn)
+        out = out.to(epilogue.dtype)
     return Normed(out, inverse, z)
 
 
@@ -413,6 +416,7 @@ def _launch(
         "NORM": norm,
         "ACTIVATION": _ACTIVATIONS[epilogue.activation].value,
         "INVERSE": 1.0 / epilogue.scale,
+        "OUT": _DTYPES[epilogue.dtype],
         "KEEP": z is not None,
         "ROWS": scale_a.numel() > 1,
         "FAST": fast,
