@@ -334,22 +334,27 @@ CONFIGS = {
     "whole": Config(stages=3),
     "low": Config(block_m=64, stages=4, warps=4, flatten=False),
     "low, in halves": Config(block_m=64, stages=4, warps=4, parts=2),
+    "short sums": Config(block_m=64, block_k=64, stages=4, warps=4, per_sm=2, parts=2),
 }
+_SHORT = 384  # terms: with Z two programs take 0.88 to 0.96 of one's time up to 256, 0.98 at 384, 1.03 at 512
 _MANY = 4096  # rows, where their number is a symbol
 EXACT = Config(block_n=128, stages=3)
 EXACT_WIDE = Config(block_m=64, stages=3, parts=2)
 
 
-def choose(*, rows: int, columns: int, block: int, fast: bool, keep: bool) -> Config:
+def choose(*, rows: int, columns: int, inner: int, block: int, fast: bool, keep: bool) -> Config:
     """The configuration for a problem, as raced on an H200 (`loka_gemms` in benchmarks/README.md).
 
     Exact accumulation needs registers for a second tile. Large tiles want one for nearly every
-    multiprocessor, and with Z besides they do not fit whole into shared memory.
+    multiprocessor, and with Z besides they do not fit whole into shared memory. The epilogue, Z's most of all, waits for
+    itself: behind few products two programs that take turns are faster.
     """
     if not fast:
         return EXACT if block <= EXACT.block_n else EXACT_WIDE
     if triton.cdiv(rows, 128) * triton.cdiv(columns, 256) < 100:
         return CONFIGS["low, in halves" if keep else "low"]
+    if keep and inner <= _SHORT:
+        return CONFIGS["short sums"]
     return CONFIGS["one pipeline" if keep else "whole"]
 
 
@@ -368,7 +373,7 @@ def gemm_normed_fused(
     rows, columns = a.shape[0], w.shape[0]
     if config is None:
         known = rows if isinstance(rows, int) else _MANY
-        config = choose(rows=known, columns=columns, block=epilogue.block, fast=fast, keep=keep)
+        config = choose(rows=known, columns=columns, inner=a.shape[1], block=epilogue.block, fast=fast, keep=keep)
         if launches_are_traced():  # a file that runs without LoKA makes no descriptors for the accelerator of loads
             config = replace(config, tma=False, flatten=False, parts=2)
     held = torch.float32 if INTERPRETED else epilogue.dtype
