@@ -70,7 +70,7 @@ CHOSEN = [  # all that `choose` may give: name, block, is Z kept, are scales of 
     ("low", 256, False, True, "swish", LOW),
     ("low", 256, False, False, "hard_swish", "bfloat16"),
     ("short sums", 256, True, True, "hard_swish", LOW),
-    ("short sums", 128, True, False, "swish", "bfloat16"),
+    ("short sums", 128, True, False, "swish", LOW),
 ]
 
 

@@ -147,6 +147,22 @@ def test_every_activation_matches_the_twin(activation, block, by_rows, device):
     torch.testing.assert_close(found.inverse_rms, twin.inverse_rms, rtol=on_gpu_or_cpu(2e-2, 1e-5), atol=0)
 
 
+@pytest.mark.parametrize(
+    ("inner", "dtype", "keep", "name"),
+    [
+        (384, torch.float8_e4m3fn, True, "short sums"), (400, torch.float8_e4m3fn, True, "one pipeline"),
+        (384, torch.bfloat16, True, "one pipeline"), (384, torch.float8_e4m3fn, False, "whole"),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_short_sums_that_keep_z_run_two_programs(inner, dtype, keep, name):
+    of = epilogue(256, dtype=dtype)
+    chosen = fused.choose(rows=131072, columns=256, inner=inner, epilogue=of, fast=True, keep=keep)
+    assert chosen == fused.CONFIGS[name]
+    few = fused.choose(rows=6000, columns=256, inner=inner, epilogue=of, fast=True, keep=keep)
+    assert few == fused.CONFIGS["low, in halves" if keep else "low"]
+
+
 @pytest.mark.parametrize("keep", [True, False])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_a_result_that_no_gemm_reads_is_in_16_bits(dtype, keep, device):

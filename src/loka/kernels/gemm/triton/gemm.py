@@ -336,13 +336,15 @@ CONFIGS = {
     "low, in halves": Config(block_m=64, stages=4, warps=4, parts=2),
     "short sums": Config(block_m=64, block_k=64, stages=4, warps=4, per_sm=2, parts=2),
 }
-_SHORT = 384  # terms: with Z two programs take 0.88 to 0.96 of one's time up to 256, 0.98 at 384, 1.03 at 512
+# Terms: with Z two programs take 0.89 to 0.96 of one's time up to 256, 0.98 at 384, 1.03 at 512. Results in 16 bits
+# take 0.92 to 1.05 up to 384, the most where they are 256 wide.
+_SHORT = 384
 _MANY = 4096  # rows, where their number is a symbol
 EXACT = Config(block_n=128, stages=3)
 EXACT_WIDE = Config(block_m=64, stages=3, parts=2)
 
 
-def choose(*, rows: int, columns: int, inner: int, block: int, fast: bool, keep: bool) -> Config:
+def choose(*, rows: int, columns: int, inner: int, epilogue: Epilogue, fast: bool, keep: bool) -> Config:
     """The configuration for a problem, as raced on an H200 (`loka_gemms` in benchmarks/README.md).
 
     Exact accumulation needs registers for a second tile. Large tiles want one for nearly every
@@ -350,10 +352,10 @@ def choose(*, rows: int, columns: int, inner: int, block: int, fast: bool, keep:
     itself: behind few products two programs that take turns are faster.
     """
     if not fast:
-        return EXACT if block <= EXACT.block_n else EXACT_WIDE
+        return EXACT if epilogue.block <= EXACT.block_n else EXACT_WIDE
     if triton.cdiv(rows, 128) * triton.cdiv(columns, 256) < 100:
         return CONFIGS["low, in halves" if keep else "low"]
-    if keep and inner <= _SHORT:
+    if keep and inner <= _SHORT and epilogue.dtype.itemsize == 1:
         return CONFIGS["short sums"]
     return CONFIGS["one pipeline" if keep else "whole"]
 
@@ -373,7 +375,7 @@ def gemm_normed_fused(
     rows, columns = a.shape[0], w.shape[0]
     if config is None:
         known = rows if isinstance(rows, int) else _MANY
-        config = choose(rows=known, columns=columns, inner=a.shape[1], block=epilogue.block, fast=fast, keep=keep)
+        config = choose(rows=known, columns=columns, inner=a.shape[1], epilogue=epilogue, fast=fast, keep=keep)
         if launches_are_traced():  # a file that runs without LoKA makes no descriptors for the accelerator of loads
             config = replace(config, tma=False, flatten=False, parts=2)
     held = torch.float32 if INTERPRETED else epilogue.dtype
