@@ -348,8 +348,8 @@ def choose(*, rows: int, columns: int, inner: int, epilogue: Epilogue, fast: boo
     """The configuration for a problem, as raced on an H200 (`loka_gemms` in benchmarks/README.md).
 
     Exact accumulation needs registers for a second tile. Large tiles want one for nearly every
-    multiprocessor, and with Z besides they do not fit whole into shared memory. The epilogue, Z's most of all, waits for
-    itself: behind few products two programs that take turns are faster.
+    multiprocessor, and with Z besides they do not fit whole into shared memory. An epilogue waits for itself, Z's most
+    of all: behind few products two programs that take turns are faster.
     """
     if not fast:
         return EXACT if epilogue.block <= EXACT.block_n else EXACT_WIDE
