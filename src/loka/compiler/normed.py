@@ -141,11 +141,15 @@ def normed_output(emitter: Emitter, product: Product, joined: set[Node]) -> Prod
 
 
 def _below(product: Product, matrix: Matrix) -> list[Node]:
-    """The matrices in 16 bits that code of forward behind a product makes of it, in the graph's order."""
+    """The matrices in 16 bits that code of forward makes of a product and of no other matrix, in the graph's order: in
+    a deep model all that follows lies behind a sum with another one.
+    """
     found, waiting = {product.y}, [product.y]
     while waiting:
         for user in waiting.pop().users:
-            if user not in found and not in_backward(user) and (is_pointwise(user) or user.target in SUMS):
+            if user in found or in_backward(user) or not (is_pointwise(user) or user.target in SUMS):
+                continue
+            if all(each in found for each in user.all_input_nodes if matrix.kind(each) is Kind.FULL):
                 found.add(user)
                 waiting.append(user)
     found -= {product.y}

@@ -67,6 +67,23 @@ def _as_it_is(root: Node) -> list[Node]:
 
 
 def _grow(root: Node, matrix: Matrix, low: Mapping[Node, Low], cut: set[Node], *, forward: bool = False) -> Cone:
+    found = _grown(root, matrix, low, cut, forward=forward)
+    assert found is not None
+    return found
+
+
+def _grown(
+    root: Node,
+    matrix: Matrix,
+    low: Mapping[Node, Low],
+    cut: set[Node],
+    *,
+    forward: bool = False,
+    read: set[Node] | None = None,
+) -> Cone | None:
+    """The code above `root` down to the nodes of `cut` and to what no program computes. None as soon as it reads
+    another matrix than those of `read`: above a node of a deep model all its layers may lie.
+    """
     cone = Cone(matrix=matrix, low=low)
     blocks: set[int] = set()  # sizes; a program has blocks of one
     waiting = [root]
@@ -80,10 +97,14 @@ def _grow(root: Node, matrix: Matrix, low: Mapping[Node, Low], cut: set[Node], *
         if kind is Kind.BLOCK:
             blocks.add(matrix.features // int(node.meta["val"].shape[-2]))
         if node in cut or not _computable(node, matrix, forward):
+            if read is not None and kind is Kind.FULL and node not in read:
+                return None
             cone.leaves[node] = kind
             continue
         cone.inside.add(node)
         if node.target in _COMPARISONS and (data := _in_low(node, low)) is not None:
+            if read is not None and data not in read:
+                return None
             cone.low_leaves[node] = data
             continue
         waiting += [a for a in computed_from(node) if isinstance(a, Node)]
@@ -187,8 +208,8 @@ def extended(cone: Cone, value: Node, *, tied: bool) -> Cone | None:
     """
     if cone.matrix.kind(value) is not Kind.FULL:
         return None
-    other = _grow(value, cone.matrix, cone.low, set(cone.leaves))
-    if not other.matrices <= cone.matrices or not other.matrices:
+    other = _grown(value, cone.matrix, cone.low, set(cone.leaves), read=cone.matrices)
+    if other is None or not other.matrices <= cone.matrices or not other.matrices:
         return None
     if tied and not other.inside & cone.inside and not set(other.leaves) & set(cone.leaves):
         return None
