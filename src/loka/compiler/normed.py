@@ -37,6 +37,7 @@ aten, prims = torch.ops.aten, torch.ops.prims
 # 512 terms (6.5 against 7.1 us on an H200), and take longer in proportion to the terms.
 _MANY, _LONG = 100, 1024
 _SHORT_FLOATS = (torch.bfloat16, torch.float16)
+_LEAST = 2.0**-60  # the scale of a row of zeros (kernels/edge/twin.py)
 
 
 def _normed_gemm(
@@ -113,7 +114,19 @@ def normed_input(
         return None
     data, inverse, product = _emitted(emitter, product, epilogue, writer, keep=site.backward is not None)
     scale = emitter.constant(epilogue.scale, value_of(data).device)
-    return Low(data=data, scale=scale, finite=inverse), product
+    return Low(data=data, scale=scale, finite=inverse, met=_met(emitter, product.input, scale)), product
+
+
+def _met(emitter: Emitter, given: Low, scale: Node) -> Node | None:
+    """The scale of each row that meets the gradient's, or None where rows are not told apart.
+
+    A row of zeros stays one, and its gradient is 1 / sqrt(eps) times as large behind each norm. Under the scale of all
+    others its product would be the largest, though it is zero, and theirs would be rounded to zero.
+    """
+    rows = given.scale if given.by_rows else given.met
+    if rows is None:
+        return None
+    return emitter.call(aten.where.self, emitter.call(aten.gt.Scalar, rows, _LEAST), scale, rows)
 
 
 def normed_output(emitter: Emitter, product: Product, joined: set[Node]) -> Product:
