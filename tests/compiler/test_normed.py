@@ -190,6 +190,27 @@ def test_what_else_is_read_of_a_last_layer_is_not_taken_away(how):
     check(Elsewhere(how), 1 if how == "its GEMM's output" else 2)
 
 
+class Onward(Ending):
+    """What a tower ends in is read, together with other values, by a layer in FP8."""
+
+    def __init__(self):
+        super().__init__("in a concatenation")
+        self.next = nn.Linear(320, 64)
+
+    def forward(self, x):
+        return self.next(super().forward(x))
+
+
+@pytest.mark.parametrize("trained", [True, False])
+def test_layers_on_both_sides_of_a_last_epilogue_are_one_region(trained):
+    _, joined, backend = compiled(Onward(), X.bfloat16())
+    step = torch.compile(joined, backend=backend)
+    with torch.set_grad_enabled(trained), torch.autocast("cpu", torch.bfloat16):
+        step(X.bfloat16())
+    assert backend.count(normed_gemm) == 2
+    assert loka.regions(joined).applied == (("tower.0", "tower.3", "next"),)
+
+
 @pytest.mark.parametrize("frozen", [False, True])
 @pytest.mark.parametrize("x", [X, X.bfloat16()], ids=["edge", "cast"])
 def test_rows_of_zeros_leave_the_gradients_of_weights_to_others(x, frozen):

@@ -149,7 +149,7 @@ def normed_output(emitter: Emitter, product: Product, joined: set[Node]) -> Prod
         with emitter.like(x):
             data = _like(emitter, data, x)
         emitter.replace(x, data)
-        return product
+        return replace(product, node=data)  # what others read is made of this
     return product
 
 
