@@ -141,6 +141,8 @@ class Ending(nn.Module):
             return h + h.mean(dim=1, keepdim=True)
         if self.how == "in a concatenation":
             return torch.cat([h, x], dim=1)
+        if self.how == "added up":
+            return h.sum(dim=1)
         if self.how == "tokens":
             return h.unflatten(1, (4, 64)).amax(dim=1)
         if self.how == "in float32":
@@ -188,6 +190,15 @@ class Elsewhere(Ending):
 def test_what_else_is_read_of_a_last_layer_is_not_taken_away(how):
     """A norm whose output two read has no activation in its epilogue: it is the matrix then."""
     check(Elsewhere(how), 1 if how == "its GEMM's output" else 2)
+
+
+def test_behind_relu_backward_keeps_bytes_alone():
+    """They have the signs of what the epilogue wrote, which nothing else in backward reads here."""
+    model = Ending("added up")
+    model.tower = tower(Activation.RELU)[:6]
+    graph = check(model, 2, X.bfloat16()).graphs[0]
+    kept = [node.meta["val"] for node in graph.find_nodes(op="output")[0].all_input_nodes]
+    assert [v.dtype for v in kept if v.dim() == 2 and v.shape == (70, 256)] == [torch.uint8]
 
 
 class Onward(Ending):
