@@ -141,6 +141,8 @@ class Ending(nn.Module):
             return h + h.mean(dim=1, keepdim=True)
         if self.how == "in a concatenation":
             return torch.cat([h, x], dim=1)
+        if self.how == "added up":
+            return h.sum(dim=1)
         if self.how == "tokens":
             return h.unflatten(1, (4, 64)).amax(dim=1)
         if self.how == "in float32":
@@ -188,6 +190,48 @@ class Elsewhere(Ending):
 def test_what_else_is_read_of_a_last_layer_is_not_taken_away(how):
     """A norm whose output two read has no activation in its epilogue: it is the matrix then."""
     check(Elsewhere(how), 1 if how == "its GEMM's output" else 2)
+
+
+def test_behind_relu_backward_keeps_bytes_alone():
+    """They have the signs of what the epilogue wrote, which nothing else in backward reads here."""
+    model = Ending("added up")
+    model.tower = tower(Activation.RELU)[:6]
+    graph = check(model, 2, X.bfloat16()).graphs[0]
+    kept = [node.meta["val"] for node in graph.find_nodes(op="output")[0].all_input_nodes]
+    assert [v.dtype for v in kept if v.dim() == 2 and v.shape == (70, 256)] == [torch.uint8]
+
+
+class Onward(Ending):
+    """What a tower ends in is read, together with other values, by a layer in FP8."""
+
+    def __init__(self):
+        super().__init__("in a concatenation")
+        self.next = nn.Linear(320, 64)
+
+    def forward(self, x):
+        return self.next(super().forward(x))
+
+
+@pytest.mark.parametrize("trained", [True, False])
+def test_layers_on_both_sides_of_a_last_epilogue_are_one_region(trained):
+    _, joined, backend = compiled(Onward(), X.bfloat16())
+    step = torch.compile(joined, backend=backend)
+    with torch.set_grad_enabled(trained), torch.autocast("cpu", torch.bfloat16):
+        step(X.bfloat16())
+    assert backend.count(normed_gemm) == 2
+    assert loka.regions(joined).applied == (("tower.0", "tower.3", "next"),)
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize("x", [X, X.bfloat16()], ids=["edge", "cast"])
+def test_rows_of_zeros_leave_the_gradients_of_weights_to_others(x, frozen):
+    """Behind each norm a gradient is 1,000 times as large there as elsewhere; e4m3 has 18 powers of two."""
+    torch.manual_seed(0)
+    blocks = [nn.Sequential(nn.Linear(64, 64, bias=False), BlockNorm(64, 64), nn.SiLU()) for _ in range(4)]
+    blocks[1].requires_grad_(not frozen)
+    x = x.clone()
+    x[[5, -1]] = 0
+    check(nn.Sequential(*blocks, nn.Linear(64, 32)), 4, x)
 
 
 def test_without_autocast_a_tower_ends_in_float32_outside_of_its_gemm():

@@ -187,7 +187,8 @@ def _emit_edge(
 ) -> None:
     site, transposes, (writer, program) = mine.site, mine.transposes, text
     theirs = edges[transposes.node].outputs if transposes is not None else {}
-    scale = low[site.node].scale
+    own = low[site.node]
+    scale = own.scale if own.met is None or not site.wants_weight else own.met
     mine.outputs = writer.run(emitter, program, site.rows, scale, theirs.get("r"), theirs.get("tops"))
     for index, total in enumerate(mine.sums):
         val = total.meta["val"]

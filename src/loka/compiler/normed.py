@@ -16,7 +16,7 @@ import torch
 from torch.fx import Node
 
 from loka.compiler.edges.aten_steps import SUMS, is_pointwise
-from loka.compiler.edges.cones import cone_of
+from loka.compiler.edges.cones import COMPARISONS, cone_of
 from loka.compiler.edges.epilogues import matched
 from loka.compiler.edges.matrix import Low, Matrix
 from loka.compiler.edges.writer import Writer
@@ -37,6 +37,8 @@ aten, prims = torch.ops.aten, torch.ops.prims
 # 512 terms (6.5 against 7.1 us on an H200), and take longer in proportion to the terms.
 _MANY, _LONG = 100, 1024
 _SHORT_FLOATS = (torch.bfloat16, torch.float16)
+_ALIASES = (aten.alias.default, aten.detach.default)
+_LEAST = 2.0**-60  # the scale of a row of zeros (kernels/edge/twin.py)
 
 
 def _normed_gemm(
@@ -113,7 +115,19 @@ def normed_input(
         return None
     data, inverse, product = _emitted(emitter, product, epilogue, writer, keep=site.backward is not None)
     scale = emitter.constant(epilogue.scale, value_of(data).device)
-    return Low(data=data, scale=scale, finite=inverse), product
+    return Low(data=data, scale=scale, finite=inverse, met=_met(emitter, product.input, scale)), product
+
+
+def _met(emitter: Emitter, given: Low, scale: Node) -> Node | None:
+    """The scale of each row that meets the gradient's, or None where rows are not told apart.
+
+    A row of zeros stays one, and its gradient is 1 / sqrt(eps) times as large behind each norm. Under the scale of all
+    others its product would be the largest, though it is zero, and theirs would be rounded to zero.
+    """
+    rows = given.scale if given.by_rows else given.met
+    if rows is None:
+        return None
+    return emitter.call(aten.where.self, emitter.call(aten.gt.Scalar, rows, _LEAST), scale, rows)
 
 
 def normed_output(emitter: Emitter, product: Product, joined: set[Node]) -> Product:
@@ -131,13 +145,28 @@ def normed_output(emitter: Emitter, product: Product, joined: set[Node]) -> Prod
         fitting = _fitting(writer, writer.program(gradient=writer.index_of(x), row=True), [product])
         if fitting is None or not _do_without(_readers(cone.inside - {x} | {product.node}) - {x}, x, joined):
             continue
-        epilogue = replace(fitting[1], dtype=value_of(x).dtype)
-        data, _, product = _emitted(emitter, product, epilogue, writer, keep=product.site.backward is not None)
+        epilogue, keep = replace(fitting[1], dtype=value_of(x).dtype), product.site.backward is not None
+        data, _, product = _emitted(emitter, product, epilogue, writer, keep=keep)
         with emitter.like(x):
             data = _like(emitter, data, x)
+        compared = _compared(x, joined) if keep else []
         emitter.replace(x, data)
-        return product
+        for node in compared:  # the bytes, which backward reads anyway, have the signs too
+            node.replace_input_with(args_of(node)[0], x)
+        return replace(product, node=data)  # what others read is made of this
     return product
+
+
+def _compared(x: Node, joined: set[Node]) -> list[Node]:
+    """The nodes that compare x with zero for backward alone, as ReLU's gradient does."""
+    found, waiting = [], [x]
+    while waiting:
+        for user in waiting.pop().users:
+            if user.target in _ALIASES:
+                waiting.append(user)
+            elif user.target in COMPARISONS and args_of(user)[1] == 0 and _do_without({user}, x, joined):
+                found.append(user)
+    return found
 
 
 def _below(product: Product, matrix: Matrix) -> list[Node]:

@@ -28,7 +28,7 @@ from loka.compiler.nodes import MADE, WRITTEN, above, args_of, in_backward, valu
 from loka.kernels.edge.program import Kind
 
 aten = torch.ops.aten
-_COMPARISONS = (aten.le.Scalar, aten.gt.Scalar)
+COMPARISONS = (aten.le.Scalar, aten.gt.Scalar)
 
 
 def cone_of(root: Node, matrix: Matrix, low: Mapping[Node, Low], absorbed: set[Node], *, forward: bool = False) -> Cone:
@@ -102,7 +102,7 @@ def _grown(
             cone.leaves[node] = kind
             continue
         cone.inside.add(node)
-        if node.target in _COMPARISONS and (data := _in_low(node, low)) is not None:
+        if node.target in COMPARISONS and (data := _in_low(node, low)) is not None:
             if read is not None and data not in read:
                 return None
             cone.low_leaves[node] = data
