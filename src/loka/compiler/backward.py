@@ -18,6 +18,7 @@ from loka.compiler.gemms import Gemms, Weight
 from loka.compiler.joint_sites import JointSite
 from loka.compiler.marks import makers_of
 from loka.compiler.nodes import above, args_of
+from loka.compiler.normed import scales_of_rows
 from loka.core.recipe import Gemm
 from loka.kernels.edge.program import Kind, Program, Step
 from loka.nn.fp8_weight import transposed
@@ -56,13 +57,15 @@ def lower_backward(
         if host is not None:
             host.transposes = site
     texts = {node: _write(mine, low) for node, mine in edges.items()}
+    scales = scales_of_rows(emitter, (low[site.node] for site in trained if site.wants_weight))
     last: Node | None = None
     for site in reversed(trained):
         backward, mine = site.backward, edges[site.node]
         assert backward is not None
         results = {int(args_of(user)[1]): user for user in backward.users}
         with emitter.like(backward):
-            _emit_edge(emitter, mine, texts[site.node], edges, low)
+            own = low[site.node]
+            _emit_edge(emitter, mine, texts[site.node], edges, scales.get(own, own.scale))
             weight = weights[site.node]
             if site.wants_input and 0 in results:
                 row, r = mine.outputs["row"], mine.outputs["r"]
@@ -183,12 +186,11 @@ def _write(mine: Edge, low: dict[Node, Low]) -> tuple[Writer, Program]:
 
 
 def _emit_edge(
-    emitter: Emitter, mine: Edge, text: tuple[Writer, Program], edges: dict[Node, Edge], low: dict[Node, Low]
+    emitter: Emitter, mine: Edge, text: tuple[Writer, Program], edges: dict[Node, Edge], scale: Node
 ) -> None:
+    """`scale`: of the input of its site, or one for each row."""
     site, transposes, (writer, program) = mine.site, mine.transposes, text
     theirs = edges[transposes.node].outputs if transposes is not None else {}
-    own = low[site.node]
-    scale = own.scale if own.met is None or not site.wants_weight else own.met
     mine.outputs = writer.run(emitter, program, site.rows, scale, theirs.get("r"), theirs.get("tops"))
     for index, total in enumerate(mine.sums):
         val = total.meta["val"]

@@ -11,6 +11,7 @@ e4m3's smallest numbers alone. Where no site reads x, as behind a tower's last l
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch.fx import Node
@@ -28,6 +29,7 @@ from loka.core.problem import target_of
 from loka.core.recipe import Gemm
 from loka.kernels.custom_op import registered
 from loka.kernels.edge.program import Kind, Program
+from loka.kernels.edge.twin import E4M3_MAX, SCALE_LEAST
 from loka.kernels.gemm.epilogue import ROUNDED_MIDDLE, Activation, Epilogue
 from loka.kernels.gemm.normed_gemm import gemm_normed, unsupported
 
@@ -38,7 +40,7 @@ aten, prims = torch.ops.aten, torch.ops.prims
 _MANY, _LONG = 100, 1024
 _SHORT_FLOATS = (torch.bfloat16, torch.float16)
 _ALIASES = (aten.alias.default, aten.detach.default)
-_LEAST = 2.0**-60  # the scale of a row of zeros (kernels/edge/twin.py)
+_TOGETHER = 8  # matrices that Inductor reads in one kernel instead of copying them together
 
 
 def _normed_gemm(
@@ -113,21 +115,43 @@ def normed_input(
     inside = writer.cone.inside | {product.node}
     if not _do_without(_readers(inside), site.x, joined):
         return None
-    data, inverse, product = _emitted(emitter, product, epilogue, writer, keep=site.backward is not None)
+    keep = site.backward is not None
+    data, inverse, steps, product = _emitted(emitter, product, epilogue, writer, keep=keep)
     scale = emitter.constant(epilogue.scale, value_of(data).device)
-    return Low(data=data, scale=scale, finite=inverse, met=_met(emitter, product.input, scale)), product
+    return Low(data=data, scale=scale, finite=inverse, largest=(steps, inverse) if keep else None), product
 
 
-def _met(emitter: Emitter, given: Low, scale: Node) -> Node | None:
-    """The scale of each row that meets the gradient's, or None where rows are not told apart.
+def scales_of_rows(emitter: Emitter, lows: Iterable[Low]) -> dict[Low, Node]:
+    """For data under one scale the scale [T] of each row, a power of two, by which a weight's gradient weighs the row.
 
-    A row of zeros stays one, and its gradient is 1 / sqrt(eps) times as large behind each norm. Under the scale of all
-    others its product would be the largest, though it is zero, and theirs would be rounded to zero.
+    A row of zeros, or one far below a norm's eps, stays one, and its gradient is up to 1 / sqrt(eps) times as large
+    behind each norm. Under the scale of all others its product would count as the largest, though it is next to
+    nothing, and theirs would be rounded to zero. One kernel makes those of several layers.
     """
-    rows = given.scale if given.by_rows else given.met
-    if rows is None:
-        return None
-    return emitter.call(aten.where.self, emitter.call(aten.gt.Scalar, rows, _LEAST), scale, rows)
+    alike: dict[Any, list[Low]] = {}
+    for low in dict.fromkeys(lows):
+        if low.largest is not None:
+            alike.setdefault((low.scale, tuple(map(str, value_of(low.largest[0]).shape))), []).append(low)
+    found: dict[Low, Node] = {}
+    for several in alike.values():
+        for begin in range(0, len(several), _TOGETHER):
+            some = several[begin : begin + _TOGETHER]
+            found |= zip(some, _scales(emitter, some), strict=True)
+    return found
+
+
+def _scales(emitter: Emitter, lows: list[Low]) -> list[Node]:
+    """2^ceil(log2(max |x| / 448)) of each row, by a bound of |x|, and no larger than the scale of all rows."""
+    bounds = [emitter.call(aten.mul.Tensor, *low.largest) for low in lows if low.largest is not None]
+    bounds = [emitter.call(aten.unsqueeze.default, bound, 0) for bound in bounds]
+    every = emitter.call(aten.cat.default, bounds)
+    most = emitter.call(aten.amax.default, every, [2])
+    bits = emitter.call(aten.view.dtype, emitter.call(aten.mul.Tensor, most, ROUNDED_MIDDLE / E4M3_MAX), torch.int32)
+    power = emitter.call(aten.bitwise_and.Scalar, emitter.call(aten.add.Tensor, bits, 0x7FFFFF), 0x7F800000)
+    held = emitter.call(aten.clamp_min.default, power, SCALE_LEAST)
+    scales = emitter.call(aten.view.dtype, held, torch.float32)
+    scales = emitter.call(aten.minimum.default, scales, lows[0].scale)
+    return [emitter.call(aten.select.int, scales, 0, number) for number in range(len(lows))]
 
 
 def normed_output(emitter: Emitter, product: Product, joined: set[Node]) -> Product:
@@ -146,7 +170,7 @@ def normed_output(emitter: Emitter, product: Product, joined: set[Node]) -> Prod
         if fitting is None or not _do_without(_readers(cone.inside - {x} | {product.node}) - {x}, x, joined):
             continue
         epilogue, keep = replace(fitting[1], dtype=value_of(x).dtype), product.site.backward is not None
-        data, _, product = _emitted(emitter, product, epilogue, writer, keep=keep)
+        data, _, _, product = _emitted(emitter, product, epilogue, writer, keep=keep)
         with emitter.like(x):
             data = _like(emitter, data, x)
         compared = _compared(x, joined) if keep else []
@@ -236,8 +260,8 @@ def _misfit(product: Product, epilogue: Epilogue) -> str | None:
 
 def _emitted(
     emitter: Emitter, product: Product, epilogue: Epilogue, writer: Writer, *, keep: bool
-) -> tuple[Node, Node, Product]:
-    """What the epilogue writes, 1 / rms, and the product as backward reads it."""
+) -> tuple[Node, Node, Node, Product]:
+    """What the epilogue writes, 1 / rms, steps, and the product as backward reads it."""
     site, given, weight = product.site, product.input, product.weight
     with emitter.like(product.node):
         op = emitter.call(
@@ -248,10 +272,10 @@ def _emitted(
         for statistic in writer.cone.given:
             emitter.replace(statistic, _like(emitter, inverse, statistic))
         if not keep:
-            return data, inverse, replace(product, gemm=op)
+            return data, inverse, steps, replace(product, gemm=op)
         y = _restored(emitter, values, steps, like=product.y)
     emitter.replace(product.y, y)
-    return data, inverse, replace(product, gemm=op, node=y, y=y)
+    return data, inverse, steps, replace(product, gemm=op, node=y, y=y)
 
 
 def _restored(emitter: Emitter, values: Node, steps: Node, *, like: Node) -> Node:

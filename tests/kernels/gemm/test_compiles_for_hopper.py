@@ -36,10 +36,10 @@ def built(config, norm, keep, rows, activation, dtype):
         **dict.fromkeys(("rows", "columns", "inner"), "i32"),
     }
     constants = dict(
-        NORM=norm, ACTIVATION=gemm._ACTIVATIONS[activation].value, INVERSE=16.0, EPS=1e-5, KEEP=keep, ROWS=rows,
-        OUT=gemm._DTYPES[getattr(torch, dtype)], FAST=True, HARDWARE=True, TMA=True, BLOCK_M=config.block_m,
-        BLOCK_N=width, BLOCK_K=config.block_k, PARTS=config.parts, GROUP=config.group, FLATTEN=config.flatten,
-        PROGRAMS=132,
+        NORM=norm, ACTIVATION=gemm._ACTIVATIONS[activation].value, INVERSE=16.0, EPS=1e-5, VANISHING=1e-4, KEEP=keep,
+        ROWS=rows, OUT=gemm._DTYPES[getattr(torch, dtype)], FAST=True, HARDWARE=True, TMA=True,
+        BLOCK_M=config.block_m, BLOCK_N=width, BLOCK_K=config.block_k, PARTS=config.parts, GROUP=config.group,
+        FLATTEN=config.flatten, PROGRAMS=132,
     )
     pointers = [place for place, name in enumerate(names) if types.get(name) == "*fp32"]
     source = ASTSource(

@@ -147,6 +147,22 @@ def test_every_activation_matches_the_twin(activation, block, by_rows, device):
     torch.testing.assert_close(found.inverse_rms, twin.inverse_rms, rtol=on_gpu_or_cpu(2e-2, 1e-5), atol=0)
 
 
+@pytest.mark.parametrize("activation", [Activation.RELU, Activation.HARD_SWISH], ids=str)
+def test_backward_is_told_of_blocks_that_vanish(activation, device):
+    """Of rows far below eps all come out as zeros: 1 / rms is 0 there, and not where Z is zero, nor in 16 bits."""
+    a, w = operands(70, 208, 256, by_rows=True)
+    scale, of = a.scale.clone(), epilogue(128, activation)
+    scale[7], scale[9] = 2.0**-60, 2.0**-16
+    a = replace(a, scale=scale)
+    found, twin = run(a, w, of, device), gemm_normed(a.data, w.data, scale.view(-1), w.scale.view(1), of, keep=True)
+    assert torch.equal(found.inverse_rms == 0, twin.inverse_rms == 0)
+    assert (found.inverse_rms == 0).all(dim=1).nonzero().flatten().tolist() == [7]
+    assert (found.data[[3, 7]].float() == 0).all()
+    assert (found.data[9].float() != 0).any()
+    for kept, other in ((False, of), (True, epilogue(128, activation, dtype=torch.bfloat16))):
+        assert (run(a, w, other, device, keep=kept).inverse_rms > 0).all()
+
+
 @pytest.mark.parametrize(
     ("inner", "dtype", "keep", "name"),
     [
@@ -211,17 +227,18 @@ def test_the_largest_operands_normalize_to_one(device):
     check(found, a, w, of, fast=True, device=device)
 
 
-@pytest.mark.parametrize("eps", [1e-6, 1e-30])
-def test_the_smallest_operands_do_not_vanish(eps, device):
-    """z = K 2^-38: under eps = 1e-6 its norm is z * 1000, under 1e-30 it is 1."""
+@pytest.mark.parametrize(("eps", "dtype"), [(1e-6, torch.bfloat16), (1e-30, torch.float8_e4m3fn)], ids=str)
+def test_the_smallest_operands_do_not_vanish(eps, dtype, device):
+    """z = K 2^-38: under eps = 1e-6 its norm is z * 1000, of which eight bits leave nothing, under 1e-30 it is 1."""
     tiny = torch.tensor([[2.0**-10]])
     a = Quantized(torch.full((70, 400), 2.0**-9).to(torch.float8_e4m3fn), tiny, TENSOR)
     w = Quantized(torch.full((256, 400), 2.0**-9).to(torch.float8_e4m3fn), tiny, TENSOR)
-    found = run(a, w, epilogue(256, Activation.NONE, eps), device)
+    of = epilogue(256, Activation.NONE, eps, dtype)
+    found = run(a, w, of, device)
     z = 400 * 2.0**-38
     inverse = 1 / (z * z + eps) ** 0.5
     assert ((found.inverse_rms.double() / inverse - 1).abs() <= 2.0**-7).all()
-    check(found, a, w, epilogue(256, Activation.NONE, eps), fast=True, device=device)
+    check(found, a, w, of, fast=True, device=device)
 
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])

@@ -20,14 +20,14 @@ _READ = (torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torc
 class Low:
     """A tensor in FP8: data float8 [T, K], scale float32 [T, 1] of its rows, or [1]. `finite`: a float32
     tensor that is not finite where the tensor is not. `integers`: data int8 and scale of it in INT8, where a
-    GEMM reads that; `data` is None where none reads FP8. `met`: scales [T, 1] that a weight's gradient weighs rows
-    by where `scale` is one, which would give rows of zeros the weight of any other."""
+    GEMM reads that; `data` is None where none reads FP8. `largest`: of data from a norm's epilogue, the steps and
+    1 / rms of rows and blocks, whose product bounds it more tightly than its one scale does."""
 
     data: Node | None
     scale: Node
     finite: Node
     integers: tuple[Node, Node] | None = None
-    met: Node | None = None
+    largest: tuple[Node, Node] | None = None
 
     @property
     def by_rows(self) -> bool:

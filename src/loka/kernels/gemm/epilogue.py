@@ -5,7 +5,9 @@
 |v| <= sqrt(block) whatever Z is, and no activation makes it larger: so the scale is known beforehand. A result
 that no FP8 GEMM reads leaves in 16 bits instead, without a scale.
 
-A backward pass starts from Z in eight bits (`Rounded`) and from 1 / rms:
+A backward pass starts from Z in eight bits (`Rounded`) and from 1 / rms, 0 where all of a block came out as zero
+though Z is not: what follows forward saw zeros, and a gradient that did not know would be up to 1 / sqrt(eps) times too
+large at each norm.
 
     Z ~ s (ceil(Z / s) - 1/2)       s a power of two, 127 s not below the largest |Z| of a row and block
 
@@ -50,6 +52,14 @@ class Epilogue:
             return 1.0
         return 2.0 ** math.ceil(math.log2(math.sqrt(self.block) / Format.E4M3.max))
 
+    @property
+    def vanishing(self) -> float:
+        """The largest |v| of which e4m3 leaves nothing but zeros, by the activation's slope at 0; 0 in 16 bits."""
+        if self.dtype != Format.E4M3.dtype:
+            return 0.0
+        slope = 1.0 if self.activation in (Activation.NONE, Activation.RELU) else 0.5
+        return self.scale * 2.0**-10 / slope
+
 
 class Rounded(NamedTuple):
     """Z for backward: values uint8 [T, N], ceil(Z / s) + 127, and the steps s float32 [T, N / block]: 0 where
@@ -61,7 +71,7 @@ class Rounded(NamedTuple):
 
 class Normed(NamedTuple):
     """data [M, N] in `Epilogue.dtype` under `Epilogue.scale`; inverse_rms float32 [M, N / block], NaN where Z is not
-    finite; z: what backward starts from, or None."""
+    finite; z: what backward starts from, or None: with it inverse_rms is 0 where a block vanished."""
 
     data: torch.Tensor
     inverse_rms: torch.Tensor
@@ -81,6 +91,12 @@ def inverse_rms(z: torch.Tensor, epilogue: Epilogue) -> torch.Tensor:
     """1 / sqrt(mean(z^2) + eps), float32 [T, N / block], of z [T, N]; NaN where a block is not finite."""
     mean = _blocks(z, epilogue).square().mean(dim=2)
     return torch.where(mean < torch.inf, torch.rsqrt(mean + epilogue.eps), torch.nan)
+
+
+def kept_inverse(z: torch.Tensor, epilogue: Epilogue) -> torch.Tensor:
+    """`inverse_rms` as backward reads it, 0 where nothing but zeros came out of a block that is not zero."""
+    inverse, largest = inverse_rms(z, epilogue), _blocks(z, epilogue).abs().amax(dim=2)
+    return torch.where((largest > 0) & (largest * inverse <= epilogue.vanishing), 0.0, inverse)
 
 
 def apply_epilogue(z: torch.Tensor, epilogue: Epilogue) -> torch.Tensor:

@@ -10,7 +10,7 @@ which is the twin of the kernel in kernels/gemm/triton/gemm.py.
 import torch
 
 from loka.core.recipe import Format
-from loka.kernels.gemm.epilogue import Epilogue, Normed, apply_epilogue, inverse_rms, rounded
+from loka.kernels.gemm.epilogue import Epilogue, Normed, apply_epilogue, inverse_rms, kept_inverse, rounded
 from loka.kernels.gemm.legality import not_hopper
 
 BLOCKS = (64, 128, 256)  # a norm's block lies inside a tile; 256 columns are the widest tile
@@ -59,7 +59,9 @@ def gemm_normed(
         return gemm_normed_fused(a, w, scale_a, scale_w, epilogue, keep=keep, fast=fast)
     # The kernel's factors are scalars of rows, so its scale, too, comes after the sums.
     z = (a.float() @ w.float().t()) * (scale_a.view(-1, 1) * scale_w)
-    return Normed(normed_data(z, epilogue), inverse_rms(z, epilogue), rounded(z, epilogue) if keep else None)
+    if keep:
+        return Normed(normed_data(z, epilogue), kept_inverse(z, epilogue), rounded(z, epilogue))
+    return Normed(normed_data(z, epilogue), inverse_rms(z, epilogue), None)
 
 
 def normed_data(z: torch.Tensor, epilogue: Epilogue) -> torch.Tensor:

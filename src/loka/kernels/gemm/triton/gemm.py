@@ -108,6 +108,7 @@ def _normalize(
     acc,
     scale,
     EPS: tl.constexpr,
+    VANISHING: tl.constexpr,
     inverse_ptr,
     steps_ptr,
     row,
@@ -121,7 +122,7 @@ def _normalize(
 ):
     """Of z = acc * scale, `scale` a number or one a row, in a tile that begins at `row` and `column`: writes
     1 / rms of every row and block, and the steps of z where they are kept. Returns what acc is multiplied by
-    to be normalized, and to be counted in steps: as wide as `acc`, or 1.
+    to be normalized, and to be counted in steps: as wide as `acc`, or 1. VANISHING: Epilogue.vanishing.
 
     The sum is of unscaled squares, which neither overflow nor vanish: e4m3 products lie in 2^-18 .. 2^18.
     """
@@ -133,14 +134,16 @@ def _normalize(
     count = columns // BLOCK
     indices = r.to(tl.int64)[:, None] * count + b[None, :]
     there = (r < rows)[:, None] & (b < count)[None, :]
-    tl.store(inverse_ptr + indices, inverse, mask=there)
     factor = _widened(inverse * scale, BLOCK_M, WIDTH, BLOCK)
     parts = factor
+    kept = inverse
     if KEEP:
         largest = _largest_of_blocks(tl.abs(acc), BLOCK_M, WIDTH, BLOCK)
+        kept = tl.where((largest > 0.0) & (largest * scale * inverse <= VANISHING), 0.0, inverse)
         step = step_of(tl.where(inverse > 0.0, largest, float("nan")))
         tl.store(steps_ptr + indices, step * scale, mask=there)
         parts = _widened(inverse_of_power(step), BLOCK_M, WIDTH, BLOCK)
+    tl.store(inverse_ptr + indices, kept, mask=there)
     return factor, parts
 
 
@@ -245,6 +248,7 @@ def _gemm(
     columns,
     inner,
     EPS: tl.constexpr,
+    VANISHING: tl.constexpr,
     NORM: tl.constexpr,
     ACTIVATION: tl.constexpr,
     INVERSE: tl.constexpr,
@@ -294,7 +298,7 @@ def _gemm(
             scale = tl.load(scale_a_ptr) * scale_w
         if PARTS == 1 or NORM == BLOCK_N:
             factor, parts = _normalize(
-                acc, scale, EPS, inverse_ptr, steps_ptr, row, column, rows, columns,
+                acc, scale, EPS, VANISHING, inverse_ptr, steps_ptr, row, column, rows, columns,
                 KEEP, BLOCK_M, BLOCK_N, NORM,
             )  # fmt: skip
         if PARTS == 1:
@@ -308,7 +312,7 @@ def _gemm(
             half = column + BLOCK_N // 2
             if NORM < BLOCK_N:
                 factor, parts = _normalize(
-                    first, scale, EPS, inverse_ptr, steps_ptr, row, column, rows, columns,
+                    first, scale, EPS, VANISHING, inverse_ptr, steps_ptr, row, column, rows, columns,
                     KEEP, BLOCK_M, BLOCK_N // 2, NORM,
                 )  # fmt: skip
             _finish(
@@ -317,7 +321,7 @@ def _gemm(
             )  # fmt: skip
             if NORM < BLOCK_N:
                 factor, parts = _normalize(
-                    second, scale, EPS, inverse_ptr, steps_ptr, row, half, rows, columns,
+                    second, scale, EPS, VANISHING, inverse_ptr, steps_ptr, row, half, rows, columns,
                     KEEP, BLOCK_M, BLOCK_N // 2, NORM,
                 )  # fmt: skip
             _finish(
@@ -420,6 +424,7 @@ def _launch(
         ]
     constants = {
         "EPS": epilogue.eps,
+        "VANISHING": epilogue.vanishing,
         "NORM": norm,
         "ACTIVATION": _ACTIVATIONS[epilogue.activation].value,
         "INVERSE": 1.0 / epilogue.scale,
