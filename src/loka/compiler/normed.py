@@ -143,14 +143,13 @@ def scales_of_rows(emitter: Emitter, lows: Iterable[Low]) -> dict[Low, Node]:
 def _scales(emitter: Emitter, lows: list[Low]) -> list[Node]:
     """2^ceil(log2(max |x| / 448)) of each row, by a bound of |x|, and no larger than the scale of all rows."""
     bounds = [emitter.call(aten.mul.Tensor, *low.largest) for low in lows if low.largest is not None]
-    bounds = [emitter.call(aten.unsqueeze.default, bound, 0) for bound in bounds]
-    every = emitter.call(aten.cat.default, bounds)
-    most = emitter.call(aten.amax.default, every, [2])
+    most = emitter.call(aten.amax.default, emitter.call(aten.cat.default, bounds), [1])
     bits = emitter.call(aten.view.dtype, emitter.call(aten.mul.Tensor, most, ROUNDED_MIDDLE / E4M3_MAX), torch.int32)
     power = emitter.call(aten.bitwise_and.Scalar, emitter.call(aten.add.Tensor, bits, 0x7FFFFF), 0x7F800000)
     held = emitter.call(aten.clamp_min.default, power, SCALE_LEAST)
     scales = emitter.call(aten.view.dtype, held, torch.float32)
     scales = emitter.call(aten.minimum.default, scales, lows[0].scale)
+    scales = emitter.call(aten.view.default, scales, [len(lows), emitter.side(value_of(bounds[0]).shape[0])])
     return [emitter.call(aten.select.int, scales, 0, number) for number in range(len(lows))]
 
 
