@@ -1,56 +1,19 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from converted import assert_as_good, converted, error, gradients, plan_for, run
-from joint import JointBackend
+from converted import error, run
 from sweeps import sweep
 from torch import nn
+from towers import X, check, compiled, tower
 
 import loka
 from loka.compiler import normed
 from loka.compiler.edges.epilogues import matched
 from loka.compiler.normed import normed_gemm
-from loka.core.recipe import Gemm
-from loka.core.records.report import HP
 from loka.kernels.edge.op import edge
 from loka.kernels.edge.program import Kind, Program, Step
 from loka.kernels.gemm.epilogue import Activation
 from loka.nn import BlockNorm
-
-X = torch.randn(70, 64, generator=torch.Generator().manual_seed(1))
-ACTIVATIONS = {
-    Activation.NONE: nn.Identity,
-    Activation.HARD_SWISH: nn.Hardswish,
-    Activation.RELU: nn.ReLU,
-    Activation.SWISH: nn.SiLU,
-    Activation.GELU: nn.GELU,
-}
-
-
-def tower(activation=Activation.HARD_SWISH, block=64):
-    torch.manual_seed(0)
-    make = ACTIVATIONS[activation]
-    return nn.Sequential(
-        nn.Linear(64, 128, bias=False), BlockNorm(128, block), make(),
-        nn.Linear(128, 256, bias=False), BlockNorm(256, block), make(),
-        nn.Linear(256, 32),
-    )  # fmt: skip
-
-
-def compiled(model, x=X, **options):
-    plan = plan_for(model, x, **options)
-    by_site, joined = (converted(model, plan) for _ in range(2))
-    return by_site, joined, JointBackend()
-
-
-def check(model, epilogues, x=X, **options):
-    """That joined it is as good as by sites, with so many GEMMs that have an epilogue."""
-    by_site, joined, backend = compiled(model, x, **options)
-    truth, theirs, ours = (run(m, x) for m in (model, by_site, torch.compile(joined, backend=backend)))
-    assert not backend.apart
-    assert backend.count(normed_gemm) == epilogues
-    assert_as_good(joined, by_site, model, ours, theirs, truth)
-    return backend
 
 
 @pytest.mark.parametrize("activation", sweep(Activation, list(Activation)[:2]), ids=str)
@@ -122,150 +85,6 @@ class Kept(TwoReaders):
         if self.how == "written outside":
             self.seen.copy_(h.detach().float().mean())
         return out
-
-
-class Ending(nn.Module):
-    """A tower whose last matrix a head in high precision reads, or which is returned."""
-
-    def __init__(self, how):
-        super().__init__()
-        torch.manual_seed(0)
-        self.how, self.tower = how, tower()[:6]
-        self.head = nn.Linear(256, 1)
-
-    def forward(self, x):
-        h = self.tower(x)
-        if self.how == "returned":
-            return h
-        if self.how == "added":
-            return h + h.mean(dim=1, keepdim=True)
-        if self.how == "in a concatenation":
-            return torch.cat([h, x], dim=1)
-        if self.how == "added up":
-            return h.sum(dim=1)
-        if self.how == "tokens":
-            return h.unflatten(1, (4, 64)).amax(dim=1)
-        if self.how == "in float32":
-            return h.float() * 1.5
-        return self.head(h)
-
-
-ENDINGS = ("head", "returned", "added", "in a concatenation", "tokens", "in float32")
-
-
-@pytest.mark.parametrize("how", sweep(ENDINGS, ("head", "added", "tokens")))
-def test_a_tower_ends_in_the_epilogue_of_its_last_gemm(how):
-    model = Ending(how)
-    force = {f"head/{gemm}": HP for gemm in Gemm} if how == "head" else None
-    backend = check(model, 2, X.bfloat16(), force=force)  # with nothing to compute above the first layer's input
-    graph = next(graph for graph in backend.graphs if any(n.target is normed_gemm for n in graph.nodes))
-    ops = [node for node in graph.nodes if node.target is normed_gemm]
-    assert [node.args[10] for node in ops] == [torch.float8_e4m3fn, torch.bfloat16]
-    assert [node.args[4] is not None for node in ops] == [False, True]  # the last holds what counts runs
-    assert not any(node.target is edge for node in graph.nodes)  # x is cast by plain ops
-    kept = [node.meta["val"] for node in graph.find_nodes(op="output")[0].all_input_nodes]
-    assert not [v for v in kept if v.dim() == 2 and v.shape[1] == 128 and v.dtype.itemsize > 1]
-
-
-def test_the_last_epilogue_counts_as_a_run_and_shows_what_is_not_finite():
-    _, joined, backend = compiled(Ending("returned"))
-    x = X.clone()
-    x[7, 3] = torch.nan
-    y, (grad,) = run(torch.compile(joined, backend=backend), x)
-    assert y.isnan().any(dim=1).nonzero().tolist() == [[7]]
-    assert grad.isnan().any(dim=1).nonzero().tolist() == [[7]]
-    health = loka.health_of(joined)
-    assert all(health[f"tower.{layer}/output"]["bad_a"] for layer in "03")
-
-
-class Elsewhere(Ending):
-    def forward(self, x):
-        y = self.tower[:4](x)
-        normed = self.tower[4](y)
-        h = self.tower[5](normed)
-        return h + y if self.how == "its GEMM's output" else torch.cat([h, normed * 2], dim=1)
-
-
-@pytest.mark.parametrize("how", ["its GEMM's output", "the norm's output"])
-def test_what_else_is_read_of_a_last_layer_is_not_taken_away(how):
-    """A norm whose output two read has no activation in its epilogue: it is the matrix then."""
-    check(Elsewhere(how), 1 if how == "its GEMM's output" else 2)
-
-
-def test_behind_relu_backward_keeps_bytes_alone():
-    """They have the signs of what the epilogue wrote, which nothing else in backward reads here."""
-    model = Ending("added up")
-    model.tower = tower(Activation.RELU)[:6]
-    graph = check(model, 2, X.bfloat16()).graphs[0]
-    kept = [node.meta["val"] for node in graph.find_nodes(op="output")[0].all_input_nodes]
-    assert [v.dtype for v in kept if v.dim() == 2 and v.shape == (70, 256)] == [torch.uint8]
-
-
-class Onward(Ending):
-    """What a tower ends in is read, together with other values, by a layer in FP8."""
-
-    def __init__(self):
-        super().__init__("in a concatenation")
-        self.next = nn.Linear(320, 64)
-
-    def forward(self, x):
-        return self.next(super().forward(x))
-
-
-@pytest.mark.parametrize("trained", [True, False])
-def test_layers_on_both_sides_of_a_last_epilogue_are_one_region(trained):
-    _, joined, backend = compiled(Onward(), X.bfloat16())
-    step = torch.compile(joined, backend=backend)
-    with torch.set_grad_enabled(trained), torch.autocast("cpu", torch.bfloat16):
-        step(X.bfloat16())
-    assert backend.count(normed_gemm) == 2
-    assert loka.regions(joined).applied == (("tower.0", "tower.3", "next"),)
-
-
-def _deep():
-    torch.manual_seed(0)
-    blocks = [nn.Sequential(nn.Linear(64, 64, bias=False), BlockNorm(64, 64), nn.SiLU()) for _ in range(4)]
-    return nn.Sequential(*blocks, nn.Linear(64, 32))
-
-
-def _with_rows(x, size):
-    x = x.clone()
-    x[[5, -1]] *= size
-    return x
-
-
-@pytest.mark.parametrize(("x", "frozen"), [(X, False), (X.bfloat16(), True)], ids=["edge", "cast"])
-def test_rows_of_zeros_leave_the_gradients_of_weights_to_others(x, frozen):
-    """Behind each norm a gradient is 1,000 times as large there as elsewhere; e4m3 has 18 powers of two."""
-    model = _deep()
-    model[1].requires_grad_(not frozen)
-    check(model, 4, _with_rows(x, 0.0))
-
-
-@pytest.mark.parametrize(("size", "all_of_them"), [(1e-20, True), (1e-9, True), (1e-8, True), (1e-7, False)])
-def test_rows_that_vanish_in_forward_vanish_in_backward(size, all_of_them):
-    """Their x8 is zero, so that each norm behind divides by the root of eps: by gradients that did not know it, rows
-    of 1e-8 had weights' gradients wrong by 20 times their size. The rest is what two of 70 rows contribute.
-    """
-    model, x = _deep(), _with_rows(X, size)
-    _, joined, backend = compiled(model, x)
-    _, (expected,) = run(model, x)
-    _, (found,) = run(torch.compile(joined, backend=backend), x)
-    true, ours = gradients(model), gradients(joined)
-    assert max(error(ours[name], true[name]) for name in true) < 0.3
-    others = [row for row in range(70) if row not in (5, 69)]
-    assert error(found[others], expected[others]) < 0.2
-    assert (found[[5, 69]] == 0).all() == all_of_them
-
-
-def test_without_autocast_a_tower_ends_in_float32_outside_of_its_gemm():
-    model = tower()[:6]
-    by_site, joined = (converted(model, plan_for(model, X, autocast=False)) for _ in range(2))
-    backend = JointBackend()
-    truth, theirs = (run(m, X, autocast=False) for m in (model, by_site))
-    ours = run(torch.compile(joined, backend=backend), X, autocast=False)
-    assert backend.count(normed_gemm) == 1
-    assert_as_good(joined, by_site, model, ours, theirs, truth)
 
 
 @pytest.mark.parametrize(
