@@ -2,9 +2,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 from converted import error, run
+from normed_towers import X, check, compiled, tower
 from sweeps import sweep
 from torch import nn
-from towers import X, check, compiled, tower
 
 import loka
 from loka.compiler import normed

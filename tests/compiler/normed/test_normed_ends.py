@@ -4,9 +4,9 @@ import pytest
 import torch
 from converted import assert_as_good, converted, error, gradients, plan_for, run
 from joint import JointBackend
+from normed_towers import X, check, compiled, tower
 from sweeps import sweep
 from torch import nn
-from towers import X, check, compiled, tower
 
 import loka
 from loka.compiler.normed import normed_gemm
