@@ -18,7 +18,7 @@ from loka.compiler.gemms import Gemms, Weight
 from loka.compiler.joint_sites import JointSite
 from loka.compiler.marks import makers_of
 from loka.compiler.nodes import above, args_of
-from loka.compiler.normed import scales_of_rows
+from loka.compiler.normed import scale_of_rows
 from loka.core.recipe import Gemm
 from loka.kernels.edge.program import Kind, Program, Step
 from loka.nn.fp8_weight import transposed
@@ -57,7 +57,8 @@ def lower_backward(
         if host is not None:
             host.transposes = site
     texts = {node: _write(mine, low) for node, mine in edges.items()}
-    scales = scales_of_rows(emitter, (low[site.node] for site in trained if site.wants_weight))
+    weighed = dict.fromkeys(low[site.node] for site in trained if site.wants_weight)
+    scales = {own: scale_of_rows(emitter, own) for own in weighed if own.largest is not None}
     last: Node | None = None
     for site in reversed(trained):
         backward, mine = site.backward, edges[site.node]

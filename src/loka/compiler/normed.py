@@ -11,7 +11,6 @@ e4m3's smallest numbers alone. Where no site reads x, as behind a tower's last l
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch.fx import Node
@@ -19,9 +18,10 @@ from torch.fx import Node
 from loka.compiler.edges.aten_steps import SUMS, is_pointwise
 from loka.compiler.edges.cones import COMPARISONS, cone_of
 from loka.compiler.edges.epilogues import matched
-from loka.compiler.edges.matrix import Low, Matrix
+from loka.compiler.edges.matrix import Low, Matrix, same
+from loka.compiler.edges.traffic import readers
 from loka.compiler.edges.writer import Writer
-from loka.compiler.emit import SIZE, Emitter
+from loka.compiler.emit import SIZE, Emitter, scale_bits
 from loka.compiler.gemms import Weight, kernel_of
 from loka.compiler.joint_sites import JointSite
 from loka.compiler.nodes import args_of, in_backward, value_of
@@ -29,7 +29,6 @@ from loka.core.problem import target_of
 from loka.core.recipe import Gemm
 from loka.kernels.custom_op import registered
 from loka.kernels.edge.program import Kind, Program
-from loka.kernels.edge.twin import E4M3_MAX, SCALE_LEAST
 from loka.kernels.gemm.epilogue import ROUNDED_MIDDLE, Activation, Epilogue
 from loka.kernels.gemm.normed_gemm import gemm_normed, unsupported
 
@@ -39,8 +38,6 @@ aten, prims = torch.ops.aten, torch.ops.prims
 # 512 terms (6.5 against 7.1 us on an H200), and take longer in proportion to the terms.
 _MANY, _LONG = 100, 1024
 _SHORT_FLOATS = (torch.bfloat16, torch.float16)
-_ALIASES = (aten.alias.default, aten.detach.default)
-_TOGETHER = 8  # matrices that Inductor reads in one kernel instead of copying them together
 
 
 def _normed_gemm(
@@ -121,36 +118,17 @@ def normed_input(
     return Low(data=data, scale=scale, finite=inverse, largest=(steps, inverse) if keep else None), product
 
 
-def scales_of_rows(emitter: Emitter, lows: Iterable[Low]) -> dict[Low, Node]:
+def scale_of_rows(emitter: Emitter, low: Low) -> Node:
     """For data under one scale the scale [T] of each row, a power of two, by which a weight's gradient weighs the row.
 
     A row of zeros, or one far below a norm's eps, stays one, and its gradient is up to 1 / sqrt(eps) times as large
     behind each norm. Under the scale of all others its product would count as the largest, though it is next to
-    nothing, and theirs would be rounded to zero. One kernel makes those of several layers.
+    nothing, and theirs would be rounded to zero.
     """
-    alike: dict[Any, list[Low]] = {}
-    for low in dict.fromkeys(lows):
-        if low.largest is not None:
-            alike.setdefault((low.scale, tuple(map(str, value_of(low.largest[0]).shape))), []).append(low)
-    found: dict[Low, Node] = {}
-    for several in alike.values():
-        for begin in range(0, len(several), _TOGETHER):
-            some = several[begin : begin + _TOGETHER]
-            found |= zip(some, _scales(emitter, some), strict=True)
-    return found
-
-
-def _scales(emitter: Emitter, lows: list[Low]) -> list[Node]:
-    """2^ceil(log2(max |x| / 448)) of each row, by a bound of |x|, and no larger than the scale of all rows."""
-    bounds = [emitter.call(aten.mul.Tensor, *low.largest) for low in lows if low.largest is not None]
-    most = emitter.call(aten.amax.default, emitter.call(aten.cat.default, bounds), [1])
-    bits = emitter.call(aten.view.dtype, emitter.call(aten.mul.Tensor, most, ROUNDED_MIDDLE / E4M3_MAX), torch.int32)
-    power = emitter.call(aten.bitwise_and.Scalar, emitter.call(aten.add.Tensor, bits, 0x7FFFFF), 0x7F800000)
-    held = emitter.call(aten.clamp_min.default, power, SCALE_LEAST)
-    scales = emitter.call(aten.view.dtype, held, torch.float32)
-    scales = emitter.call(aten.minimum.default, scales, lows[0].scale)
-    scales = emitter.call(aten.view.default, scales, [len(lows), emitter.side(value_of(bounds[0]).shape[0])])
-    return [emitter.call(aten.select.int, scales, 0, number) for number in range(len(lows))]
+    assert low.largest is not None
+    bounds = emitter.call(aten.mul.Tensor, emitter.call(aten.mul.Tensor, *low.largest), ROUNDED_MIDDLE)
+    bits = scale_bits(emitter, emitter.call(aten.amax.default, bounds, [1]))
+    return emitter.call(aten.minimum.default, emitter.call(aten.view.dtype, bits, torch.float32), low.scale)
 
 
 def normed_output(emitter: Emitter, product: Product, joined: set[Node]) -> Product:
@@ -181,15 +159,15 @@ def normed_output(emitter: Emitter, product: Product, joined: set[Node]) -> Prod
 
 
 def _compared(x: Node, joined: set[Node]) -> list[Node]:
-    """The nodes that compare x with zero for backward alone, as ReLU's gradient does."""
-    found, waiting = [], [x]
-    while waiting:
-        for user in waiting.pop().users:
-            if user.target in _ALIASES:
-                waiting.append(user)
-            elif user.target in COMPARISONS and args_of(user)[1] == 0 and _do_without({user}, x, joined):
-                found.append(user)
-    return found
+    """The nodes that compare x as it is with zero for backward alone, as ReLU's gradient does."""
+    found = [user for user in readers(x) if user.target in COMPARISONS and args_of(user)[1] == 0]
+    return [user for user in found if _alike(args_of(user)[0], x) and _do_without({user}, x, joined)]
+
+
+def _alike(node: Node, other: Node) -> bool:
+    value, known = value_of(node), value_of(other)
+    alike = value.dtype == known.dtype and value.dim() == known.dim()
+    return alike and all(map(same, value.shape, known.shape))
 
 
 def _below(product: Product, matrix: Matrix) -> list[Node]:

@@ -40,6 +40,7 @@ def cone_of(root: Node, matrix: Matrix, low: Mapping[Node, Low], absorbed: set[N
     cut: set[Node] = set()
     while True:
         cone = _grow(root, matrix, low, cut, forward=forward)
+        assert cone is not None  # it may read any matrix
         if forward:
             for node in sorted(cone.inside):
                 if is_given(node, cone, absorbed, cone.given):
@@ -66,13 +67,7 @@ def _as_it_is(root: Node) -> list[Node]:
     return found
 
 
-def _grow(root: Node, matrix: Matrix, low: Mapping[Node, Low], cut: set[Node], *, forward: bool = False) -> Cone:
-    found = _grown(root, matrix, low, cut, forward=forward)
-    assert found is not None
-    return found
-
-
-def _grown(
+def _grow(
     root: Node,
     matrix: Matrix,
     low: Mapping[Node, Low],
@@ -208,7 +203,7 @@ def extended(cone: Cone, value: Node, *, tied: bool) -> Cone | None:
     """
     if cone.matrix.kind(value) is not Kind.FULL:
         return None
-    other = _grown(value, cone.matrix, cone.low, set(cone.leaves), read=cone.matrices)
+    other = _grow(value, cone.matrix, cone.low, set(cone.leaves), read=cone.matrices)
     if other is None or not other.matrices <= cone.matrices or not other.matrices:
         return None
     if tied and not other.inside & cone.inside and not set(other.leaves) & set(cone.leaves):

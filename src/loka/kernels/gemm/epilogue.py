@@ -54,7 +54,9 @@ class Epilogue:
 
     @property
     def vanishing(self) -> float:
-        """The largest |v| of which e4m3 leaves nothing but zeros, by the activation's slope at 0; 0 in 16 bits."""
+        """The largest |v| of which e4m3 leaves nothing but zeros, by half of its smallest number, 2^-9, and the
+        activation's slope at 0; 0 in 16 bits.
+        """
         if self.dtype != Format.E4M3.dtype:
             return 0.0
         slope = 1.0 if self.activation in (Activation.NONE, Activation.RELU) else 0.5
