@@ -18,7 +18,6 @@ from loka.compiler.gemms import Gemms, Weight
 from loka.compiler.joint_sites import JointSite
 from loka.compiler.marks import makers_of
 from loka.compiler.nodes import above, args_of
-from loka.compiler.normed import scale_of_rows
 from loka.core.recipe import Gemm
 from loka.kernels.edge.program import Kind, Program, Step
 from loka.nn.fp8_weight import transposed
@@ -57,8 +56,6 @@ def lower_backward(
         if host is not None:
             host.transposes = site
     texts = {node: _write(mine, low) for node, mine in edges.items()}
-    weighed = dict.fromkeys(low[site.node] for site in trained if site.wants_weight)
-    scales = {own: scale_of_rows(emitter, own) for own in weighed if own.largest is not None}
     last: Node | None = None
     for site in reversed(trained):
         backward, mine = site.backward, edges[site.node]
@@ -66,7 +63,7 @@ def lower_backward(
         results = {int(args_of(user)[1]): user for user in backward.users}
         with emitter.like(backward):
             own = low[site.node]
-            _emit_edge(emitter, mine, texts[site.node], edges, scales.get(own, own.scale))
+            _emit_edge(emitter, mine, texts[site.node], edges, own.scale if own.scales is None else own.scales)
             weight = weights[site.node]
             if site.wants_input and 0 in results:
                 row, r = mine.outputs["row"], mine.outputs["r"]
@@ -189,7 +186,7 @@ def _write(mine: Edge, low: dict[Node, Low]) -> tuple[Writer, Program]:
 def _emit_edge(
     emitter: Emitter, mine: Edge, text: tuple[Writer, Program], edges: dict[Node, Edge], scale: Node
 ) -> None:
-    """`scale`: of the input of its site, or one for each row."""
+    """`scale`: of the input of its site, or of each row of it, also one for each block."""
     site, transposes, (writer, program) = mine.site, mine.transposes, text
     theirs = edges[transposes.node].outputs if transposes is not None else {}
     mine.outputs = writer.run(emitter, program, site.rows, scale, theirs.get("r"), theirs.get("tops"))

@@ -12,7 +12,6 @@ from torch.fx import Graph, Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from loka.compiler.nodes import BACKWARD, in_backward
-from loka.kernels.edge.twin import SCALE_CARRY, SCALE_EXPONENT, SCALE_LEAST
 
 SIZE = torch.ops.aten.sym_size.int
 VIEW = torch.ops.aten.view.default
@@ -170,15 +169,6 @@ def fake_of(target: Any, args: Any, kwargs: Any) -> Any:
 
 def _tensors(values: Any) -> list[torch.Tensor]:
     return [leaf for leaf in torch.utils._pytree.tree_leaves(values) if isinstance(leaf, torch.Tensor)]
-
-
-def scale_bits(emitter: Emitter, largest: Node) -> Node:
-    """The bits of kernels/edge/twin.scale_above, of finite magnitudes in float32, by plain ops."""
-    bits = emitter.call(torch.ops.aten.view.dtype, largest, torch.int32)
-    bits = emitter.call(torch.ops.aten.add.Tensor, bits, SCALE_CARRY)
-    bits = emitter.call(torch.ops.aten.bitwise_and.Scalar, bits, 0x7F800000)
-    bits = emitter.call(torch.ops.aten.sub.Tensor, bits, SCALE_EXPONENT)
-    return emitter.call(torch.ops.aten.clamp_min.default, bits, SCALE_LEAST)
 
 
 def ordered(graph: Graph) -> None:

@@ -21,7 +21,7 @@ from loka.compiler.edges.aten_steps import passes_on
 from loka.compiler.edges.cones import cone_of
 from loka.compiler.edges.matrix import Low, Matrix
 from loka.compiler.edges.writer import Writer
-from loka.compiler.emit import COPY, Emitter, ordered, scale_bits, strides_of
+from loka.compiler.emit import COPY, Emitter, ordered, strides_of
 from loka.compiler.gemms import Gemms, Weight
 from loka.compiler.joint_sites import JointSite, sites_in
 from loka.compiler.kept import keep_compared
@@ -34,6 +34,7 @@ from loka.compiler.normed import Product, normed_input, normed_output
 from loka.compiler.notes import record_text
 from loka.compiler.scaled_mm import call_scaled_mm
 from loka.core.recipe import Gemm
+from loka.kernels.edge.twin import SCALE_CARRY, SCALE_EXPONENT, SCALE_LEAST
 from loka.kernels.quantize.fp8_weights import fp8_weights
 from loka.kernels.quantize.int8_weights import int8_weights
 from loka.nn.fp8_weight import dequantized
@@ -149,7 +150,11 @@ def _cast(emitter: Emitter, x: Node) -> Low:
     device = x.meta["val"].device
     magnitude = emitter.call(aten.abs.default, values)
     largest = emitter.call(aten.amax.default, magnitude, [1], True)
-    bits = scale_bits(emitter, largest)
+    bits = emitter.call(aten.view.dtype, largest, torch.int32)  # as kernels/edge/twin.scale_above has them
+    bits = emitter.call(aten.add.Tensor, bits, SCALE_CARRY)
+    bits = emitter.call(aten.bitwise_and.Scalar, bits, 0x7F800000)
+    bits = emitter.call(aten.sub.Tensor, bits, SCALE_EXPONENT)
+    bits = emitter.call(aten.clamp_min.default, bits, SCALE_LEAST)
     power = emitter.call(aten.view.dtype, bits, torch.float32)
     inverse_bits = emitter.call(aten.add.Tensor, emitter.call(aten.neg.default, bits), 0x7F000000)
     inverse = emitter.call(aten.view.dtype, inverse_bits, torch.float32)

@@ -2,7 +2,7 @@
 
     y = gemm(a8, W8);  x = activation(BlockNorm(y));  x8 = cast(x)       becomes
 
-    x8, 1 / rms, z8, steps = normed_gemm(a8, W8)
+    x8, 1 / rms, z8, steps, scales = normed_gemm(a8, W8)
 
 x8 has one scale, known from the norm's bound, in the place of scales of rows: they differ for elements near
 e4m3's smallest numbers alone. Where no site reads x, as behind a tower's last layer, the kernel writes x itself, in
@@ -21,7 +21,7 @@ from loka.compiler.edges.epilogues import matched
 from loka.compiler.edges.matrix import Low, Matrix, same
 from loka.compiler.edges.traffic import readers
 from loka.compiler.edges.writer import Writer
-from loka.compiler.emit import SIZE, Emitter, scale_bits
+from loka.compiler.emit import SIZE, Emitter
 from loka.compiler.gemms import Weight, kernel_of
 from loka.compiler.joint_sites import JointSite
 from loka.compiler.nodes import args_of, in_backward, value_of
@@ -53,10 +53,10 @@ def _normed_gemm(
     activation: str,
     dtype: torch.dtype,
     keep: bool,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """x [rows, N] in `dtype`, 1 / rms [rows, N / block], and where `keep` z8 [rows, N] and steps [rows, N / block],
-    else empty. a_scale: float32 [1], or [rows] in any shape; b_scale: float32, all one number. `token` is not read, as
-    that of loka::region_gemm."""
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """x [rows, N] in `dtype`, 1 / rms [rows, N / block], and where `keep` z8 [rows, N], steps and scales
+    [rows, N / block], else empty. a_scale: float32 [1], or [rows] in any shape; b_scale: float32, all one number.
+    `token` is not read, as that of loka::region_gemm."""
     epilogue = Epilogue(block=block, eps=eps, activation=Activation(activation), dtype=dtype)
     result = gemm_normed(
         a, b, a_scale.reshape(-1), b_scale.reshape(-1).narrow(0, 0, 1), epilogue, keep=keep, fast=kernel != "torch"
@@ -68,17 +68,24 @@ def _normed_gemm(
 
 def _normed_gemm_fake(
     a: torch.Tensor, b: torch.Tensor, block: int, dtype: torch.dtype, keep: bool
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     rows, columns = a.shape[0], b.shape[0]
     data = a.new_empty(rows, columns, dtype=dtype)
     inverse = a.new_empty(rows, columns // block, dtype=torch.float32)
     if not keep:
         return data, inverse, *_nothing(a)
-    return data, inverse, torch.empty_like(data, dtype=torch.uint8), torch.empty_like(inverse)
+    return (
+        data,
+        inverse,
+        torch.empty_like(data, dtype=torch.uint8),
+        torch.empty_like(inverse),
+        torch.empty_like(inverse),
+    )
 
 
-def _nothing(like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    return like.new_empty(0, dtype=torch.uint8), like.new_empty(0, dtype=torch.float32)
+def _nothing(like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    one, other = (like.new_empty(0, dtype=torch.float32) for _ in range(2))
+    return like.new_empty(0, dtype=torch.uint8), one, other
 
 
 normed_gemm = registered("loka::normed_gemm", _normed_gemm, _normed_gemm_fake)
@@ -113,22 +120,9 @@ def normed_input(
     if not _do_without(_readers(inside), site.x, joined):
         return None
     keep = site.backward is not None
-    data, inverse, steps, product = _emitted(emitter, product, epilogue, writer, keep=keep)
+    data, inverse, scales, product = _emitted(emitter, product, epilogue, writer, keep=keep)
     scale = emitter.constant(epilogue.scale, value_of(data).device)
-    return Low(data=data, scale=scale, finite=inverse, largest=(steps, inverse) if keep else None), product
-
-
-def scale_of_rows(emitter: Emitter, low: Low) -> Node:
-    """For data under one scale the scale [T] of each row, a power of two, by which a weight's gradient weighs the row.
-
-    A row of zeros, or one far below a norm's eps, stays one, and its gradient is up to 1 / sqrt(eps) times as large
-    behind each norm. Under the scale of all others its product would count as the largest, though it is next to
-    nothing, and theirs would be rounded to zero.
-    """
-    assert low.largest is not None
-    bounds = emitter.call(aten.mul.Tensor, emitter.call(aten.mul.Tensor, *low.largest), ROUNDED_MIDDLE)
-    bits = scale_bits(emitter, emitter.call(aten.amax.default, bounds, [1]))
-    return emitter.call(aten.minimum.default, emitter.call(aten.view.dtype, bits, torch.float32), low.scale)
+    return Low(data=data, scale=scale, finite=inverse, scales=scales if keep else None), product
 
 
 def normed_output(emitter: Emitter, product: Product, joined: set[Node]) -> Product:
@@ -238,21 +232,21 @@ def _misfit(product: Product, epilogue: Epilogue) -> str | None:
 def _emitted(
     emitter: Emitter, product: Product, epilogue: Epilogue, writer: Writer, *, keep: bool
 ) -> tuple[Node, Node, Node, Product]:
-    """What the epilogue writes, 1 / rms, steps, and the product as backward reads it."""
+    """What the epilogue writes, 1 / rms, scales, and the product as backward reads it."""
     site, given, weight = product.site, product.input, product.weight
     with emitter.like(product.node):
         op = emitter.call(
             normed_gemm, given.data, given.scale, weight.row, weight.row_scale, None, site.name,
             kernel_of(site, Gemm.OUTPUT), epilogue.block, epilogue.eps, epilogue.activation.value, epilogue.dtype, keep,
         )  # fmt: skip
-        data, inverse, values, steps = (emitter.item(op, index) for index in range(4))
+        data, inverse, values, steps, scales = (emitter.item(op, index) for index in range(5))
         for statistic in writer.cone.given:
             emitter.replace(statistic, _like(emitter, inverse, statistic))
         if not keep:
-            return data, inverse, steps, replace(product, gemm=op)
+            return data, inverse, scales, replace(product, gemm=op)
         y = _restored(emitter, values, steps, like=product.y)
     emitter.replace(product.y, y)
-    return data, inverse, steps, replace(product, gemm=op, node=y, y=y)
+    return data, inverse, scales, replace(product, gemm=op, node=y, y=y)
 
 
 def _restored(emitter: Emitter, values: Node, steps: Node, *, like: Node) -> Node:

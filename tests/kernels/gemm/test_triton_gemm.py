@@ -159,6 +159,11 @@ def test_backward_is_told_of_blocks_that_vanish(activation, device):
     assert (found.inverse_rms == 0).all(dim=1).nonzero().flatten().tolist() == [7]
     assert (found.data[[3, 7]].float() == 0).all()
     assert (found.data[9].float() != 0).any()
+    # What a row weighs is its own, and nothing for zeros.
+    assert torch.equal(found.z.scales, twin.z.scales)
+    assert (found.z.scales[[3, 7]] == 2.0**-60).all()
+    assert (found.z.scales[9] > 2.0**-16).all()
+    assert found.z.scales.max() <= of.scale
     for kept, other in ((False, of), (True, epilogue(128, activation, dtype=torch.bfloat16))):
         assert (run(a, w, other, device, keep=kept).inverse_rms > 0).all()
 
@@ -211,8 +216,8 @@ def test_small_integers_leave_nothing_to_rounding(name, block, device):
     config = {**CONFIGS, **EXACT}[name]
     found = run(a, w, of, device, **with_z(name, {"config": config, "fast": name not in EXACT}))
     twin = gemm_normed(a.data, w.data, torch.ones(1), torch.ones(1), of, keep=True)
-    assert torch.equal(found.z.steps, twin.z.steps)
-    assert torch.equal(found.z.values, twin.z.values)
+    for mine, others in zip(found.z, twin.z, strict=True):
+        assert torch.equal(mine, others)
     assert (found.data.float() != twin.data.float()).float().mean() < 1e-3
 
 
@@ -249,7 +254,7 @@ def test_what_is_not_finite_stays_in_its_row_or_its_block(bad, device):
     a.scale[7] = bad
     for block in (64, 256):
         found = run(a, w, epilogue(block), device)
-        for result in (found.data.float(), found.inverse_rms, found.z.steps):
+        for result in (found.data.float(), found.inverse_rms, found.z.steps, found.z.scales):
             assert result.isnan().any(dim=1).nonzero().tolist() == [[7]]
             assert result[7].isnan().all()
     if bad == torch.inf:

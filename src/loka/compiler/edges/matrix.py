@@ -20,14 +20,19 @@ _READ = (torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torc
 class Low:
     """A tensor in FP8: data float8 [T, K], scale float32 [T, 1] of its rows, or [1]. `finite`: a float32
     tensor that is not finite where the tensor is not. `integers`: data int8 and scale of it in INT8, where a
-    GEMM reads that; `data` is None where none reads FP8. `largest`: of data from a norm's epilogue, the steps and
-    1 / rms of rows and blocks, whose product bounds it more tightly than its one scale does."""
+    GEMM reads that; `data` is None where none reads FP8. `scales`: of data from a norm's epilogue, what rows and blocks
+    would be scaled by if they were alone [T, K / block], by which a weight's gradient weighs its rows.
+
+    A row of zeros, or one far below a norm's eps, stays one, and its gradient is up to 1 / sqrt(eps) times as large
+    behind each norm. Under the scale of all others its product would count as the largest, though it is next to
+    nothing, and theirs would be rounded to zero.
+    """
 
     data: Node | None
     scale: Node
     finite: Node
     integers: tuple[Node, Node] | None = None
-    largest: tuple[Node, Node] | None = None
+    scales: Node | None = None
 
     @property
     def by_rows(self) -> bool:

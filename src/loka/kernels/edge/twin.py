@@ -52,8 +52,8 @@ def run_program(
     Args:
         leaves: each of its kind's number of elements, any float dtype, or bool.
         rows: T.
-        input_scale: float32 [T] or [1], the scales that the operand of grad_weight which meets G has; asks
-            for their products with r in `tops`. None counts as 1.
+        input_scale: float32 [T], [T, n] or [1], the scales that the operand of grad_weight which meets G has, of n
+            numbers the largest; asks for their products with r in `tops`. None counts as 1.
         gradient_scale, tops: r' [T] and the tops [P] of the gradient that A will meet; where A is wanted.
     """
     values = evaluate(program, leaves, rows)
@@ -69,7 +69,10 @@ def run_program(
             found.append(_padded(low.t(), columns, high))
         found.append(r)
         if program.column:
-            product = r.view(-1) if input_scale is None else r.view(-1) * input_scale.view(-1)
+            product = r.view(-1)
+            if input_scale is not None:
+                several = input_scale.numel() not in (1, rows)
+                product = product * (input_scale.view(rows, -1).amax(dim=1) if several else input_scale.view(-1))
             found.append(_by_groups(product).amax(dim=1))
         if program.integers:
             integers, step = quantized_by_rows(gradient)

@@ -25,6 +25,7 @@ import torch
 from torch import nn
 
 from loka.core.recipe import Format
+from loka.kernels.edge.twin import scale_above
 
 
 class Activation(StrEnum):
@@ -65,10 +66,12 @@ class Epilogue:
 
 class Rounded(NamedTuple):
     """Z for backward: values uint8 [T, N], ceil(Z / s) + 127, and the steps s float32 [T, N / block]: 0 where
-    all of a block is 0, NaN where some of it is not finite."""
+    all of a block is 0, NaN where some of it is not finite. `scales` float32 [T, N / block]: what each block of the
+    result would be scaled by if it were alone, a power of two up to `Epilogue.scale`; NaN likewise."""
 
     values: torch.Tensor
     steps: torch.Tensor
+    scales: torch.Tensor
 
 
 class Normed(NamedTuple):
@@ -131,7 +134,9 @@ def rounded(z: torch.Tensor, epilogue: Epilogue) -> Rounded:
     inverse = torch.where(steps == 0, 0.0, steps.reciprocal()).unsqueeze(2)
     # A NaN's byte says nothing: its step is NaN.
     parts = (blocks.double() * inverse * ROUNDED_PARTS - 1).nan_to_num(0).round().to(torch.int32)
-    return Rounded((parts // ROUNDED_PARTS + 128).to(torch.uint8).view(z.shape), steps)
+    values = (parts // ROUNDED_PARTS + 128).to(torch.uint8).view(z.shape)
+    bounds = blocks.abs().amax(dim=2) * kept_inverse(z, epilogue)  # no activation makes a value larger
+    return Rounded(values, steps, scale_above(bounds).clamp_max(epilogue.scale))
 
 
 def _step(largest: torch.Tensor) -> torch.Tensor:

@@ -151,7 +151,7 @@ def _run(
     gradient_scale: torch.Tensor | None,
     tops: torch.Tensor | None,
 ) -> list[torch.Tensor]:
-    scales = 0 if input_scale is None else 1 if input_scale.numel() == 1 else 2
+    scales = None if input_scale is None else 0 if input_scale.numel() == 1 else input_scale.numel() // rows
     dtypes = tuple(dtype_name(leaf.dtype) for leaf in leaves)
     given: dict[str, Any] = {"input_scale_ptr": input_scale, "gradient_scale_ptr": gradient_scale, "given_ptr": tops}
     given["count"] = 0 if tops is None else tops.numel()
@@ -205,7 +205,7 @@ def _arguments(
     return found | {"rows": rows, "padded_rows": round_up(rows, 16), "span": plan.high}
 
 
-def plan_of(program: Program, dtypes: tuple[str, ...], rows: int, scales: int, registers: int) -> Plan:
+def plan_of(program: Program, dtypes: tuple[str, ...], rows: int, scales: int | None, registers: int) -> Plan:
     """`registers`: one of `_TURNS`, that a kernel which transposes in turns is to try; 0: without such a kernel."""
     return _plan(program, dtypes, rows, scales, tuple(TILE.items()), registers)
 
@@ -215,7 +215,7 @@ def _plan(
     program: Program,
     dtypes: tuple[str, ...],
     rows: int,
-    scales: int,
+    scales: int | None,
     tiles: tuple[tuple[str, int], ...],
     registers: int,
 ) -> Plan:
@@ -253,7 +253,7 @@ def _plan(
     )
 
 
-def _in_turns(code: Code, rows: int, scales: int, tile: Tile, registers: int) -> Plan | None:
+def _in_turns(code: Code, rows: int, scales: int | None, tile: Tile, registers: int) -> Plan | None:
     """One kernel for all, where threads can hold the bytes of GROUP rows, in so many registers or more."""
     program = code.program
     staged, high = program.transposed is not None, GROUP // 4
@@ -304,7 +304,7 @@ def _stages(code: Code, tile: Tile, sides: Sides, high: int, warps: int, *, stag
     return max(min(tile.stages, 1 + min(_AHEAD * warps, _MOST_AHEAD) // max(size, 1)), 1)
 
 
-def _tall(code: Code, rows: int, scales: int, staged: bool, tile: Tile) -> Launch | None:
+def _tall(code: Code, rows: int, scales: int | None, staged: bool, tile: Tile) -> Launch | None:
     program = code.program
     transposes = program.column or program.transposed is not None
     if not transposes and not program.sums:

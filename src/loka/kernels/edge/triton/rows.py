@@ -48,7 +48,7 @@ class RowLaunch:
         copy: whether the bytes of the gradient are written.
         staged: whether those of the transposed value are computed.
         turns: whether `rows` is a quarter of GROUP, which come in four turns, and copies are transposed here.
-        scales: of the input then: 0 for none, 1 for one, 2 for one a row.
+        scales: numbers of the input's scale for a row then: 0 for one of all rows, None where it has none.
     """
 
     rows: int
@@ -60,7 +60,7 @@ class RowLaunch:
     copy: bool
     staged: bool
     turns: bool = False
-    scales: int = 0
+    scales: int | None = None
 
 
 def row_indices(code: Code, *, staged: bool) -> list[int]:
@@ -318,9 +318,16 @@ class _Rows(Lines):
 
     def _note_top(self) -> None:
         """r times the input's scale."""
-        live, r = self.live(""), f"r{self.turn}"
-        at = f"input_scale_ptr + start + q{self.turn}{mask_of(live)}" if self.launch.scales == 2 else "input_scale_ptr"
-        product = f"magnitude_bits({r} * tl.load({at}))" if self.launch.scales else f"magnitude_bits({r})"
+        live, r, scales = self.live(""), f"r{self.turn}", self.launch.scales
+        row = f"start + q{self.turn}"
+        if scales is None:
+            product = f"magnitude_bits({r})"
+        elif scales > 1:
+            largest = f"scale_of_rows(input_scale_ptr, {row}, rows, {scales}, {power_above(scales)})"
+            product = f"magnitude_bits({r} * {largest})"
+        else:
+            at = f"input_scale_ptr + {row}{mask_of(live)}" if scales else "input_scale_ptr"
+            product = f"magnitude_bits({r} * tl.load({at}))"
         self.let(f"bits{self.turn}", f"tl.where({live}, {product}, 0)" if live else product)
 
     def _store_bytes(self, name: str, text: str, k: str, cast: str = "as_bytes") -> None:

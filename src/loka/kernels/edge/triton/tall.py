@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from loka.core.problem import round_up
 from loka.kernels.edge.program import GROUP, Kind
-from loka.kernels.edge.triton.values import Code, Lines, mask_of
+from loka.kernels.edge.triton.values import Code, Lines, mask_of, power_above
 
 QUARTERS = range(4)
 SUMMED = 8  # columns that a program adds up
@@ -23,14 +23,14 @@ class TallLaunch:
         high, wide: H, a multiple of 64, and W, one of 16; powers of two.
         even: whether all rows of tiles exist.
         staged: whether the transposed value comes as bytes.
-        scales: of the input: 0 for none, 1 for one, 2 for one a row.
+        scales: numbers of the input's scale for a row: 0 for one of all rows, None where it has none.
     """
 
     high: int
     wide: int
     even: bool
     staged: bool
-    scales: int
+    scales: int | None
 
 
 def tall_parameters(code: Code) -> list[str]:
@@ -126,7 +126,8 @@ class _Tall(Lines):
         for group in range(groups):
             self.emit(f"if (first == 0) & (start + {group * GROUP} < rows):")
             here = f"down * {groups} + {group}"
-            self.emit(f"    store_tops(r_ptr, input_scale_ptr, tops_ptr, {here}, rows, {self.launch.scales})")
+            scales = f"{self.launch.scales}, {power_above(self.launch.scales or 1)}"
+            self.emit(f"    store_tops(r_ptr, input_scale_ptr, tops_ptr, {here}, rows, {scales})")
 
     def _compute_transposed(self, transposed: int) -> None:
         launch, code = self.launch, self.code

@@ -25,10 +25,11 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from loka.kernels.edge.triton.device import scale_above
 from loka.kernels.gemm.epilogue import Activation, Epilogue, Normed, Rounded
 from loka.kernels.gemm.triton.rounded import step_of, to_byte
 from loka.kernels.triton.launch import cdiv, launch, launches_are_traced, launching_on
-from loka.kernels.triton.pack import INTERPRETED, inverse_of_power
+from loka.kernels.triton.pack import INTERPRETED, inverse_of_power, magnitude_bits
 from loka.kernels.triton.processors import multiprocessors
 
 _PROGRAMS_INTERPRETED = 3  # few, so that each has several tiles
@@ -111,18 +112,21 @@ def _normalize(
     VANISHING: tl.constexpr,
     inverse_ptr,
     steps_ptr,
+    scales_ptr,
     row,
     column,
     rows,
     columns,
+    LIMIT: tl.constexpr,
     KEEP: tl.constexpr,
     BLOCK_M: tl.constexpr,
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """Of z = acc * scale, `scale` a number or one a row, in a tile that begins at `row` and `column`: writes
-    1 / rms of every row and block, and the steps of z where they are kept. Returns what acc is multiplied by
-    to be normalized, and to be counted in steps: as wide as `acc`, or 1. VANISHING: Epilogue.vanishing.
+    1 / rms of every row and block, and where z is kept its steps and the result's scales. Returns what acc is
+    multiplied by to be normalized, and to be counted in steps: as wide as `acc`, or 1. VANISHING, LIMIT: `vanishing`
+    and `scale` of Epilogue.
 
     The sum is of unscaled squares, which neither overflow nor vanish: e4m3 products lie in 2^-18 .. 2^18.
     """
@@ -142,6 +146,8 @@ def _normalize(
         kept = tl.where((largest > 0.0) & (largest * scale * inverse <= VANISHING), 0.0, inverse)
         step = step_of(tl.where(inverse > 0.0, largest, float("nan")))
         tl.store(steps_ptr + indices, step * scale, mask=there)
+        alone, _ = scale_above(magnitude_bits(largest * scale * kept))
+        tl.store(scales_ptr + indices, tl.where(alone > LIMIT, LIMIT, alone), mask=there)  # NaN stays
         parts = _widened(inverse_of_power(step), BLOCK_M, WIDTH, BLOCK)
     tl.store(inverse_ptr + indices, kept, mask=there)
     return factor, parts
@@ -242,6 +248,7 @@ def _gemm(
     z,
     inverse_ptr,
     steps_ptr,
+    scales_ptr,
     scale_a_ptr,
     scale_w_ptr,
     rows,
@@ -298,8 +305,8 @@ def _gemm(
             scale = tl.load(scale_a_ptr) * scale_w
         if PARTS == 1 or NORM == BLOCK_N:
             factor, parts = _normalize(
-                acc, scale, EPS, VANISHING, inverse_ptr, steps_ptr, row, column, rows, columns,
-                KEEP, BLOCK_M, BLOCK_N, NORM,
+                acc, scale, EPS, VANISHING, inverse_ptr, steps_ptr, scales_ptr, row, column, rows, columns,
+                1.0 / INVERSE, KEEP, BLOCK_M, BLOCK_N, NORM,
             )  # fmt: skip
         if PARTS == 1:
             _finish(
@@ -312,8 +319,8 @@ def _gemm(
             half = column + BLOCK_N // 2
             if NORM < BLOCK_N:
                 factor, parts = _normalize(
-                    first, scale, EPS, VANISHING, inverse_ptr, steps_ptr, row, column, rows, columns,
-                    KEEP, BLOCK_M, BLOCK_N // 2, NORM,
+                    first, scale, EPS, VANISHING, inverse_ptr, steps_ptr, scales_ptr, row, column, rows, columns,
+                    1.0 / INVERSE, KEEP, BLOCK_M, BLOCK_N // 2, NORM,
                 )  # fmt: skip
             _finish(
                 first, factor, parts, out, z, row, column, rows, columns,
@@ -321,8 +328,8 @@ def _gemm(
             )  # fmt: skip
             if NORM < BLOCK_N:
                 factor, parts = _normalize(
-                    second, scale, EPS, VANISHING, inverse_ptr, steps_ptr, row, half, rows, columns,
-                    KEEP, BLOCK_M, BLOCK_N // 2, NORM,
+                    second, scale, EPS, VANISHING, inverse_ptr, steps_ptr, scales_ptr, row, half, rows, columns,
+                    1.0 / INVERSE, KEEP, BLOCK_M, BLOCK_N // 2, NORM,
                 )  # fmt: skip
             _finish(
                 second, factor, parts, out, z, row, half, rows, columns,
@@ -387,7 +394,8 @@ def gemm_normed_fused(
     inverse = torch.empty(rows, columns // epilogue.block, dtype=torch.float32, device=a.device)
     z = None
     if keep:
-        z = Rounded(torch.empty(rows, columns, dtype=torch.uint8, device=a.device), torch.empty_like(inverse))
+        values = torch.empty(rows, columns, dtype=torch.uint8, device=a.device)
+        z = Rounded(values, torch.empty_like(inverse), torch.empty_like(inverse))
     if INTERPRETED:
         a, w = a.float(), w.float()
     if out.numel():
@@ -442,6 +450,7 @@ def _launch(
         "FLATTEN": config.flatten,
         "PROGRAMS": programs,
     }
-    arguments = (*operands, inverse, z.steps if z is not None else inverse, scale_a, scale_w, *out.shape, a.shape[1])
+    kept = (z.steps, z.scales) if z is not None else (inverse, inverse)
+    arguments = (*operands, inverse, *kept, scale_a, scale_w, *out.shape, a.shape[1])
     grid = (torch.sym_min(programs, tiles), 1)
     launch(_gemm, grid, arguments, constants, num_warps=config.warps, num_stages=config.stages)

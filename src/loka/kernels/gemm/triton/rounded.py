@@ -12,7 +12,7 @@ import triton.language as tl
 from loka.kernels.gemm.epilogue import ROUNDED_LARGEST, ROUNDED_PARTS, STEP_CARRY, STEP_EXPONENT, STEP_LEAST
 from loka.kernels.triton.pack import INTERPRETED
 
-_CARRY, _EXPONENT, _LEAST = (tl.constexpr(bits) for bits in (STEP_CARRY, STEP_EXPONENT, STEP_LEAST))
+_STEP_CARRY, _STEP_EXPONENT, _STEP_LEAST = (tl.constexpr(bits) for bits in (STEP_CARRY, STEP_EXPONENT, STEP_LEAST))
 _LARGEST, _PARTS = tl.constexpr(ROUNDED_LARGEST), tl.constexpr(float(ROUNDED_PARTS))
 _INTEGERS = tl.constexpr(1.5 * 2.0**23 + 128 * ROUNDED_PARTS - 1)
 _COMPILED = tl.constexpr(not INTERPRETED)
@@ -24,7 +24,7 @@ _NARROW = tl.constexpr("{.reg .b32 both; prmt.b32 both, $1, $2, 0x0051; cvt.u16.
 def step_of(largest):
     """The step for rows whose largest magnitude is `largest` float32; NaN where that is not finite."""
     bits = largest.to(tl.int32, bitcast=True)
-    power = tl.maximum(((bits + _CARRY) & 0x7F800000) - _EXPONENT, _LEAST)
+    power = tl.maximum(((bits + _STEP_CARRY) & 0x7F800000) - _STEP_EXPONENT, _STEP_LEAST)
     step = tl.where(bits == 0, 0, power).to(tl.float32, bitcast=True)
     return tl.where(largest < _LARGEST, step, float("nan"))
 
