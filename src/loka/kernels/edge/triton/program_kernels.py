@@ -39,7 +39,7 @@ class Launch(NamedTuple):
         launch(self.kernel, (programs, 1), tuple(values), {}, **options)
 
     def resident(self, arguments: dict[str, Any]) -> tuple[int, int]:
-        """How many programs the GPU holds at once, and the limit of registers by which it is so many."""
+        """How many programs walk at once, and the limit of registers by which the GPU holds so many."""
         if INTERPRETED:
             return 3, 0
         device = arguments["leaf0_ptr"].device
@@ -49,7 +49,7 @@ class Launch(NamedTuple):
             registers, limit = free.n_regs, 0
             if _MANY < registers <= _TOO_MANY and self._compiled(arguments, _MANY).n_spills <= _FEW_SPILLS:
                 registers = limit = _MANY
-            each = min(65536 // (-(-registers // 8) * 8 * 32 * self.warps), 64 // self.warps, 32)
+            each = min(65536 // (-(-registers // 8) * 8 * 32 * self.warps), 64 // self.warps, _WALKERS)
             each = min(each, _SHARED // (free.metadata.shared + 1024))
             _RESIDENT[key] = max(each, 1) * multiprocessors(device), limit
         return _RESIDENT[key]
@@ -85,6 +85,7 @@ _SPILLED: dict[Any, int] = {}
 _MANY, _TOO_MANY = 128, 200  # registers of a thread, above which a multiprocessor holds less than 16 warps
 _SHARED = 228 << 10  # bytes of a multiprocessor, of which each program takes 1024 more than its own
 _AHEAD, _MOST_AHEAD = 16 << 10, 160 << 10  # of them, into which a warp and a program may read ahead
+_WALKERS = 8  # on a multiprocessor: each leaves a partial sum, and the second kernel reads all of them
 _FEW_SPILLS = 32  # words that a thread may keep in memory for that
 
 

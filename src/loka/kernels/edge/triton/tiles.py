@@ -32,7 +32,7 @@ class Tile:
         vector: neighbours that a thread of it holds.
         held: elements of rows in a thread, about; a row is the least.
         stages: groups of rows that a program which walks holds at once: all but one are still read.
-        walkers: programs that leave partial sums over rows, about; 0 for as many as the GPU holds at once.
+        walkers: programs that leave partial sums over rows, about; 0 for as many as the GPU is to hold at once.
         direct: bytes of an element's leaves up to which the transposed value is computed by the second kernel
             from them, instead of being kept as bytes by the first.
         high, wide, tall_warps: of the second kernel.
@@ -46,7 +46,7 @@ class Tile:
     stages: int = 3
     walkers: int = 0
     direct: int = 1
-    high: int = 128
+    high: int = 64
     wide: int = 128
     tall_warps: int = 4
     turns: int = 32
