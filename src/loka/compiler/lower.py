@@ -130,7 +130,8 @@ def _quantize_input(
     writer = Writer(cone, {})
     row = any(not each.integers or each.wants_weight for each in readers)
     program = writer.program(gradient=writer.index_of(site.x), row=row, integers=integers)
-    normed = normed_input(emitter, site, joined, writer, program, products.values())
+    keep = any(each.backward is not None for each in readers)
+    normed = normed_input(emitter, site.x, joined, writer, program, products.values(), keep=keep)
     if normed is not None:
         own, product = normed
         products[product.site.node] = product

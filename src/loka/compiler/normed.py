@@ -106,20 +106,26 @@ class Product:
 
 
 def normed_input(
-    emitter: Emitter, site: JointSite, joined: set[Node], writer: Writer, program: Program, products: Iterable[Product]
+    emitter: Emitter,
+    x: Node,
+    joined: set[Node],
+    writer: Writer,
+    program: Program,
+    products: Iterable[Product],
+    *,
+    keep: bool,
 ) -> tuple[Low, Product] | None:
-    """x of `site` out of the epilogue of the GEMM before it, together with that GEMM's product as backward reads it.
+    """x of sites out of the epilogue of the GEMM before them, together with that GEMM's product as backward reads it.
     None where the program is no epilogue, or where another node reads in forward what would no longer be in memory.
-    `joined`: nodes of sites, which get x as it is quantized for this one.
+    `joined`: nodes of sites, which get x as it is quantized for these. `keep`: whether one of them has a backward.
     """
     fitting = _fitting(writer, program, products)
     if fitting is None:
         return None
     product, epilogue = fitting
     inside = writer.cone.inside | {product.node}
-    if not _do_without(_readers(inside), site.x, joined):
+    if not _do_without(_readers(inside), x, joined):
         return None
-    keep = site.backward is not None
     data, inverse, scales, product = _emitted(emitter, product, epilogue, writer, keep=keep)
     scale = emitter.constant(epilogue.scale, value_of(data).device)
     return Low(data=data, scale=scale, finite=inverse, scales=scales if keep else None), product

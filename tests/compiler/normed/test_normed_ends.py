@@ -115,10 +115,20 @@ def test_layers_on_both_sides_of_a_last_epilogue_are_one_region(trained):
     assert loka.regions(joined).applied == (("tower.0", "tower.3", "next"),)
 
 
-def _deep():
+def _deep(kind=nn.Sequential):
     torch.manual_seed(0)
     blocks = [nn.Sequential(nn.Linear(64, 64, bias=False), BlockNorm(64, 64), nn.SiLU()) for _ in range(4)]
-    return nn.Sequential(*blocks, nn.Linear(64, 32))
+    return kind(*blocks, nn.Linear(64, 32))
+
+
+class Watched(nn.Sequential):
+    """A layer without backward is the first to read what another trains on."""
+
+    def forward(self, x):
+        h = self[1](self[0](x))
+        with torch.no_grad():
+            seen = self[4](h)
+        return self[4](self[3](self[2](h))) + seen
 
 
 def _with_rows(x, size):
@@ -135,12 +145,13 @@ def test_rows_of_zeros_leave_the_gradients_of_weights_to_others(x, frozen):
     check(model, 4, _with_rows(x, 0.0))
 
 
+@pytest.mark.parametrize("kind", [nn.Sequential, Watched])
 @pytest.mark.parametrize(("size", "all_of_them"), [(1e-20, True), (1e-9, True), (1e-8, True), (1e-7, False)])
-def test_rows_that_vanish_in_forward_vanish_in_backward(size, all_of_them):
+def test_rows_that_vanish_in_forward_vanish_in_backward(size, all_of_them, kind):
     """Their x8 is zero, so that each norm behind divides by the root of eps: by gradients that did not know it, rows
     of 1e-8 had weights' gradients wrong by 20 times their size. The rest is what two of 70 rows contribute.
     """
-    model, x = _deep(), _with_rows(X, size)
+    model, x = _deep(kind), _with_rows(X, size)
     _, joined, backend = compiled(model, x)
     _, (expected,) = run(model, x)
     _, (found,) = run(torch.compile(joined, backend=backend), x)

@@ -183,8 +183,11 @@ def column_sum(node: Node, matrix: Matrix) -> Node | None:
 
 
 def _in_low(comparison: Node, low: Mapping[Node, Low]) -> Node | None:
-    """The FP8 data of the joined input that is compared with zero here; None if there is no such input."""
-    if args_of(comparison)[1] != 0:
+    """The FP8 data of the joined input that is compared with zero here; None if there is no such input.
+
+    A mask that forward reads is not ReLU's own: what it let through has a gradient, however small the input is.
+    """
+    if args_of(comparison)[1] != 0 or not all(map(in_backward, comparison.users)):
         return None
     node = args_of(comparison)[0]
     while isinstance(node, Node):
