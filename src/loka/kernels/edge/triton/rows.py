@@ -151,7 +151,11 @@ class _Rows(Lines):
     def _take_turns(self, before: Sequence[int]) -> None:
         """Each reads ahead for the next one."""
         turns = [f"_t{number}" for number in range(4)]
+        column = self.code.program.column
         self.emit(f"w = tl.arange(0, {self.launch.rows})")
+        self.emit(f"q = tl.arange(0, {GROUP})")
+        if column:
+            self._read_scales()
         for number, ahead in enumerate([*turns, ""]):
             if ahead:
                 self.turn = ahead
@@ -165,12 +169,10 @@ class _Rows(Lines):
         self.turn = ""
         self._store_scales(turns)
         self.emit("along, high = padded_rows // 4, start // 4")
-        program = self.code.program
-        if program.column:
-            bits = folded("tl.maximum", [f"bits{turn}" for turn in turns])
-            self.emit(f"tl.store(tops_ptr + tl.program_id(0), tl.max({bits}, axis=0).to(tl.float32, bitcast=True))")
+        if column:
+            self._store_top()
             self._transpose("row", "column", turns)
-        if program.transposed is not None:
+        if self.launch.staged:
             self.emit("if tl.program_id(0) == 0:")
             self.emit("    tl.store(top_ptr, top)")
             self._transpose("staged", "transposed", turns)
@@ -180,9 +182,28 @@ class _Rows(Lines):
         first, second, third, fourth = (f"r{turn}" for turn in turns)
         self.let("r", f"tl.join(tl.join({first}, {third}), tl.join({second}, {fourth}))")
         self.let("r", f"tl.reshape(r, [{GROUP}])")
-        self.emit(f"q = tl.arange(0, {GROUP})")
-        live = None if self.launch.even else "q < rows - start"
-        self.emit(f"tl.store(r_ptr + start + q, r{mask_of(live)})")
+        self.emit(f"tl.store(r_ptr + start + q, r{mask_of(self._all_live())})")
+
+    def _all_live(self) -> str | None:
+        return None if self.launch.even else "q < rows - start"
+
+    def _read_scales(self) -> None:
+        """Of the input, for all turns: what is read first is there when it is needed."""
+        scales = self.launch.scales
+        if scales is None:
+            self.let("input_scale", "1.0")
+        elif scales > 1:
+            count = f"{scales}, {power_above(scales)}"
+            self.let("input_scale", f"scale_of_rows(input_scale_ptr, start + q, rows, {count})")
+        else:
+            at = f"input_scale_ptr + start + q{mask_of(self._all_live())}" if scales else "input_scale_ptr"
+            self.let("input_scale", f"tl.load({at})")
+
+    def _store_top(self) -> None:
+        """Of r times the input's scale."""
+        live, bits = self._all_live(), "magnitude_bits(r * input_scale)"
+        bits = f"tl.where({live}, {bits}, 0)" if live else bits
+        self.emit(f"tl.store(tops_ptr + tl.program_id(0), tl.max({bits}, axis=0).to(tl.float32, bitcast=True))")
 
     def _transpose(self, name: str, to: str, turns: Sequence[str]) -> None:
         below = None if self.launch.even else f"(high + w < along){self.rowwise}"
@@ -295,8 +316,6 @@ class _Rows(Lines):
         if not self.launch.turns:  # else those of all turns at once
             self._store_number("r")
         self.let("inverse_r", f"inverse_r{self.rowwise}")
-        if self.launch.turns and self.code.program.column:
-            self._note_top()
         for k in self.parts if self.launch.copy else ():
             self._store_bytes("row", f"{self.full(gradient, k)} * inverse_r", k)
         if self.code.program.integers:
@@ -315,20 +334,6 @@ class _Rows(Lines):
 
     def _store_number(self, name: str) -> None:
         self.emit(f"tl.store({name}_ptr + start + q{self.turn}, {name}{mask_of(self.live(''))})")
-
-    def _note_top(self) -> None:
-        """r times the input's scale."""
-        live, r, scales = self.live(""), f"r{self.turn}", self.launch.scales
-        row = f"start + q{self.turn}"
-        if scales is None:
-            product = f"magnitude_bits({r})"
-        elif scales > 1:
-            largest = f"scale_of_rows(input_scale_ptr, {row}, rows, {scales}, {power_above(scales)})"
-            product = f"magnitude_bits({r} * {largest})"
-        else:
-            at = f"input_scale_ptr + {row}{mask_of(live)}" if scales else "input_scale_ptr"
-            product = f"magnitude_bits({r} * tl.load({at}))"
-        self.let(f"bits{self.turn}", f"tl.where({live}, {product}, 0)" if live else product)
 
     def _store_bytes(self, name: str, text: str, k: str, cast: str = "as_bytes") -> None:
         text = f"{cast}({self.existing(text, k) if self.columns != self.code.program.features else text})"
