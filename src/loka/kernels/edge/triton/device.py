@@ -335,11 +335,16 @@ def transposed(
 
 
 @triton.jit
-def scale_of_rows(scale_ptr, row, rows, COUNT: tl.constexpr, WIDE: tl.constexpr):
-    """The largest of each row's COUNT numbers, NaN if one is. WIDE: a power of two from COUNT on."""
+def numbers_of(scale_ptr, row, rows, COUNT: tl.constexpr, WIDE: tl.constexpr):
+    """Each row's COUNT numbers, and zeros up to WIDE, a power of two."""
     b = tl.arange(0, WIDE)
     there = (row < rows)[:, None] & (b < COUNT)[None, :]
-    numbers = tl.load(scale_ptr + (row[:, None] * COUNT + b[None, :]), mask=there, other=0.0)
+    return tl.load(scale_ptr + (row[:, None] * COUNT + b[None, :]), mask=there, other=0.0)
+
+
+@triton.jit
+def largest_of(numbers):
+    """Of each row's the largest, NaN if one is."""
     return tl.max(magnitude_bits(numbers), axis=1).to(tl.float32, bitcast=True)
 
 
@@ -351,7 +356,7 @@ def store_tops(r_ptr, scale_ptr, tops_ptr, group, rows, SCALES: tl.constexpr, WI
     if SCALES == 0:
         product *= tl.load(scale_ptr)
     elif SCALES is not None:
-        product *= scale_of_rows(scale_ptr, row, rows, SCALES, WIDE)
+        product *= largest_of(numbers_of(scale_ptr, row, rows, SCALES, WIDE))
     most = tl.max(tl.where(row < rows, magnitude_bits(product), 0), axis=0)
     tl.store(tops_ptr + group, most.to(tl.float32, bitcast=True))
 
@@ -371,8 +376,8 @@ def finish_sums(part_ptr, sum_ptr, first, parts, FEATURES: tl.constexpr, WIDE: t
 DEVICE_FUNCTIONS = (
     widened, e4m3_number, e5m2_number, byte_number, maximum_of, minimum_of, relu_of, exp_of,
     inverse_of, sigmoid_of, tanh_of, erf_of, hardswish_of, normal_cdf_of, top_of, scale_above, step_above,
-    as_bytes, as_integers, half, whole, four_rows, sums_of, row_max_of, narrowed, transposed, scale_of_rows,
-    store_tops, finish_sums, magnitude_bits, inverse_of_power,
+    as_bytes, as_integers, half, whole, four_rows, sums_of, row_max_of, narrowed, transposed, numbers_of,
+    largest_of, store_tops, finish_sums, magnitude_bits, inverse_of_power,
 )  # fmt: skip
 NAMES = {"triton": triton, "tl": tl, **{function.__name__: function for function in DEVICE_FUNCTIONS}}
 """What a generated kernel's text refers to."""

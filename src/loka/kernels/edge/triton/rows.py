@@ -188,20 +188,22 @@ class _Rows(Lines):
         return None if self.launch.even else "q < rows - start"
 
     def _read_scales(self) -> None:
-        """Of the input, for all turns: what is read first is there when it is needed."""
+        """Of the input, for all turns: what is read first is there when it is needed, and no sooner."""
         scales = self.launch.scales
         if scales is None:
             self.let("input_scale", "1.0")
         elif scales > 1:
             count = f"{scales}, {power_above(scales)}"
-            self.let("input_scale", f"scale_of_rows(input_scale_ptr, start + q, rows, {count})")
+            self.let("input_scale", f"numbers_of(input_scale_ptr, start + q, rows, {count})")
         else:
             at = f"input_scale_ptr + start + q{mask_of(self._all_live())}" if scales else "input_scale_ptr"
             self.let("input_scale", f"tl.load({at})")
 
     def _store_top(self) -> None:
         """Of r times the input's scale."""
-        live, bits = self._all_live(), "magnitude_bits(r * input_scale)"
+        several = (self.launch.scales or 0) > 1
+        live, scale = self._all_live(), "largest_of(input_scale)" if several else "input_scale"
+        bits = f"magnitude_bits(r * {scale})"
         bits = f"tl.where({live}, {bits}, 0)" if live else bits
         self.emit(f"tl.store(tops_ptr + tl.program_id(0), tl.max({bits}, axis=0).to(tl.float32, bitcast=True))")
 
