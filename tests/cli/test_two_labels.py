@@ -154,6 +154,7 @@ def test_more_labels_than_the_zoo_has_logits_are_refused(folder):
     assert "--model package.module:factory" in text
 
 
+@pytest.mark.slow
 def test_limits_by_task_and_segment_from_probe_to_page(folder):
     """1000 rows hold out 200: enough for each task, and of no segment."""
     probe = ("probe", "--data", "rows", "--every", 3, "--out", "parts", "--segment", "sparse:0:1", *FEW)

@@ -224,6 +224,7 @@ class Residual(nn.Module):
         return x + self.down(torch.relu(self.up(x)))
 
 
+@pytest.mark.slow
 @torch._dynamo.config.patch(recompile_limit=2)
 def test_dynamo_does_not_give_up_on_many_blocks_of_a_class():
     """Sites have names, so that each block has a program of its own; Dynamo keeps eight of a frame, and two here."""

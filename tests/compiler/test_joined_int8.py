@@ -23,7 +23,7 @@ from loka.nn.site_ops import site_backward, site_forward
 OUTPUT = {"*/output": INT8}
 
 
-@pytest.mark.parametrize("name", sweep(MODELS, ("relu", "layer_norm_silu", "block_norm_hard_swish", "cross")))
+@pytest.mark.parametrize("name", sweep(MODELS, ("layer_norm_silu", "cross")))
 def test_joined_is_as_good_as_site_by_site(name):
     """And its forward better than that of FP8, by far."""
     x = torch.randn(100, 64, generator=torch.Generator().manual_seed(1))

@@ -139,6 +139,7 @@ def test_too_few_rows_say_how_many_are_missing_and_plans_refuse_a_limit(model):
     loka.plan(report, Budget(ne=1e-4))  # without the limit nobody needs to know
 
 
+@pytest.mark.slow
 def test_labels_that_are_alike_in_a_segment_promise_nothing(model):
     rows = [(x, torch.where((x[:, :1] > 2.0), 0.0, y)) for x, y in batches(24_000)]
     found = renew_effects(model, probed(model), rows, labels=labels_of, segment_rows=200, **ROWS)

@@ -16,6 +16,7 @@ def frozen(*names, dtype=torch.float32):
     return model
 
 
+@pytest.mark.slow
 def test_frozen_weights_need_neither_gradients_nor_an_optimizer():
     """A quarter of the weights is frozen, and kept in float32 or in bf16."""
     one = 2048 * 2048 + 2048

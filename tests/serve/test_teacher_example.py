@@ -62,6 +62,7 @@ def test_a_history_too_short_to_probe_is_refused(capsys):
     assert "and 16 of the history" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_the_example_runs_and_counts(capsys):
     """Held-out rows hit where an earlier row of the stream has their pair, counted here without a store."""
     (outcome,) = example.main(SIZES.split())

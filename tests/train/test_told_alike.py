@@ -105,6 +105,7 @@ def test_a_folder_that_another_machine_sees_later_is_one(tmp_path):
     assert on_ranks(late, 2, tmp_path / "shared") == [{"looks": 1, "left": []}, {"looks": 3, "left": []}]
 
 
+@pytest.mark.slow
 def test_evaluations_between_steps_and_other_configurations(tmp_path):
     for rank in on_ranks(job, 2, tmp_path):
         assert rank["saved"] == ROWS // 32 // 2

@@ -299,6 +299,7 @@ def test_what_each_pair_contributed(found):
     assert widths[far] == min(widths)
 
 
+@pytest.mark.slow
 def test_a_validation_says_what_spread_it_took_and_keeps_to_it(found, tmp_path):
     average = found.arms[1].average
     kl = np.mean([pair.difference.kl_percent.value for pair in found.arms[1].pairs])

@@ -89,6 +89,7 @@ def test_layers_take_turns():
     torch.testing.assert_close(model(dense, sparse, sequence, lengths), expected)
 
 
+@pytest.mark.slow
 def test_stacked_weights_run_in_fp8():
     """Experts and both halves of the compression are sites that a plan puts in FP8, and run there."""
     model, inputs = small(64)

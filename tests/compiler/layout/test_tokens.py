@@ -309,6 +309,7 @@ def test_batches_of_any_size_and_rows_that_are_not_finite():
     assert not backend.count(aten.mm.default)
 
 
+@pytest.mark.slow
 def test_inductor_takes_it():
     """One weight for all of a batch, operands that lie transposed, a stack of two weights."""
     plain = _Base(tokens=27)

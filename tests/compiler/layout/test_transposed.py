@@ -1,5 +1,6 @@
 """What a region reads transposed: one copy in the graph, which Inductor can fuse, and none inside of an op."""
 
+import pytest
 import torch
 from converted import assert_as_good, converted, plan_for, run
 from joint import JointBackend
@@ -45,6 +46,7 @@ def test_leaves_lie_in_rows():
     assert_as_good(joined, by_site, model, found, run(by_site, x), run(model, x))
 
 
+@pytest.mark.slow
 def test_inductor_lays_what_an_op_reads(monkeypatch, tmp_path):
     """It takes a clone for values alone, and laid the copy as it liked: the op made another one."""
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))

@@ -12,6 +12,7 @@ import pytest
 import torch
 from fake_cublaslt import fake_cublaslt
 from fake_libraries import fake_deep_gemm, fake_fbgemm, fake_torchao, module
+from sweeps import sweep
 
 from loka.cli.commands.doctor import diagnose
 from loka.core.exceptions import LokaError
@@ -80,7 +81,7 @@ def problem_of(gemm, sides, dtype, target="sm_90"):
     return Problem(gemm=gemm, m=m, n=n, k=k, dtype=dtype_name(dtype), target=target)
 
 
-@pytest.mark.parametrize("kind", LAYOUTS)
+@pytest.mark.parametrize("kind", sweep(LAYOUTS, ("strange",)))
 @pytest.mark.parametrize("gemm", list(Gemm))
 @pytest.mark.parametrize("candidate", ADAPTED, ids=lambda c: c.name)
 def test_numbers_are_those_of_the_reference(candidate, gemm, kind, fakes):

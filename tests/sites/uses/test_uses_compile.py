@@ -59,6 +59,7 @@ def test_fullgraph(name):
     _compare(known, model, torch.compile(model, fullgraph=True, backend="aot_eager"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", sweep(INDUCTOR, ("slices",)))
 def test_fullgraph_by_inductor(name):
     known = planned(name)

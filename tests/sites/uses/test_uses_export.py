@@ -100,6 +100,7 @@ def test_strict_export_takes_no_checkpoints_with_or_without_loka(name):
     assert errors[0] is errors[1]
 
 
+@pytest.mark.slow
 def test_e1_saved_programs_in_a_fresh_process_beside_another_model(tmp_path):
     """Strict and not: each gives what it gave here, by FP8 kernels, whatever else is converted there."""
     plan_of(nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 1)), torch.randn(8, 64)).save(

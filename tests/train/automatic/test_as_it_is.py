@@ -52,7 +52,8 @@ def seen(monkeypatch):
     return found
 
 
-@pytest.mark.parametrize("step", ["eager", pytest.param("compile", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("step", ["eager", "compile"])
 def test_auto_plans_by_fresh_rows(step, seen, tmp_path):
     said = []
     config = replace(CONFIG, step=step)
@@ -63,6 +64,7 @@ def test_auto_plans_by_fresh_rows(step, seen, tmp_path):
     assert all(effect.log_variance > 0 for effect in effects), "training goes on, and H is counted"
 
 
+@pytest.mark.slow
 def test_auto_without_fresh_rows_says_so(seen):
     said = []
     rows = RandomRows(16 * 5)
@@ -83,6 +85,7 @@ def test_auto_promises_nothing_on_labels_that_are_all_equal(seen):
     assert auto.plan.budget.ne == NE_ALLOWED
 
 
+@pytest.mark.slow
 def test_training_with_a_renewal_is_bitwise_training_without(monkeypatch):
     quiet = replace(AUTO, budget=Budget(keep=("*",)))
     with_it, without = tower(0), tower(0)

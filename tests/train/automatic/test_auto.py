@@ -82,6 +82,7 @@ def test_a_folder_that_takes_no_file_is_told_before_the_first_step(tmp_path):
     assert not steps
 
 
+@pytest.mark.slow
 def test_until_it_converts_it_is_the_bf16_run(tmp_path):
     stop = stop_at(PROBED)
     plain = tower()
@@ -108,17 +109,8 @@ def whole():
     return run()
 
 
-@pytest.mark.parametrize(
-    "stop",
-    [
-        pytest.param(4, marks=pytest.mark.slow),
-        pytest.param(11, marks=pytest.mark.slow),
-        pytest.param(PROBED, marks=pytest.mark.slow),
-        "measuring",
-        pytest.param(19, marks=pytest.mark.slow),
-        pytest.param(29, marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("stop", [4, 11, PROBED, "measuring", 19, 29])
 def test_killed_in_any_phase_it_goes_on_there(tmp_path, whole, stop):
     straight, all_through, expected, _ = whole
     killed = stop_at(stop, KilledWhileMeasuring)  # nothing is saved: it goes on from the last checkpoint
@@ -139,6 +131,7 @@ def test_killed_in_any_phase_it_goes_on_there(tmp_path, whole, stop):
     assert [event.phase for event in events] == ["probe", "measure", "fp8", "end"]
 
 
+@pytest.mark.slow
 def test_a_run_that_ends_before_its_plan_says_so():
     _, auto, result, _ = run(replace(AUTO, least_steps=STEPS, most_steps=STEPS + 1))
     assert (auto.phase, result.plan) == ("probe", None)
@@ -207,8 +200,9 @@ def test_few_samples_do_not_tell_how_far_a_model_moves(monkeypatch):
     assert with_looks < factor() / 2
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("without_fresh_rows")
-@pytest.mark.parametrize(("most", "ends"), [(20, 12), pytest.param(10, 10, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("most", "ends"), [(20, 12), (10, 10)])
 def test_the_probe_goes_on_while_effects_move_by_orders_of_magnitude(most, ends, monkeypatch, tmp_path):
     """Asked again at twice the steps, or at the most; a run killed meanwhile goes on alike."""
 
@@ -233,6 +227,7 @@ def test_the_probe_goes_on_while_effects_move_by_orders_of_magnitude(most, ends,
     assert digest(again.state_dict()) == digest(model.state_dict())
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("without_fresh_rows")
 @pytest.mark.parametrize(("unknown", "ends"), [("", 12), ("its labels are all alike", 6)])
 def test_the_probe_goes_on_while_a_task_is_not_known_well_enough(unknown, ends, monkeypatch):
@@ -270,6 +265,7 @@ def with_effects(terms):
     return replace(stats, layers=layers)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("without_fresh_rows")
 def test_the_default_budget_is_one_of_ne_where_effects_are_known(tmp_path):
     _, auto, _, _ = run(replace(AUTO, budget=None))
@@ -287,6 +283,7 @@ def test_a_budget_without_a_limit_on_ne_is_told_with_the_reason():
         assert said.pop() == f"nothing limits KL/H, of which no effect is known: {why}"
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("without_fresh_rows")
 def test_where_nothing_may_be_fp8_it_stays_in_bf16(tmp_path):
     plain = tower()
@@ -328,6 +325,7 @@ def test_a_mistake_is_an_error(tmp_path):
         run(replace(AUTO, candidates=("nonsense:rowwise_e4m3",)))
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("without_fresh_rows")
 def test_another_budget_is_another_run(tmp_path):
     run(folder=tmp_path)

@@ -100,6 +100,7 @@ def test_a_plan_that_is_faster_stays_and_so_does_one_that_may_be_slow(monkeypatc
     assert (auto.phase, bool(sites_of(model))) == ("fp8", True)
 
 
+@pytest.mark.slow
 def test_of_too_few_steps_nothing_is_said_to_be_known(monkeypatch):
     for milliseconds in ((None, 9.0), (10.0, None)):
         on_a_gpu(monkeypatch, *milliseconds)
@@ -128,6 +129,7 @@ def test_a_run_that_was_killed_goes_on_to_its_verdict(monkeypatch, tmp_path):
     assert run(folder=tmp_path / "cpu")[1].phase == "fp8"
 
 
+@pytest.mark.slow
 def test_back_in_bf16_it_trains_as_bf16_does(monkeypatch, tmp_path):
     """From the verdict on: as a run that goes on from there without any plan."""
     on_a_gpu(monkeypatch, 10.0, 11.0)
@@ -140,6 +142,7 @@ def test_back_in_bf16_it_trains_as_bf16_does(monkeypatch, tmp_path):
     assert digest(run()[0].state_dict()) == digest(model.state_dict())
 
 
+@pytest.mark.slow
 def test_steps_of_other_rows_are_not_compared(monkeypatch, tmp_path):
     """A run may go on with other ranks, each of which has other rows in a step."""
     on_a_gpu(monkeypatch, 10.0)

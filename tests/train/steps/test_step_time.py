@@ -68,6 +68,7 @@ def test_a_step_is_that_of_training_but_for_the_tables(losses):
             assert torch.equal(parameter.grad, expected[name].grad), name
 
 
+@pytest.mark.slow
 def test_an_arm_that_fails_is_a_result_and_the_others_go_on(losses):
     batch = next(iter(SyntheticClicks(rows=64, seed=0).batches(8)))
 
@@ -274,6 +275,7 @@ def test_bench_step_from_the_command_line(losses, tmp_path, monkeypatch):
     assert (tmp_path / "plan.json").exists()
 
 
+@pytest.mark.slow
 def test_a_model_of_single_layers_is_timed_compiled(losses, without_inductor):
     """Tables in it begin no graph anew, and have no gradient."""
 
