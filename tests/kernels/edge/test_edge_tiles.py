@@ -17,6 +17,7 @@ from loka.kernels.edge.program import program_of
 from loka.kernels.edge.triton import program_kernels as fused
 from loka.kernels.edge.triton.tiles import tile_of
 from loka.kernels.edge.triton.values import Code
+from loka.kernels.edge.twin import run_program
 
 
 def dtypes(case):
@@ -153,3 +154,17 @@ def test_rows_of_several_parts_are_right(make, features, device):
     for rows in (1, 67):
         leaves, given = all_of(case, rows, device)
         check(case, leaves, rows, given, exact=False)
+
+
+@pytest.mark.parametrize("numbers", [2, 5])
+def test_of_several_scales_of_a_row_the_largest_counts(numbers, device):
+    case = relu(24)
+    for rows in (33, 100):
+        leaves, (scale, *given) = all_of(case, rows, device)
+        several = torch.stack([scale.roll(number) for number in range(numbers)], dim=1)
+        check(case, leaves, rows, (several, *given), exact=True)
+        tops = case.program.outputs.index("tops")
+        one, other = (run_program(case.program, leaves, rows, s, *given)[tops] for s in (several.amax(1), several))
+        assert torch.equal(one, other)
+        several[5, 1] = torch.nan
+        check(case, leaves, rows, (several, *given), exact=True)

@@ -239,20 +239,6 @@ def test_results_need_not_be_elements(kind, device):
         assert torch.equal(found[sums], expected[sums])
 
 
-@pytest.mark.parametrize("numbers", [2, 5])
-def test_of_several_scales_of_a_row_the_largest_counts(numbers, device):
-    case = relu(24)
-    for rows in (33, 100):
-        leaves, (scale, *given) = all_of(case, rows, device)
-        several = torch.stack([scale.roll(number) for number in range(numbers)], dim=1)
-        check(case, leaves, rows, (several, *given), exact=True)
-        tops = case.program.outputs.index("tops")
-        one, other = (run_program(case.program, leaves, rows, s, *given)[tops] for s in (several.amax(1), several))
-        assert torch.equal(one, other)
-        several[5, 1] = torch.nan
-        check(case, leaves, rows, (several, *given), exact=True)
-
-
 @pytest.mark.parametrize(("features", "stages"), [(1024, 3), (8192, 2), (16384, 1)])
 def test_what_is_read_ahead_fits_into_memory(features, stages):
     """A kernel that asks for more than a multiprocessor has would not start."""
