@@ -74,18 +74,13 @@ def _normed_gemm_fake(
     inverse = a.new_empty(rows, columns // block, dtype=torch.float32)
     if not keep:
         return data, inverse, *_nothing(a)
-    return (
-        data,
-        inverse,
-        torch.empty_like(data, dtype=torch.uint8),
-        torch.empty_like(inverse),
-        torch.empty_like(inverse),
-    )
+    steps, scales = (torch.empty_like(inverse) for _ in range(2))
+    return data, inverse, torch.empty_like(data, dtype=torch.uint8), steps, scales
 
 
 def _nothing(like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    one, other = (like.new_empty(0, dtype=torch.float32) for _ in range(2))
-    return like.new_empty(0, dtype=torch.uint8), one, other
+    steps, scales = (like.new_empty(0, dtype=torch.float32) for _ in range(2))
+    return like.new_empty(0, dtype=torch.uint8), steps, scales
 
 
 normed_gemm = registered("loka::normed_gemm", _normed_gemm, _normed_gemm_fake)
