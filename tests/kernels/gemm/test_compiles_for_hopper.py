@@ -32,7 +32,7 @@ def built(config, norm, keep, rows, activation, dtype):
     types = {
         "a": tile("fp8e4nv", (config.block_m, config.block_k)), "w": tile("fp8e4nv", (width, config.block_k)),
         "out": tile(KINDS[dtype], part), "z": tile("u8" if keep else KINDS[dtype], part),
-        **dict.fromkeys(("inverse_ptr", "steps_ptr", "scale_a_ptr", "scale_w_ptr"), "*fp32"),
+        **dict.fromkeys(("inverse_ptr", "steps_ptr", "scales_ptr", "scale_a_ptr", "scale_w_ptr"), "*fp32"),
         **dict.fromkeys(("rows", "columns", "inner"), "i32"),
     }
     constants = dict(
