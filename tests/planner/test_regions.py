@@ -367,7 +367,7 @@ def test_counters_that_lie_where_others_lay_know_nothing():
     site.health = torch.frombuffer(memory, dtype=torch.int64).view(3, 3)
     listed = loka.regions(model)
     assert not listed.applied
-    assert listed.apart == {"0": "it has not run yet: call the compiled model"}
+    assert listed.apart == {"0": "it has not run yet, or on no rows: call the compiled model"}
 
 
 def test_a_site_that_never_runs_where_others_do_is_told_so():

@@ -16,10 +16,10 @@ _EAGER = (
     "it ran, but not compiled by Inductor with LoKA's pass: eagerly, or by another backend; or its graph has "
     "no site that fits a region"
 )
-_NOT_RUN = "it has not run yet: call the compiled model"
+_NOT_RUN = "it has not run yet, or on no rows: call the compiled model"
 _BYPASSED = (
-    "it has not run, and other sites have: what ran does not call it, or multiplies by its weight in another way than "
-    "the probed step did, in high precision"
+    "it has not run, and other sites have: what ran does not call it, calls it on no rows, or multiplies by its weight "
+    "in another way than the probed step did, in high precision"
 )
 
 
