@@ -89,7 +89,7 @@ def measure(
         raise LokaError(
             "these statistics hold no layer to measure",
             why=[f"{path}: {reason}" for path, reason in stats.skipped.items()],
-            way_out="probe at least one step, with gradients enabled",
+            way_out="probe a step with gradients enabled, of layers whose weights are parameters (docs/sites.md)",
         )
     if time_limit is not None and not time_limit >= 0:
         raise LokaError(f"time_limit is {time_limit}; seconds, 0 or more", way_out="leave it out for no limit")
