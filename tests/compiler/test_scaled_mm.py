@@ -33,7 +33,7 @@ def _tower(kernel, *sides):
 BATCHES = tuple(itertools.product((1, 7, 64), (False, True)))  # rows, dynamic
 
 
-@pytest.mark.parametrize(("rows", "dynamic"), sweep(BATCHES, BATCHES[::3] + BATCHES[-2:-1]))
+@pytest.mark.parametrize(("rows", "dynamic"), sweep(BATCHES, [(1, False), (7, True)]))
 def test_the_bits_are_those_of_the_op_in_python(monkeypatch, rows, dynamic):
     model = _tower("torch", 64, 32, 48, 64)
     x = torch.randn(rows, 64)
