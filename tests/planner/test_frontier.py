@@ -41,6 +41,7 @@ def test_the_knee_is_where_ne_stops_buying_more_than_its_share():
     found = frontier(outputs(**THREE))
     assert found.knee.spent == pytest.approx(2e-5)
     lines = str(found).splitlines()
+    assert "in eight bits" in lines[1]
     assert [line.split()[0] for line in lines if line.endswith("knee")] == [f"{found.knee.budget:.2e}"]
     assert "hp takes 300 us" in lines[-1]
 

@@ -1,9 +1,9 @@
 """What each budget of KL/H buys: plans over a range of `Budget.ne`, so that a user picks the knee.
 
-    saved(plan) = sum over FP8 sites of (hp time - time)
+    saved(plan) = sum over sites in eight bits of (hp time - time)
 
 All points have one base, the hp time of all measured sites. Without times FLOPs stand for them,
-halved in FP8 (planner/choice/ne_budget.py).
+halved in eight bits (planner/choice/ne_budget.py).
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -62,7 +62,7 @@ class Frontier:
         return next(point for point in self.points if point.knee)
 
     def __str__(self) -> str:
-        header = ("budget", "predicted KL/H", "upper end", "sites in FP8", "time", "speed-up", "saved per 1e-6", "")
+        header = ("budget", "predicted KL/H", "upper end", "in eight bits", "time", "speed-up", "saved per 1e-6", "")
         rows = []
         for before, point in zip((None, *self.points), self.points, strict=False):
             rate = "-"
@@ -115,7 +115,7 @@ def frontier(
     parts = tasks or (WHOLE,)
     if all(everything.kl_of(part) is None for part in parts):
         raise LokaError(
-            f"no FP8 candidate of {report.model.name} has an estimate of its KL/H within this budget",
+            f"no candidate of {report.model.name} has an estimate of its KL/H within this budget",
             why=list(everything.notes[:4]),
             way_out=WAY_OUT,
         )

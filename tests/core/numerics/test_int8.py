@@ -122,7 +122,9 @@ def test_rules_of_cuda():
     assert rules(small, candidate.recipe) == "M=3 is not above 16"
     assert rules(Problem(**{**vars(small), "m": 17}), candidate.recipe) == "K=21 is not a multiple of 8"
     assert "sm_70" in str(candidate.illegal(Problem(**{**vars(small), "target": "sm_70"})))
-    assert "float64" in str(candidate.illegal(Problem(**{**vars(small), "dtype": "float64"})))
+    wide = Problem(**{**vars(small), "dtype": "float64"})
+    told = [str(candidate_named(f"{kernel}:int8_row").illegal(wide)) for kernel in ("torch_int8", "emulated")]
+    assert all("float64" in reason and "FP8" not in reason for reason in told)
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])

@@ -121,6 +121,7 @@ def test_the_gate():
         )
 
     assert made(1.5e-5, 1e-5).additive
+    assert "in eight bits" in str(made(1.5e-5, 1e-5))
     assert "additive: within" in str(made(1.5e-5, 1e-5))
     assert made(1.7e-5, 1e-5).additive is False
     assert made(0.5e-5, 1e-5).additive is False

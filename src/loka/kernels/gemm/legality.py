@@ -62,10 +62,6 @@ def misaligned(problem: Problem, *, m: int = 1, n: int = 1, k: int = 1) -> str |
 
 
 def not_float64(problem: Problem) -> str | None:
-    return "float64 results: FP8 GEMMs accumulate in float32" if problem.dtype == "float64" else None
-
-
-def integers_not_float64(problem: Problem) -> str | None:
     return "float64 results: sums are scaled in float32" if problem.dtype == "float64" else None
 
 

@@ -72,7 +72,7 @@ class JointEffect:
         return None if self.budget is None else self.measured.high <= self.budget
 
     def __str__(self) -> str:
-        lines = [f"joint effect of {self.sites} FP8 output GEMMs on {self.rows} rows: KL/H {self.measured}"]
+        lines = [f"joint effect of {self.sites} output GEMMs in eight bits on {self.rows} rows: KL/H {self.measured}"]
         if self.predicted is not None and self.ratio is not None:
             verdict = {
                 True: f"additive: within {ADDITIVE[0]} and {ADDITIVE[1]}",

@@ -9,14 +9,14 @@ from loka.core.numerics.reference import Quantized
 from loka.core.problem import Problem
 from loka.core.recipe import Recipe
 from loka.kernels.gemm.kernel import Kernel, PaddedTo
-from loka.kernels.gemm.legality import integers_not_float64, misaligned, not_hopper, undefined
+from loka.kernels.gemm.legality import misaligned, not_float64, not_hopper, undefined
 from loka.kernels.gemm.libraries import no_triton
 
 _ALIGNED = 16  # bytes: the rows of what the tensor memory accelerator loads, whatever M and N are
 
 
 def _unsupported(problem: Problem, recipe: Recipe) -> str | None:
-    refused = undefined(problem, recipe) or integers_not_float64(problem)
+    refused = undefined(problem, recipe) or not_float64(problem)
     if refused:
         return refused
     slow = "is built for the INT8 tensor cores of sm_90"  # later GPUs have few, as the B300
