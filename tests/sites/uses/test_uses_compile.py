@@ -60,7 +60,7 @@ def test_fullgraph(name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", sweep(INDUCTOR, ("slices",)))
+@pytest.mark.parametrize("name", INDUCTOR)
 def test_fullgraph_by_inductor(name):
     known = planned(name)
     model = known.converted()

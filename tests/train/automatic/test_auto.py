@@ -6,6 +6,7 @@ import torch
 from fp8_run import AUTO, CONFIG, PROBED, digest, tower
 from models import stats_of
 from small_run import RandomRows, stop_at
+from sweeps import sweep
 
 import loka
 from loka.core.budget import Budget
@@ -109,8 +110,7 @@ def whole():
     return run()
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("stop", [4, 11, PROBED, "measuring", 19, 29])
+@pytest.mark.parametrize("stop", sweep([4, 11, PROBED, "measuring", 19, 29], ["measuring"]))
 def test_killed_in_any_phase_it_goes_on_there(tmp_path, whole, stop):
     straight, all_through, expected, _ = whole
     killed = stop_at(stop, KilledWhileMeasuring)  # nothing is saved: it goes on from the last checkpoint

@@ -134,7 +134,6 @@ def failing(tmp_path_factory):
     return on_ranks(failures, WORLD, tmp_path_factory.mktemp("failing"))
 
 
-@pytest.mark.slow
 def test_two_ranks_turn_to_fp8_as_one(ranks):
     first, second = (rank["straight"] for rank in ranks)
     assert first["alike"] == second["alike"]

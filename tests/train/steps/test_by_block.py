@@ -74,7 +74,6 @@ def test_a_step_by_block_trains_alike_on_a_cpu(monkeypatch):
     trains_alike("cpu")
 
 
-@pytest.mark.slow
 def test_graphs_keep_the_addresses_that_ops_write_to_without_saying_so():
     """Of other inputs torch's graphs take copies: what was counted there would be lost."""
     model = Foreign()
