@@ -155,15 +155,16 @@ def test_rows_of_several_parts_are_right(make, features, device):
         check(case, leaves, rows, given, exact=False)
 
 
-@pytest.mark.parametrize("numbers", [2, 5])
-def test_of_several_scales_of_a_row_the_largest_counts(numbers, device):
-    case = relu(24)
+@pytest.mark.parametrize(("make", "numbers"), [(relu, 2), (gelu, 2), (gelu, 5)])
+def test_of_several_scales_of_a_row_the_largest_counts(make, numbers, device):
+    """By the kernel that transposes in turns, which sums over rows exclude, and by the other."""
+    case = make(24)
     for rows in (33, 100):
         leaves, (scale, *given) = all_of(case, rows, device)
         several = torch.stack([scale.roll(number) for number in range(numbers)], dim=1)
-        check(case, leaves, rows, (several, *given), exact=True)
+        check(case, leaves, rows, (several, *given), exact=make is relu)
         tops = case.program.outputs.index("tops")
         one, other = (run_program(case.program, leaves, rows, s, *given)[tops] for s in (several.amax(1), several))
         assert torch.equal(one, other)
         several[5, 1] = torch.nan
-        check(case, leaves, rows, (several, *given), exact=True)
+        check(case, leaves, rows, (several, *given), exact=make is relu)

@@ -136,7 +136,7 @@ def rounded(z: torch.Tensor, epilogue: Epilogue) -> Rounded:
     parts = (blocks.double() * inverse * ROUNDED_PARTS - 1).nan_to_num(0).round().to(torch.int32)
     values = (parts // ROUNDED_PARTS + 128).to(torch.uint8).view(z.shape)
     bounds = blocks.abs().amax(dim=2) * kept_inverse(z, epilogue)  # no activation makes a value larger
-    return Rounded(values, steps, scale_above(bounds).clamp_max(epilogue.scale))
+    return Rounded(values, steps, scale_above(bounds))
 
 
 def _step(largest: torch.Tensor) -> torch.Tensor:

@@ -117,7 +117,6 @@ def _normalize(
     column,
     rows,
     columns,
-    LIMIT: tl.constexpr,
     KEEP: tl.constexpr,
     BLOCK_M: tl.constexpr,
     WIDTH: tl.constexpr,
@@ -125,8 +124,7 @@ def _normalize(
 ):
     """Of z = acc * scale, `scale` a number or one a row, in a tile that begins at `row` and `column`: writes
     1 / rms of every row and block, and where z is kept its steps and the result's scales. Returns what acc is
-    multiplied by to be normalized, and to be counted in steps: as wide as `acc`, or 1. VANISHING, LIMIT: `vanishing`
-    and `scale` of Epilogue.
+    multiplied by to be normalized, and to be counted in steps: as wide as `acc`, or 1. VANISHING: Epilogue.vanishing.
 
     The sum is of unscaled squares, which neither overflow nor vanish: e4m3 products lie in 2^-18 .. 2^18.
     """
@@ -147,7 +145,7 @@ def _normalize(
         step = step_of(tl.where(inverse > 0.0, largest, float("nan")))
         tl.store(steps_ptr + indices, step * scale, mask=there)
         alone, _ = scale_above(magnitude_bits(largest * scale * kept))
-        tl.store(scales_ptr + indices, tl.where(alone > LIMIT, LIMIT, alone), mask=there)  # NaN stays
+        tl.store(scales_ptr + indices, alone, mask=there)
         parts = _widened(inverse_of_power(step), BLOCK_M, WIDTH, BLOCK)
     tl.store(inverse_ptr + indices, kept, mask=there)
     return factor, parts
@@ -306,7 +304,7 @@ def _gemm(
         if PARTS == 1 or NORM == BLOCK_N:
             factor, parts = _normalize(
                 acc, scale, EPS, VANISHING, inverse_ptr, steps_ptr, scales_ptr, row, column, rows, columns,
-                1.0 / INVERSE, KEEP, BLOCK_M, BLOCK_N, NORM,
+                KEEP, BLOCK_M, BLOCK_N, NORM,
             )  # fmt: skip
         if PARTS == 1:
             _finish(
@@ -320,7 +318,7 @@ def _gemm(
             if NORM < BLOCK_N:
                 factor, parts = _normalize(
                     first, scale, EPS, VANISHING, inverse_ptr, steps_ptr, scales_ptr, row, column, rows, columns,
-                    1.0 / INVERSE, KEEP, BLOCK_M, BLOCK_N // 2, NORM,
+                    KEEP, BLOCK_M, BLOCK_N // 2, NORM,
                 )  # fmt: skip
             _finish(
                 first, factor, parts, out, z, row, column, rows, columns,
@@ -329,7 +327,7 @@ def _gemm(
             if NORM < BLOCK_N:
                 factor, parts = _normalize(
                     second, scale, EPS, VANISHING, inverse_ptr, steps_ptr, scales_ptr, row, half, rows, columns,
-                    1.0 / INVERSE, KEEP, BLOCK_M, BLOCK_N // 2, NORM,
+                    KEEP, BLOCK_M, BLOCK_N // 2, NORM,
                 )  # fmt: skip
             _finish(
                 second, factor, parts, out, z, row, half, rows, columns,
