@@ -32,6 +32,7 @@ def test_code_blocks_run(page, tmp_path):
         assert shown.strip() in printed
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "example",
     # Beside the others are pages with much the same code.

@@ -33,6 +33,7 @@ with loka.Probe(model, every=2):
     subprocess.run([sys.executable, "-c", script], check=True, cwd=ROOT)
 
 
+@pytest.mark.slow
 def test_importing_loka_and_its_models_leaves_triton_alone():
     """It reads its environment when it is first imported, which is for the user to decide until then."""
     script = "import sys, loka.zoo; assert 'triton' not in sys.modules"

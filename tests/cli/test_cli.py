@@ -31,6 +31,7 @@ def test_doctor_explains_every_candidate(tmp_path):
     assert "UnknownName" in loka("doctor", "--target", "h-200", cwd=tmp_path, fails=True)
 
 
+@pytest.mark.slow
 def test_stage_by_stage(folder):
     text = loka("train", "--model", "dlrm", *SMALL, "--plan", "plan.json", cwd=folder)
     assert "sites in FP8" in text

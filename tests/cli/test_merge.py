@@ -51,6 +51,7 @@ def test_a_known_base_rate_sets_the_entropy(two):
     assert effect.probabilities[0] / effect.count == pytest.approx(0.31)
 
 
+@pytest.mark.slow
 def test_a_cadence_is_a_number_or_auto(tmp_path):
     command = ["probe", "--model", "dlrm", "--rows", "600", "--out", str(tmp_path)]
     done = CliRunner().invoke(app, [*command, "--every", "auto"], catch_exceptions=False)

@@ -134,6 +134,7 @@ def test_a_plan_of_another_model_is_refused_before_anything_trains(folder):
     assert "pair 1 of 1" in loka(*command, "--segment", "none", "--out", "judged", cwd=folder, fails=4)
 
 
+@pytest.mark.slow
 def test_commands_tell_what_mods_changed(tmp_path):
     few = ("--model", "dlrm", *FEW)
     told = re.compile(r"^(note: )?mods: \d+ modules changed, 1 kept, by NoBias, BlockNorm, HardSwish$", re.M)
@@ -143,6 +144,7 @@ def test_commands_tell_what_mods_changed(tmp_path):
     assert not told.search(loka("train", *few, "--no-mods", cwd=tmp_path))
 
 
+@pytest.mark.slow
 def test_scale_tells_of_the_model_that_is_trained(folder):
     """Mods of the zoo's models are told of, and a factory's model is as it is."""
 

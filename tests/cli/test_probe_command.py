@@ -23,6 +23,7 @@ def digests(folder):
     return {str(p): hashlib.sha256(p.read_bytes()).hexdigest() for p in folder.rglob("*") if p.is_file()}
 
 
+@pytest.mark.slow
 def test_effects_are_of_rows_behind_those_of_training(tmp_path):
     text = loka("probe", *FEW, "--every", 6, "--out", "stats", cwd=tmp_path)
     assert "effects on KL/H: of 6 of 6 sites from 595 rows that training has not used" in text
@@ -33,6 +34,7 @@ def test_effects_are_of_rows_behind_those_of_training(tmp_path):
             assert 0.05 < effect.probabilities[0] / effect.count < 0.5
 
 
+@pytest.mark.slow
 def test_a_checkpoint_is_probed_as_it_is(folder):
     before = digests(folder / "run")
     text = loka("probe", *FEW, "--checkpoint", "run", "--out", "stats", cwd=folder)
@@ -52,6 +54,7 @@ def test_a_checkpoint_is_probed_as_it_is(folder):
     assert Stats.load(folder / "again").digest() == stats.digest()
 
 
+@pytest.mark.slow
 def test_a_checkpoint_of_no_use_is_refused(folder, tmp_path):
     assert "holds no checkpoint" in loka("probe", *FEW, "--checkpoint", "none", cwd=folder, fails=2)
     other = loka("probe", "--model", "dcnv2", "--rows", 3000, "--checkpoint", "run", cwd=folder, fails=2)
@@ -62,6 +65,7 @@ def test_a_checkpoint_of_no_use_is_refused(folder, tmp_path):
     assert "smaller --batch-size" in loka("probe", *few, "--checkpoint", "run", cwd=folder, fails=2)
 
 
+@pytest.mark.slow
 def test_labels_that_are_all_equal_promise_nothing(tmp_path):
     """Before, NE was nan and the plan promised 3.6e-5."""
     rows = ["label,a,b", *(f"0,{at % 7 / 7},{at % 13}" for at in range(1200))]

@@ -56,6 +56,7 @@ def test_a_folder_is_checked(folder):
     assert "no such file" in loka("serve", "check", "nowhere", *FEW, "--no-mods", cwd=folder, fails=2)
 
 
+@pytest.mark.slow
 def test_rows_of_another_vocabulary_are_told_by_every_command(folder, tmp_path):
     """One shop of the training part is renamed so that it sorts first: as many ids, and most name another shop."""
     lines = [f"{n % 3 % 2},{n % 90},s{n % 31:02},c{n % 10}" for n in range(3000)]

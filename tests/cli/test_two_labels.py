@@ -62,6 +62,7 @@ def _with_one(folder):
     return folder
 
 
+@pytest.mark.slow
 def test_probe_takes_the_labels_of_each(folder):
     text = loka("probe", "--data", "rows", "--every", 3, "--out", "stats", *FEW, cwd=folder)
     assert "click: " in text
@@ -92,6 +93,7 @@ def test_auto_goes_to_fp8_where_both_tasks_are_known(folder):
     assert "sites in FP8" in loka("train", "--data", "more", *auto, *FEW, cwd=folder)
 
 
+@pytest.mark.slow
 def test_probe_of_a_checkpoint_counts_what_it_trained_on(folder):
     loka("train", "--data", "rows", "--checkpoints", "kept", *FEW, cwd=folder)
     text = loka("probe", "--data", "rows", "--checkpoint", "kept", "--out", "asitis", *FEW, cwd=folder)
@@ -117,6 +119,7 @@ def test_what_is_of_one_task_says_so(folder, command):
     assert '("label": "click")' in text
 
 
+@pytest.mark.slow
 def test_gates_by_a_domain_are_asked_for_in_the_models_name(folder):
     def train(name, *more, fails=False):
         return loka("train", "--data", "rows", *FEW[:4], "--model", name, *more, cwd=folder, fails=fails)

@@ -66,6 +66,7 @@ def test_mistakes_are_answered_with_what_there_is(tmp_path, arguments, message):
         call("validate", *arguments, *SMALL, "--out", tmp_path / "v")
 
 
+@pytest.mark.slow
 def test_it_says_what_the_rates_do_and_whether_that_annealed(judged):
     _, printed, _ = judged
     assert "rates rise over 1 steps, then fall along a cosine to 0 over 8" in printed

@@ -20,7 +20,7 @@ FAMILIES = (
 )  # fmt: skip
 
 
-ALWAYS = ("batchnorm_tower", "used_twice", "lora_modules", "checkpoint_modules", "torchrec_dlrm_dcn")
+ALWAYS = ("batchnorm_tower", "used_twice", "torchrec_dlrm_dcn")
 READERS = ("kunlun", "interformer", "hstu", "hstu:hybrid", "dhen", "mmoe")
 
 

@@ -23,7 +23,7 @@ from loka.nn.site_ops import site_backward, site_forward
 OUTPUT = {"*/output": INT8}
 
 
-@pytest.mark.parametrize("name", sweep(MODELS, ("layer_norm_silu", "cross")))
+@pytest.mark.parametrize("name", sweep(MODELS, ("layer_norm_silu",)))
 def test_joined_is_as_good_as_site_by_site(name):
     """And its forward better than that of FP8, by far."""
     x = torch.randn(100, 64, generator=torch.Generator().manual_seed(1))
@@ -108,6 +108,7 @@ def test_inference_makes_no_fp8_copies_and_ragged_batches_share_a_graph():
         assert error(torch.compile(joined, backend=JointBackend())(x), eager(x)) < 1e-3
 
 
+@pytest.mark.slow
 def test_what_is_not_finite_shows_and_stays_in_its_row():
     plain = made("relu")
     plan = plan_for(plain, torch.randn(64, 64), force=OUTPUT)

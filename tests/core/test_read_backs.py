@@ -51,7 +51,8 @@ compiled({{"torch": torch.compile, "loka": by_loka}}[sys.argv[1]](Model()))
 
 
 # By torch alone: whether there is something to mend.
-@pytest.mark.parametrize(("by", "barriers"), [("loka", 1), pytest.param("torch", 0, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize(("by", "barriers"), [("loka", 1), ("torch", 0)])
 def test_a_kernel_waits_before_it_reads_back(by, barriers):
     environment = {**os.environ, "TRITON_INTERPRET": "0"}
     done = subprocess.run([sys.executable, "-c", SCRIPT, by], env=environment, capture_output=True, text=True)

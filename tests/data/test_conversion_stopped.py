@@ -102,6 +102,7 @@ def test_damaged_shards_are_named_and_redone(path, converted):
         convert(path, converted, vocabulary=HASHED)
 
 
+@pytest.mark.slow
 def test_a_folder_converted_again_is_read_anew(tmp_path):
     folder = tmp_path / "out"
     for rows in (ROWS, ROWS[::-1]):
@@ -120,6 +121,7 @@ def test_a_damaged_input_is_named(tmp_path):
         convert(path, tmp_path / "out", vocabulary=HASHED)
 
 
+@pytest.mark.slow
 def test_another_conversion_is_not_mixed_in(tmp_path, path, converted):
     with pytest.raises(DataRefused, match=r"holds another conversion\n  vocabulary: .*99.* there, .*98.* now"):
         convert(path, converted, vocabulary=hashed_vocabulary(98))
@@ -152,7 +154,7 @@ def test_a_shard_is_on_the_disk_before_its_name(tmp_path, monkeypatch, path):
 
 
 @pytest.mark.parametrize(
-    "name", sweep(["../outside.parquet", "/etc/passwd", "a/b.parquet", "..", "", 7, None], ["/etc/passwd", "..", 7])
+    "name", sweep(["../outside.parquet", "/etc/passwd", "a/b.parquet", "..", "", 7, None], ["/etc/passwd", 7])
 )
 def test_a_manifest_names_files_of_its_folder_only(tmp_path, name, converted):
     shutil.copy(converted / "shard-00001.parquet", tmp_path / "outside.parquet")
@@ -164,7 +166,15 @@ def test_a_manifest_names_files_of_its_folder_only(tmp_path, name, converted):
 
 
 @pytest.mark.parametrize(
-    "change", [{"rows": 10**15}, {"rows": -1}, {"rows": 1e3}, {"counts": []}, {"bytes": "1"}, {"rows": 10**19}]
+    "change",
+    [
+        {"rows": 10**15},
+        pytest.param({"rows": -1}, marks=pytest.mark.slow),
+        pytest.param({"rows": 1e3}, marks=pytest.mark.slow),
+        {"counts": []},
+        pytest.param({"bytes": "1"}, marks=pytest.mark.slow),
+        pytest.param({"rows": 10**19}, marks=pytest.mark.slow),
+    ],
 )
 def test_a_manifest_of_impossible_numbers_is_refused(change, converted):
     """10^15 rows are 10^11 groups, an array of a terabyte, before any file is looked at."""

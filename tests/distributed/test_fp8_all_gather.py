@@ -192,6 +192,7 @@ def expected():
     return alone(model, NAMES, 3), model
 
 
+@pytest.mark.slow
 def test_three_ranks_train_what_one_process_does(three, expected):
     losses, _ = expected
     for order, units in CASES:

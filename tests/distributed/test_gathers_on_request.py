@@ -146,6 +146,7 @@ class Job:
         return caught.value.why
 
 
+@pytest.mark.slow
 def test_weights_and_scales_of_one_time(tmp_path):
     found = on_ranks(Job(plan_of(sides), plan_of(scored)), 2, tmp_path)
     for rank in found:

@@ -27,6 +27,7 @@ def test_scales_that_are_not_finite_set_their_flag_alone(bad, device):
         assert torch.equal(health.cpu().view(-1), expected), place
 
 
+@pytest.mark.slow
 def test_more_entries_than_a_launch_takes(device):
     count = 130
     health = torch.zeros(3, 3, dtype=torch.int64, device=device)

@@ -117,6 +117,7 @@ def test_measuring_on_a_cpu_compiles_nothing(stats):
     assert compiler.calls == []
 
 
+@pytest.mark.slow
 def test_measuring_where_times_are_taken_compiles_what_is_left(stats, monkeypatch, tmp_path):
     install(monkeypatch, FakeTimer())
     compiler, out = Compiler(), tmp_path / "report.json"

@@ -29,6 +29,7 @@ def test_settings_that_make_no_sense_are_refused(wrong):
         Settings(**wrong)
 
 
+@pytest.mark.slow
 def test_every_candidate_at_every_site(stats):
     report = loka.measure(stats, device="cpu", settings=QUICK)
     assert list(report.sites) == [
@@ -61,6 +62,7 @@ def test_every_candidate_at_every_site(stats):
     assert "Not timed" in str(report)
 
 
+@pytest.mark.slow
 def test_gradients_in_e5m2_are_measured_as_worse(stats):
     report = loka.measure(stats, device="cpu", settings=QUICK)
     for name in ("3/grad_input", "3/grad_weight"):
@@ -72,6 +74,7 @@ def test_gradients_in_e5m2_are_measured_as_worse(stats):
         assert 2.5 < gap < 6, "one mantissa bit on one of two operands: 10 log10(5 / 2) = 4 dB"
 
 
+@pytest.mark.slow
 def test_each_gemm_has_the_errors_that_tell_of_it(stats, tmp_path):
     report = loka.measure(stats, device="cpu", settings=QUICK)
     ways, rows = {"angle", "shrink", "bias", "variance"}, {"row_db", "row_p99_db"}
@@ -92,6 +95,7 @@ def test_each_gemm_has_the_errors_that_tell_of_it(stats, tmp_path):
     assert loka.Report.load(tmp_path / "report.json") == report
 
 
+@pytest.mark.slow
 def test_drawing_goes_on_until_shrinkage_is_known(stats):
     """The narrowest gradients, of the layer with one output, need more than the four draws that SQNR asks."""
     layer = {"candidates": ["emulated:tensorwise_e5m2"], "device": "cpu"}
@@ -248,6 +252,7 @@ def test_a_candidate_that_fails_its_self_check_is_unsupported(stats, monkeypatch
     assert set(asked) == {"torch:tensorwise_e4m3"}, "neither emulation nor what cannot run anyway"
 
 
+@pytest.mark.slow
 def test_operands_are_drawn_in_float32_whatever_the_default(stats):
     expected = loka.measure(stats, device="cpu", candidates=["emulated:rowwise_e4m3"], settings=QUICK)
     before = torch.get_default_dtype()

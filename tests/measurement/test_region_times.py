@@ -107,6 +107,7 @@ def test_both_arms_run_compiled_forward_and_backward(spy):
     assert torch.equal(torch.get_rng_state(), before), "a training that measures in between goes on alike"
 
 
+@pytest.mark.slow
 def test_a_chain_goes_there_and_back(spy, backend):
     """32 to 48 features, to 32, twice: one region of four layers, of whose time each has a fourth."""
     found = timed_cell(layer_of((32, 48)), (32, 48), chained=True)
@@ -137,6 +138,7 @@ def test_a_frozen_layer_has_no_grad_weight(spy):
     assert runs == of_all(output=3, grad_input=3, grad_weight=0)
 
 
+@pytest.mark.slow
 def test_a_served_layer_keeps_its_weight_in_fp8(spy, backend):
     """Its time holds no quantization of the weight, and plans of kept weights have times of their own."""
     served = dataclasses.replace(
@@ -172,6 +174,7 @@ def test_sides_that_do_not_fit_are_told_and_nothing_is_compiled(sides, spy, monk
     assert not spy.races
 
 
+@pytest.mark.slow
 def test_a_layer_over_few_tokens_is_told_and_nothing_is_compiled(spy, backend, monkeypatch):
     """A cell of rows that lie one after another was half as slow as what served Wukong did with it."""
     layer = dataclasses.replace(layer_of((64, 32)), over_tokens=True)

@@ -76,6 +76,7 @@ def test_what_the_probe_predicts_is_what_it_does(case, path):
     assert actual[1] < (0.1 if path == "0" else 0.8) * actual[0]
 
 
+@pytest.mark.slow
 def test_planned_converted_and_back(case, tmp_path):
     model, _, report = case
     at_first = report.sites["0/output"].measurements

@@ -78,6 +78,7 @@ def really(model, stats, recipe):
     return joint_effect(model, plan, held, forward=lambda model, x: model(x), base_rate=SHARE).measured.value
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recipe", [PLAIN, *LEARNT])
 def test_ranks_that_renew_by_what_they_share_tell_what_the_plan_loses(ranks, recipe):
     told = predicted_kl(ranks["shared"].layers["0"], RECIPES[recipe]).value

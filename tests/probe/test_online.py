@@ -131,6 +131,7 @@ def test_evaluation_and_unsampled_steps_are_not_counted():
     assert (probe.stats().steps, probe.stats().sampled_steps) == (2, 1)
 
 
+@pytest.mark.slow
 def test_compiled_models_are_probed_and_stay_compiled():
     torch._dynamo.reset()
     model = odd_mlp()
@@ -206,6 +207,7 @@ def test_a_model_without_parameters_to_multiply_by_is_refused():
         loka.Probe(nn.Sequential(nn.BatchNorm1d(3)))
 
 
+@pytest.mark.slow
 def test_nested_probes_leave_the_compiler_on():
     torch._dynamo.reset()
     model = odd_mlp()

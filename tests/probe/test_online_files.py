@@ -55,6 +55,7 @@ def kept(stats):
     )
 
 
+@pytest.mark.slow
 def test_memory_is_bounded_and_told():
     """What is told is what the record holds, and two float64 numbers for each Gaussian; it stays."""
     model = nn.Sequential(nn.Linear(13, 30), nn.ReLU(), nn.Linear(30, 1))

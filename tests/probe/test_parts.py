@@ -148,6 +148,7 @@ def test_labels_that_are_alike_in_a_segment_promise_nothing(model):
     assert "click, high" not in found.layers["shared"].effects_by_part
 
 
+@pytest.mark.slow
 def test_ranks_that_each_have_too_few_have_enough_together(model):
     halves = [
         renew_effects(model, probed(model), batches(6000, seed=seed), labels=labels_of, **ROWS) for seed in (3, 4)
@@ -183,6 +184,7 @@ class Experts(nn.Module):
         return sum(expert(x) for expert in self.experts)
 
 
+@pytest.mark.slow
 def test_layers_that_round_one_tensor_alike_lose_more_than_their_sum_and_the_plan_says_how_much():
     """Four experts that learnt the same: what the input's rounding does to each adds before it is squared."""
     torch.manual_seed(0)
@@ -212,6 +214,7 @@ def test_layers_that_round_one_tensor_alike_lose_more_than_their_sum_and_the_pla
     assert any("ABOVE its limit" in note for note in forced.notes)
 
 
+@pytest.mark.slow
 def test_changes_that_cancel_lose_less_than_their_sum():
     """Two layers make the same logit, one of them with the other sign: what both round alike cancels."""
     torch.manual_seed(0)
@@ -263,6 +266,7 @@ def test_one_number_is_a_limit_for_each_task(report):
     assert "click" in plan.summary()
 
 
+@pytest.mark.slow
 def test_tasks_that_nobody_named_are_said_to_be_together(model, report):
     plain = renew_effects(model, probed(model), batches(2000), forward=ROWS["forward"], logits=lambda z: z)
     summed = loka.measure(plain, device="cpu", candidates=("emulated:rowwise_e4m3",))
@@ -333,6 +337,7 @@ def test_labels_and_places_that_do_not_fit_are_refused(model, labels, places, sa
         renew_effects(model, probed(model), batches(128), labels=lambda batch: labels(batch[1]), **rows)
 
 
+@pytest.mark.slow
 def test_soft_labels_are_taken_and_others_not_asked(model):
     def renew(labels, **others):
         return renew_effects(model, probed(model), batches(256), labels=labels, **ROWS, **others).parts

@@ -36,6 +36,7 @@ def test_a_measured_step_is_told_as_it_was_measured():
         assert {*MEASURED.values()} <= found.assumptions.keys()
 
 
+@pytest.mark.slow
 def test_what_differs_with_the_number_of_gpus_is_told_by_the_network():
     """A step of DDP whose collectives are all hidden is as long on four GPUs; an eighth of the wire makes it wait."""
     fast, slow = (across(gpus=(4,), network=network(inside=(2, gbps)), measured=steps("ddp")) for gbps in (1000, 8))
@@ -99,6 +100,7 @@ def test_steps_that_cannot_be(wrong, told):
     assert told in str(raised.value)
 
 
+@pytest.mark.slow
 def test_the_command(tmp_path):
     options = ("--network", EXAMPLE, "--gpus", "2,8", "--engine", "ddp")
     text = run("scale", "dcnv2:mlperf", *options, "--step", "ddp@2=5.5/4.25", cwd=tmp_path)

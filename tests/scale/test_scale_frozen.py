@@ -42,6 +42,7 @@ def test_adam_moves_no_frozen_weights():
         assert parts.other + parts.exposed == pytest.approx(28 * 3 * one / shards / 1e3 + sent, rel=1e-2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", sweep(("0.weight", "2.bias", "4"), ["0.weight"]))
 def test_gradients_of_frozen_weights_are_not_sent(name):
     """Gathers are as before; a unit that is frozen in part is reduced in part (`check_traced` holds that to be torch's

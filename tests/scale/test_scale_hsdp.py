@@ -4,6 +4,7 @@ from networks import across, network, row, tower
 from loka.core.exceptions import LokaError, UnknownName
 
 
+@pytest.mark.slow
 def test_hsdp_sends_between_nodes_what_a_card_holds():
     """Where nodes are far apart HSDP's wire is an eighth of the gradients in bf16, twice, to 7 of 8 nodes."""
     model = tower()

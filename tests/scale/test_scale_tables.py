@@ -47,6 +47,7 @@ def across(**options):
     return scale_across(Model(), ids, network=quiet, gpus=(8,), batch_size=ROWS, **options)
 
 
+@pytest.mark.slow
 def test_a_step_waits_for_lookups_embeddings_and_their_gradients():
     without, with_, small = across(), across(ids=3), across(ids=3, qcomm="fp8")
     net = network(inside=(2, 100), launch=1, memory=1000)

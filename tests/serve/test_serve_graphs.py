@@ -109,7 +109,7 @@ def compiled_answer(model, x):
         return program(x)
 
 
-@pytest.mark.parametrize("count", sweep([1, 2, 5, 16], always=[1, 16]))
+@pytest.mark.parametrize("count", sweep([1, 2, 5, 16], always=[5]))
 def test_it_answers_as_the_compiled_model_does(backend, count):
     """Bit for bit, padded rows included, though its weights were quantized before; sites are joined."""
     model = wide()
@@ -268,6 +268,7 @@ def test_a_forward_that_writes_to_itself_has_none(backend):
     assert copy.deepcopy(model).calls == model.calls
 
 
+@pytest.mark.slow
 def test_programs_of_plans_by_rows(backend):
     """A bucket whose plan has a site in high precision is compiled so, for new weights as well."""
     model = wide()
@@ -296,6 +297,7 @@ class Raw(nn.Module):
         return (torch.relu(x @ self.pair[0]) - torch.relu(x @ self.pair[1])).sum(dim=1).float()
 
 
+@pytest.mark.slow
 def test_new_weights_of_raw_parameters_are_taken(backend):
     """A compiled site finds its weight by its parameter, which is another one in each version."""
     torch.manual_seed(0)
@@ -313,6 +315,7 @@ def test_new_weights_of_raw_parameters_are_taken(backend):
     assert server.apart() == {}
 
 
+@pytest.mark.slow
 def test_what_forward_makes_once_is_no_hindrance(backend):
     """A model that keeps a constant from its first call on is recorded, and keeps it to itself."""
 

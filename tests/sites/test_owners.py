@@ -104,6 +104,7 @@ class Mixture(nn.Module):
         return y + torch.einsum("bi,io->bo", gates, self.rows)  # broadcasts, so is no site
 
 
+@pytest.mark.slow
 def test_experts_of_an_iteration_are_sites_in_compiled_graphs():
     """Dynamo tells no mode of items: they ran in high precision, a row beside them raised."""
     model, x = Mixture(), torch.randn(8, 32)
@@ -165,6 +166,7 @@ def test_gradients_of_stacked_weights_lie_as_the_parameter():
         assert gradient.is_contiguous()
 
 
+@pytest.mark.slow
 def test_a_compiled_weight_is_cast_once_for_both_gemms_in_hp():
     model, x, stats = experts()
     plan = forced_plan(stats, FP8)
@@ -202,6 +204,7 @@ _OLD = pytest.mark.skipif(torch.__version__ < "2.13", reason="Dynamo of torch 2.
 COMPILED = pytest.param(lambda model: torch.compile(model, backend="aot_eager"), marks=_OLD)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("call", [lambda model: model, COMPILED])
 def test_a_parametrization_behind_convert_is_refused_at_the_next_call(call):
     """The site read one tensor, and forward another: its GEMMs ran in high precision, without a word."""

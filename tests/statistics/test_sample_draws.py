@@ -1,5 +1,6 @@
 import pytest
 import torch
+from sweeps import sweep
 
 from loka.core.error import sqnr_db
 from loka.core.numerics.reference import dequantize, quantize
@@ -85,7 +86,7 @@ def real(kind, seeds):
     return [kind(torch.Generator().manual_seed(seed)) for seed in seeds]
 
 
-@pytest.mark.parametrize("kind", [positions, alike])
+@pytest.mark.parametrize("kind", sweep([positions, alike], [alike]))
 def test_samples_add_up_as_the_real_ones_do(kind):
     learnt, later = real(kind, range(16)), real(kind, range(100, 132))
     draws = drawn(learn(learnt, by_sample=True), 32)
@@ -101,7 +102,7 @@ def test_samples_add_up_as_the_real_ones_do(kind):
         assert error(single, granularity) < error(later, granularity) - 1.7
 
 
-@pytest.mark.parametrize("kind", [apart, around_one])
+@pytest.mark.parametrize("kind", sweep([apart, around_one], [apart]))
 def test_rows_that_have_nothing_in_common_but_a_mean_stay_apart(kind):
     """Few samples have many directions in which they add up by chance; they are not taken for real ones."""
     draws = drawn(learn(real(kind, range(1)), by_sample=True), 20)

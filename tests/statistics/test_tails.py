@@ -33,6 +33,7 @@ def learn(batches):
     return tails.with_tails(gaussian.to_distribution(kept), sketch)
 
 
+@pytest.mark.slow
 def test_draws_have_the_depths_of_the_real_rows():
     # Drawn from the batches that they are compared with: the amax of such rows varies by octaves, and
     # what is to be shown is that the sketches keep what was seen.

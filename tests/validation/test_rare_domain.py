@@ -72,6 +72,7 @@ def measured(world, plan, part):
     return joint_effect(world.model, plan, rows, part=part)
 
 
+@pytest.mark.slow
 def test_the_plan_that_passes_in_the_mean_fails_there(world):
     assert upper_bound(world.mean.kl) <= ALLOWED
     there = world.mean.kl_of(NAME)

@@ -41,6 +41,7 @@ def test_the_pairs_that_are_said_to_be_needed_do_it(between):
         assert (share > POWER - 0.03) == enough
 
 
+@pytest.mark.slow
 def test_more_scatter_needs_more_pairs_and_more_rows():
     pairs = [forecast(prior(s), pairs=4, limit=LIMIT, held_out=10**6).pairs for s in (0.01, 0.02, 0.04)]
     assert pairs == sorted(pairs)
@@ -238,6 +239,7 @@ def found(tmp_path_factory):
     return run(tmp_path_factory.mktemp("power"), (nudged(), by_recipe("naive", rows=64)))
 
 
+@pytest.mark.slow
 def test_a_bank_takes_the_pairs_and_tells_other_settings_apart(found, tmp_path):
     first, whole = deposit(Bank(), run(tmp_path, (nudged(),), pairs=2)), deposit(Bank(), found)
     grown = deposit(first, found)

@@ -164,7 +164,7 @@ def test_a_seed_gives_the_model(name):
     assert not torch.equal(first.logit.weight, other.logit.weight)
 
 
-@pytest.mark.parametrize("name", sweep(MODELS, ("dlrm", "hstu")))
+@pytest.mark.parametrize("name", sweep(MODELS, ("hstu",)))
 def test_the_forward_compiles_without_a_break(name):
     history = ITEM if takes_history(name) else None
     model = made(name, history)
@@ -187,7 +187,7 @@ def test_bf16_autocast_is_near_float32(name):
     assert all(torch.isfinite(p.grad.to_dense()).all() for p in model.parameters())
 
 
-@EACH_READER
+@pytest.mark.parametrize("name", sweep(READERS, READERS[::3]))
 def test_mods_and_the_probe_reach_every_layer(name):
     model = made(name)
     changes = mods.apply(model, [mods.NoBias(), mods.BlockNorm(256), mods.HardSwish()])
@@ -222,6 +222,7 @@ def clicks(count, seed):
 STEPS = {"interformer": 100, "dhen": 60, "hstu": 70, "kunlun": 300, "hstu:hybrid": 100}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "steps"), sweep(STEPS.items(), [("hstu", 70)]))
 def test_models_learn_whether_the_item_is_in_the_history(name, steps):
     """Labels of which the item and the history alone tell nothing, only both together."""
@@ -247,6 +248,7 @@ def test_models_learn_whether_the_item_is_in_the_history(name, steps):
     assert normalized_entropy(float(loss), float(label.mean())) < 0.85
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", sweep(TAKE_HISTORIES, ("hstu", "dhen")))
 def test_models_learn_from_rows_without_a_history(name):
     vocab = (20, 30, 15, 25)

@@ -192,6 +192,7 @@ def test_torchao_alone_needs_no_report(steps, data, tmp_path, monkeypatch):
     assert recorded(tmp_path)["plan"] is None
 
 
+@pytest.mark.slow
 def test_one_candidate_everywhere(measured, data, tmp_path):
     """At every site that runs it, whatever the budget says; hp where it cannot run and at narrow outputs."""
     refused, absent = "top.0/output", "top.3/grad_input"
@@ -343,6 +344,7 @@ def test_effects_are_by_the_labels_or_by_the_given_rate(data, tmp_path, monkeypa
     assert told == [pytest.approx(labels.mean().item()), 0.25]
 
 
+@pytest.mark.slow
 def test_statistics_in_the_folder_are_not_gathered_again(steps, data, tmp_path, monkeypatch):
     config = config_in(tmp_path)
     (tmp_path / "stats").mkdir()

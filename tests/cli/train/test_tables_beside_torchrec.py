@@ -168,6 +168,7 @@ def without_the_name(*what):
     return found
 
 
+@pytest.mark.slow
 def test_checkpoints_of_before_are_gone_on_from(tmp_path, monkeypatch):
     rows = rows_of(0, 1)
 

@@ -77,6 +77,7 @@ def test_a_look_at_the_model_under_the_pipeline_says_how(rows):
         train(model, rows.train, config=replace(CONFIG, pipeline=False), on_log=look)
 
 
+@pytest.mark.slow
 def test_a_model_that_its_owner_compiled_trains_and_stays_so(rows, monkeypatch):
     """Dynamo failed in TorchRec's lookups; and compiled steps left the model as written."""
     real = torch.compile

@@ -112,6 +112,7 @@ def held_out(text):
     return line
 
 
+@pytest.mark.slow
 def test_what_engines_do_not_take_is_told_by_name(two):
     for said in two:
         assert re.search(r"(?s)no gradient in a step.*\n  extra.weight\n  extra.bias\n.*--dense fsdp2", said["unused"])

@@ -4,6 +4,7 @@ import signal
 import command_line
 import pytest
 import torch
+from sweeps import sweep
 from typer.testing import CliRunner
 
 from loka.cli.app import app
@@ -76,6 +77,7 @@ def test_metrics_by_segment(tmp_path):
     assert "(640 rows" in window
 
 
+@pytest.mark.slow
 def test_rates_decay_by_default_and_a_mean_is_judged_beside(tmp_path):
     text = loka("--average", "tail")
     assert "rates rise over 3 steps, then fall along a cosine to 0 over 22" in text
@@ -105,6 +107,7 @@ def test_labels_that_are_all_equal_are_said_and_nothing_is_promised(tmp_path):
     assert "the rows to train on: all 1600 labels read are 0" in str(runner.invoke(app, demo).exception)
 
 
+@pytest.mark.slow
 def test_a_probe_takes_the_share_of_the_labels_it_reads(tmp_path):
     """At few positives the mean prediction of a fresh model is many times off."""
     command = ["probe", "--model", "dlrm", "--rows", "2000", "--batch-size", "128", "--out", str(tmp_path)]
@@ -132,7 +135,9 @@ def test_what_it_refuses(tmp_path):
     assert "loka[tensorboard]" in refused("--tensorboard", tmp_path) or __import__("tensorboard")
 
 
-@pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+@pytest.mark.parametrize(
+    ("number", "status"), sweep([(signal.SIGTERM, 143), (signal.SIGINT, 130)], [(signal.SIGTERM, 143)])
+)
 def test_a_signal_saves_and_says_where(tmp_path, monkeypatch, number, status):
     sent = []
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 from converted import converted, plan_for
 from joint import JointBackend
+from sweeps import sweep
 from torch import nn
 
 from loka.compiler import lower
@@ -52,7 +53,7 @@ def _gradients(model, plan, *, dynamic=False, rows=8):
     return found, backend.count(COPY)
 
 
-@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("dynamic", sweep([False, True], [True]))
 def test_pieces_of_what_one_kernel_computes_have_no_gaps(dynamic, monkeypatch):
     model = _Ranker(crossed=True)
     plan = plan_for(copy.deepcopy(model), *_inputs())
@@ -75,6 +76,7 @@ def test_pieces_of_a_product_are_not_copied(monkeypatch):
     assert not found[0].is_contiguous()
 
 
+@pytest.mark.slow
 def test_one_row_has_no_gaps(monkeypatch):
     """Whatever its strides are."""
     model = _Ranker(crossed=True)

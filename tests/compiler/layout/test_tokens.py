@@ -126,7 +126,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("case", sweep(CASES, ("odd", "pairs", "shifted")))
+@pytest.mark.parametrize("case", sweep(CASES, ("odd",)))
 def test_nothing_is_copied_and_nothing_changes(case, monkeypatch):
     make, in_forward = CASES[case]
     plain = make()
@@ -168,6 +168,7 @@ def _products(model, plan, x, **options):
     return [sum(node.target is aten.mm.default for node in graph.nodes) for graph in backend.graphs]
 
 
+@pytest.mark.slow
 def test_stays_as_it_is_where_that_is_no_loss():
     """Keys that only a GEMM reads across; few columns; what is not LoKA's to compile."""
     x, few = _input(), _input(columns=16)
@@ -188,7 +189,7 @@ ANSWERED = {  # products of [B, m, d], and the pairs, by m
 
 
 WAYS = [(case, dynamic) for case in ANSWERED for dynamic in (False, True)]
-IN_EVERY_RUN = [("linear", False), ("bias", False), ("mixer", False), ("odd", False)]
+IN_EVERY_RUN = [("bias", False), ("mixer", False)]
 
 
 @pytest.mark.parametrize(("case", "dynamic"), sweep(WAYS, IN_EVERY_RUN))
@@ -212,6 +213,7 @@ def test_without_gradients_nothing_is_written_across(case, dynamic, monkeypatch)
     assert error(found[others], expected[others]) < 0.02
 
 
+@pytest.mark.slow
 def test_without_gradients_what_is_no_loss_stays():
     """A product that GEMMs alone read, either way; few columns."""
     for plain, given, shapes in (
@@ -255,6 +257,7 @@ def _past_casts(node):
             yield user
 
 
+@pytest.mark.slow
 def test_weights_that_a_file_holds_are_there_from_the_start():
     """In a package's graph they are attributes, not inputs; layers of one X are one there too."""
     plain, x = _Pairs().eval(), _input()
@@ -270,6 +273,7 @@ def test_weights_that_a_file_holds_are_there_from_the_start():
     assert [side for side, _ in _products_of(graph)] == [2 * OUT, TOKENS]
 
 
+@pytest.mark.slow
 def test_large_sides_leave_the_weight_gradient_as_it_is():
     """Products of 6 rows of [64, 64] would be more than the rows of [64, 48] that they are made of."""
     model = nn.Sequential(_Wide(), nn.Flatten(1), nn.Linear(64 * COLUMNS, 64), nn.ReLU(), nn.Linear(64, 32))

@@ -16,7 +16,7 @@ from loka.kernels.gemm.epilogue import Activation
 from loka.nn import BlockNorm
 
 
-@pytest.mark.parametrize("activation", sweep(Activation, list(Activation)[:2]), ids=str)
+@pytest.mark.parametrize("activation", sweep(Activation, list(Activation)[1:2]), ids=str)
 def test_towers_have_no_edge_in_forward_but_the_first(activation):
     backend = check(tower(activation), 2)
     forward = next(graph for graph in backend.graphs if any(n.target is normed_gemm for n in graph.nodes))
@@ -27,6 +27,7 @@ def test_towers_have_no_edge_in_forward_but_the_first(activation):
     assert len([v for v in kept if v.dtype == torch.uint8]) == 2
 
 
+@pytest.mark.slow
 def test_one_block_is_a_whole_row():
     model = nn.Sequential(nn.Linear(64, 128, bias=False), BlockNorm(128, 128), nn.SiLU(), nn.Linear(128, 32))
     check(model, 1)
@@ -59,6 +60,7 @@ def test_a_norm_written_in_other_words_stays_an_edge():
     check(RmsNorm(), 0)
 
 
+@pytest.mark.slow
 def test_two_sites_may_read_it():
     check(TwoReaders(), 1)
 
@@ -88,18 +90,15 @@ class Kept(TwoReaders):
 
 
 @pytest.mark.parametrize(
-    "how",
-    sweep(
-        ("gamma", "added", "its GEMM's output", "by a layer", "returned", "written outside"),
-        ("added", "by a layer", "returned"),
-    ),
+    "how", sweep(("gamma", "added", "its GEMM's output", "by a layer", "returned", "written outside"), ("by a layer",))
 )
 def test_what_is_read_elsewhere_in_forward_is_not_taken_away(how):
     check(Kept(how), 0)
 
 
 @pytest.mark.parametrize(
-    ("features", "block", "bias"), [(96, 32, False), (192, 96, False), (128, 64, True), (160, 64, False)]
+    ("features", "block", "bias"),
+    sweep([(96, 32, False), (192, 96, False), (128, 64, True), (160, 64, False)], [(192, 96, False), (160, 64, False)]),
 )
 def test_what_no_kernel_does_stays_an_edge(features, block, bias):
     """Blocks that are none of a tile's, a last one that is shorter, a bias before the norm."""
@@ -130,7 +129,7 @@ def test_inference_keeps_nothing():
     assert not any(node.meta["val"][2].numel() for node in ops)
 
 
-@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+@pytest.mark.parametrize("bad", sweep([torch.nan, torch.inf], [torch.nan]))
 def test_what_is_not_finite_shows_and_is_flagged(bad):
     _, joined, backend = compiled(tower())
     x = X.clone()
@@ -142,6 +141,7 @@ def test_what_is_not_finite_shows_and_is_flagged(bad):
     assert all(health[f"{layer}/output"]["bad_a"] for layer in "036")
 
 
+@pytest.mark.slow
 def test_weights_that_are_not_finite_are_seen_behind_them():
     model = tower()
     _, joined, backend = compiled(model)
@@ -163,6 +163,7 @@ def test_dynamic_rows_and_none():
     assert run(step, X[:0])[0].shape == (0, 32)
 
 
+@pytest.mark.slow
 def test_training_follows_site_by_site():
     """Thirty steps from the same start: what backward keeps in eight bits does not add up."""
     model = tower()
@@ -230,7 +231,7 @@ def test_norms_of_one_bound_share_its_scale():
     assert len(fills) == 1  # the norms' bound; the last result is in 16 bits
 
 
-@pytest.mark.parametrize(("rows", "epilogues"), [(70, 2), (6400, 3)])
+@pytest.mark.parametrize(("rows", "epilogues"), sweep([(70, 2), (6400, 3)], [(6400, 3)]))
 def test_few_tiles_with_long_sums_have_no_epilogue(rows, epilogues):
     torch.manual_seed(0)
     sides = ((64, 64), (64, 1024), (1024, 64), (64, 64))

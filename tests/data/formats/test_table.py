@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from click_files import assert_same, gather, made_up, write_csv, write_tsv
+from sweeps import sweep
 from with_pyarrow import pa, parquet
 
 from loka.core.exceptions import DataRefused, MissingLibrary, UnknownName
@@ -92,7 +93,7 @@ def test_malformed_lines_are_skipped_and_counted(tmp_path, monkeypatch, ending, 
 
 
 @pytest.mark.parametrize("write", [write_parquet, write_csv, write_tsv])
-@pytest.mark.parametrize("batch_size", [1, 37, 500])
+@pytest.mark.parametrize("batch_size", sweep([1, 37, 500], [37]))
 def test_rows_depend_on_neither_batch_size_nor_start(tmp_path, write, batch_size):
     suffix = write.__name__.removeprefix("write_")
     path = write(tmp_path / f"t.{suffix}", made_up(180))
@@ -107,6 +108,7 @@ def test_rows_depend_on_neither_batch_size_nor_start(tmp_path, write, batch_size
             assert_same(gather(source, batch_size, start), [part[first:] for part in whole])
 
 
+@pytest.mark.slow
 def test_files_follow_each_other_and_shards_cover_them_once(tmp_path):
     rows = made_up(100)
     parts = [

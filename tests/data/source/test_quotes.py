@@ -20,6 +20,7 @@ def read(path, text):
     return TableClicks(path, schema=SCHEMA, vocabulary=hashed_vocabulary(10**9))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("block_bytes", "count"), [(4 << 20, 3000), (60, 300)])
 def test_stray_quotes_cost_their_own_lines(tmp_path, monkeypatch, block_bytes, count):
     monkeypatch.setattr("loka.data.source.text.BLOCK_BYTES", block_bytes)

@@ -128,6 +128,7 @@ def two_replicas_of_two_shards(rank, folder):
     return found
 
 
+@pytest.mark.slow
 def test_replicas_of_sharded_tables_agree_to_the_bit(tmp_path):
     answers = on_ranks(two_replicas_of_two_shards, 4, tmp_path)
     for how in ("tables", "rows"):

@@ -112,14 +112,14 @@ def all_of(case, rows, device):
     return case.leaves(rows, device), case.given(rows, device)
 
 
-@pytest.mark.parametrize(("name", "rows", "features"), sweep(COMBINED, COMBINED[::3]), ids=str)
+@pytest.mark.parametrize(("name", "rows", "features"), sweep(COMBINED, COMBINED[::5]), ids=str)
 def test_programs_match_the_twin(name, rows, features, device):
     case = CASES[name](features)
     leaves, given = all_of(case, rows, device)
     check(case, leaves, rows, given, exact=name in EXACT)
 
 
-@pytest.mark.parametrize("name", sweep(CASES, list(CASES)[1::3]))
+@pytest.mark.parametrize("name", sweep(CASES, list(CASES)[1::6]))
 def test_rows_that_are_not_ordinary_stay_apart(name, device):
     for rows, features in ((50, 600), (64, 64)):
         case = CASES[name](features)
@@ -127,7 +127,7 @@ def test_rows_that_are_not_ordinary_stay_apart(name, device):
         check(case, leaves, rows, given, exact=name in EXACT)
 
 
-@pytest.mark.parametrize("count", [0, 1, 1023, 1024, 1025, 2048, 2060])
+@pytest.mark.parametrize("count", sweep([0, 1, 1023, 1024, 1025, 2048, 2060], [0, 1025, 2048]))
 def test_the_largest_of_many_tops(count, device):
     """They are read by tiles of 1,024, the last one in part; how many there are does not depend on the rows here."""
     case = CASES["only_transposed"](16)
@@ -208,7 +208,7 @@ def test_leaves_may_lie_apart(device):
 @pytest.mark.parametrize(
     "dtype", [torch.float8_e4m3fn, torch.float8_e5m2, torch.float16, torch.bool, torch.uint8, torch.float64]
 )
-@pytest.mark.parametrize("kind", sweep(Kind, (Kind.FULL, Kind.COLUMN, Kind.BLOCK)))
+@pytest.mark.parametrize("kind", sweep(Kind, (Kind.FULL, Kind.BLOCK)))
 def test_leaves_of_all_dtypes_and_kinds(kind, dtype, device):
     w = Writing(24, block=8)
     x, other = w.leaf(dtype=torch.float32), w.leaf(kind, dtype)
@@ -219,7 +219,7 @@ def test_leaves_of_all_dtypes_and_kinds(kind, dtype, device):
     check(case, leaves, 33, (None, None, None), exact=True)
 
 
-@pytest.mark.parametrize("kind", sweep((Kind.ROW, Kind.COLUMN, Kind.BLOCK, Kind.SCALAR), (Kind.COLUMN, Kind.SCALAR)))
+@pytest.mark.parametrize("kind", sweep((Kind.ROW, Kind.COLUMN, Kind.BLOCK, Kind.SCALAR), (Kind.COLUMN,)))
 def test_results_need_not_be_elements(kind, device):
     """Copies and sums of what is one number for several elements, as the gradient of a mean is.
 
@@ -256,7 +256,7 @@ def test_every_number_of_an_fp8_leaf_is_read(device):
         check(case, [x], 16, (None, None, None), exact=True)
 
 
-@pytest.mark.parametrize("block", sweep((4, 5, 8, 30, 120, 300, 600), (5, 600)))
+@pytest.mark.parametrize("block", sweep((4, 5, 8, 30, 120, 300, 600), (8,)))
 def test_blocks_of_all_sizes(block, device):
     case = block_norm(600, block)
     leaves, given = all_of(case, 33, device)
@@ -380,7 +380,7 @@ def test_offsets_beyond_32_bits_on_the_gpu():
     assert column[7, 0].float().item() == 448
 
 
-@pytest.mark.parametrize("name", ["relu", "block_norm", "int8-forward_norm"])
+@pytest.mark.parametrize("name", sweep(["relu", "block_norm", "int8-forward_norm"], ["relu"]))
 def test_a_second_call_computes_with_its_own_tensors(name, device):
     """On a GPU its allocations and launches are those of the first call, made again."""
     case = CASES[name](64)

@@ -83,7 +83,7 @@ def problem_of(gemm, sides, dtype, target="sm_90"):
 
 @pytest.mark.parametrize("kind", sweep(LAYOUTS, ("strange",)))
 @pytest.mark.parametrize("gemm", list(Gemm))
-@pytest.mark.parametrize("candidate", ADAPTED, ids=lambda c: c.name)
+@pytest.mark.parametrize("candidate", sweep(ADAPTED, ADAPTED[::2]), ids=lambda c: c.name)
 def test_numbers_are_those_of_the_reference(candidate, gemm, kind, fakes):
     ran = 0
     # K of 3 groups is no multiple of the 4 that scales are padded to; a side of 1 has free strides.

@@ -14,6 +14,7 @@ import pytest
 import torch
 import with_triton  # noqa: F401
 from cases import combinations, on_gpu_or_cpu
+from sweeps import sweep
 
 from loka.core.exceptions import LokaError
 from loka.core.numerics.reference import Quantized, accumulation_bound, dequantize, quantize
@@ -120,7 +121,7 @@ def with_z(name, options):
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("name", [*CONFIGS, *EXACT])
+@pytest.mark.parametrize("name", sweep([*CONFIGS, *EXACT], [*CONFIGS, *EXACT][::2]))
 def test_every_configuration_matches_the_twin(name, shape, device):
     rows, inner, columns, block = shape
     fast = name not in EXACT

@@ -123,7 +123,7 @@ def test_the_twin_is_plain_arithmetic(shape, dtype, layout, size, transposed, se
         assert torch.equal(as_bytes(column), data.t())
 
 
-@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("dtype", sweep(FLOATS, FLOATS[:1]), ids=str)
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf, "a NaN with a sign"], ids=str)
 def test_what_is_not_finite_makes_all_of_its_weight_nan(bad, dtype, fused, device):
     """Wherever it lies; and no weight beside it is touched."""
@@ -190,7 +190,7 @@ def test_scales_match_the_twin_at_every_edge(fused, device):
             assert torch.equal(as_bytes(got.scale), as_bytes(twin.scale))
 
 
-@pytest.mark.parametrize("layout", sweep(("contiguous", "transposed", "wide", "shifted"), ("contiguous", "shifted")))
+@pytest.mark.parametrize("layout", sweep(("contiguous", "transposed", "wide", "shifted"), ("shifted",)))
 def test_the_largest_element_may_lie_anywhere(layout, fused, device, monkeypatch):
     """Four programs take several tiles each, the last one less than a whole tile."""
     monkeypatch.setattr(fused, "_PARTIALS", 4)

@@ -82,12 +82,12 @@ def confirmed(plan, model=None, **options):
 @pytest.mark.parametrize(
     ("speedups", "kept", "arms"),
     [
-        ((1.3, 1.1), {"0", "2", "4", "6"}, 2),
-        ((0.9, 1.1, 1.05), {"2", "6"}, 3),
-        ((1.1, 1.11, 1.0), {"2", "6"}, 3),
+        pytest.param((1.3, 1.1), {"0", "2", "4", "6"}, 2, marks=pytest.mark.slow),
+        pytest.param((0.9, 1.1, 1.05), {"2", "6"}, 3, marks=pytest.mark.slow),
+        pytest.param((1.1, 1.11, 1.0), {"2", "6"}, 3, marks=pytest.mark.slow),
         ((1.11, 1.1, 1.0), {"2", "6"}, 3),  # a tie goes to fewer layers
         ((0.9, 0.95, 1.005), set(), 3),  # within its interval no gain
-        ((None, 1.2, 1.0), {"2", "6"}, 3),
+        pytest.param((None, 1.2, 1.0), {"2", "6"}, 3, marks=pytest.mark.slow),
         ((0.9, None, 1.2), {"2"}, 3),
     ],
 )

@@ -114,6 +114,7 @@ def test_log_probabilities_and_losses_are_no_logits():
     assert torch.equal(logits_of(chosen, lambda output: output), chosen)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["dit", "actor"])
 def test_a_model_without_clicks_is_planned_on_error_alone_and_says_why(name):
     """Every GEMM with a parameter is named; under a limit on KL/H no `output` runs in FP8."""

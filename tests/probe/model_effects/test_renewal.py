@@ -110,6 +110,7 @@ def test_every_site_has_effects_of_the_model_as_it_is(trained):
             assert 0.4 < by_depth / layer.effects[RECIPE].kl().value < 2.5  # independent errors, docs/ne.md
 
 
+@pytest.mark.slow
 def test_fading_samples_are_of_models_that_are_gone(trained):
     """A change of the model shows in full, not in the share of the samples that are new."""
     model, stats = trained
@@ -218,6 +219,7 @@ def test_scatter_of_rows_is_no_movement():
     assert added_variance({}, now, Horizon(earlier=1, now=2, until=9))["a"] > 0, "unknown is not none"
 
 
+@pytest.mark.slow
 def test_a_horizon_widens_the_stated_interval(trained):
     model, stats = trained
     horizon = Horizon.of_probe(stats, until=40)
@@ -247,11 +249,11 @@ def test_the_age_of_fading_samples():
     ("bias", "rate", "word"),
     [
         (60.0, 0.3, "saturated"),
-        (-60.0, LabelRate(positives=300, rows=1000), "saturated"),
+        pytest.param(-60.0, LabelRate(positives=300, rows=1000), "saturated", marks=pytest.mark.slow),
         (-20.0, None, "base_rate"),
         (0.0, LabelRate(positives=0, rows=1000), "all 1000 labels are negative"),
-        (0.0, LabelRate(positives=1000, rows=1000), "all 1000 labels are positive"),
-        (0.0, LabelRate(positives=3, rows=1000), "3 positive labels of 1000"),
+        pytest.param(0.0, LabelRate(positives=1000, rows=1000), "all 1000 labels are positive", marks=pytest.mark.slow),
+        pytest.param(0.0, LabelRate(positives=3, rows=1000), "3 positive labels of 1000", marks=pytest.mark.slow),
         (0.0, LabelRate(positives=0, rows=0), "no labels"),
     ],
 )
@@ -273,6 +275,7 @@ def test_copies_of_a_row_promise_nothing(trained):
     assert all("rows have the same logits" in layer.no_effect for layer in copies.layers.values())
 
 
+@pytest.mark.slow
 def test_h_is_that_of_the_labels_and_its_error_widens(trained):
     model, stats = trained
     known = renewed(model, stats, base_rate=0.01).layers["out"].effects[RECIPE]
@@ -319,6 +322,7 @@ def test_each_task_has_its_own_rate():
         known((0.1, 1.5))
 
 
+@pytest.mark.slow
 def test_the_rate_is_that_of_the_renewed_model(trained):
     """One of before is of a model that is gone."""
     model, stats = trained

@@ -66,6 +66,7 @@ def test_rows_that_saturate_take_the_old_effects_away():
     assert kept.effects == stats.layers["0"].effects
 
 
+@pytest.mark.slow
 def test_nothing_else_that_is_learnt_changes():
     torch.manual_seed(0)
     models = [odd_mlp()]

@@ -30,6 +30,7 @@ def places(rows):
     return torch.ones(rows)
 
 
+@pytest.mark.slow
 def test_what_a_function_keeps_for_later_calls_has_values(backend, tmp_path):  # noqa: F811
     """Tracing runs the model's code over tensors without any, which such a function would give to every other call."""
 
@@ -92,6 +93,7 @@ class Scaled(Wide):
         return super().forward(x) * self.scale + self.kept
 
 
+@pytest.mark.slow
 def test_a_version_whose_modules_keep_other_numbers_is_compiled_anew(backend):  # noqa: F811
     torch.manual_seed(0)
     model = Scaled().eval()
@@ -107,6 +109,7 @@ def test_a_version_whose_modules_keep_other_numbers_is_compiled_anew(backend):  
     assert (server(inputs(9)).output - frozen(model)(inputs(9)).output).abs().max() > 0.1
 
 
+@pytest.mark.slow
 def test_versions_are_made_in_inference_mode_too(backend):  # noqa: F811
     server = frozen(wide())
     with torch.inference_mode():

@@ -90,6 +90,7 @@ def test_kernels_of_the_file_are_those_of_the_server(backend, monkeypatch, tmp_p
 SCRIPT = Path(__file__).with_name("written_for_a_gpu.py")
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(
     torch.version.cuda is not None,
     reason="of a build with CUDA, run_decompositions keeps rms_norm in one op, which AOTInductor takes apart",

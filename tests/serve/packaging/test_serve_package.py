@@ -227,6 +227,7 @@ def test_a_crash_is_told(monkeypatch, tmp_path):
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.slow
 def test_a_package_that_never_answers_is_told(monkeypatch, tmp_path):
     def run(command, *, timeout, **_):
         raise subprocess.TimeoutExpired(command, timeout)
@@ -270,6 +271,7 @@ def test_of_two_at_once_one_waits(monkeypatch, tmp_path):
     assert most == [1] * 6
 
 
+@pytest.mark.slow
 def test_what_a_compiler_raises_is_told(monkeypatch, tmp_path):
     def compiled(*_, **__):
         raise RuntimeError("cuda.h: no such file")

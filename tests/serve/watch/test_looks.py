@@ -3,6 +3,7 @@ from dataclasses import replace
 import pytest
 import torch
 from served import POW2, plan_for
+from sweeps import sweep
 from test_serve_graphs import PLAN, backend, frozen, inputs, wide
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -33,7 +34,7 @@ def maxima_of(several):
     return [pair for names, maxima in several for pair in zip(names, maxima, strict=True)]
 
 
-@pytest.mark.parametrize("count", [1, 5, 16])
+@pytest.mark.parametrize("count", sweep([1, 5, 16], [5]))
 def test_looks_see_what_the_sites_get(backend, count):
     """Of regions the octaves of their own scales, of a site by itself its rows; nothing of what only pads."""
     server = frozen(wide())
@@ -84,6 +85,7 @@ def test_looks_are_a_kernel_for_sites_that_show_as_many_numbers(backend):
     assert launched == 2 * ["aten.cat.default"]
 
 
+@pytest.mark.slow
 def test_what_a_graph_shows_is_copied_at_once(backend, monkeypatch):
     """Its memory is the compiler's, which may give it to what comes behind."""
 

@@ -70,7 +70,7 @@ def _assigned(model, folder):
 WRITES = [
     _initialized, _multiplied, _divided, _copied, _broadcast, _another_tensor, _loaded_by_dcp, _assigned,
 ]  # fmt: skip
-REPLACED = [(True, write) for write in (_multiplied, _another_tensor, _assigned)]
+REPLACED = [(True, write) for write in (_multiplied, _another_tensor)]
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed")
@@ -135,6 +135,7 @@ def test_s3_an_average_that_was_evaluated_early(how):
     assert all(counts["runs"] == 31 for site, counts in loka.health_of(inner).items() if "output" in site)
 
 
+@pytest.mark.slow
 @EAGER_FIRST
 def test_s4_sgd_by_hand_through_data(compiled):
     """200 steps of `p.data -= lr * p.grad`: losses and weights are those of the run by hand.

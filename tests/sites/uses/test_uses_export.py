@@ -68,14 +68,14 @@ def test_non_strict_has_every_site(name):
     _check(name, strict=False)
 
 
-@pytest.mark.parametrize("name", sweep(STRICT_HERE, ALWAYS[:2]))
+@pytest.mark.parametrize("name", sweep(STRICT_HERE, ALWAYS[:1]))
 def test_strict_has_every_site(name):
     assert name in STRICT
     _check(name, strict=True)
 
 
 @pytest.mark.parametrize("strict", [False, True], ids=["non_strict", "strict"])
-@pytest.mark.parametrize("name", sweep(("relu_tower", "slices", "encoder_batch_first"), ("relu_tower", "slices")))
+@pytest.mark.parametrize("name", sweep(("relu_tower", "slices", "encoder_batch_first"), ("slices",)))
 def test_dynamic_shapes_by_the_names_of_the_original_forward(name, strict):
     """Also where the model itself owns the parameters, so that its own `forward` is replaced."""
     known = planned(name)
@@ -88,6 +88,7 @@ def test_dynamic_shapes_by_the_names_of_the_original_forward(name, strict):
         assert_close(program.module()(given), known.converted()(given))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", sweep(("checkpoint_modules", "checkpoint_function"), ("checkpoint_function",)))
 def test_strict_export_takes_no_checkpoints_with_or_without_loka(name):
     """A known limit of torch, by the same error; when it goes, the flag of the foreign models goes too."""

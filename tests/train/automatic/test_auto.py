@@ -6,7 +6,6 @@ import torch
 from fp8_run import AUTO, CONFIG, PROBED, digest, tower
 from models import stats_of
 from small_run import RandomRows, stop_at
-from sweeps import sweep
 
 import loka
 from loka.core.budget import Budget
@@ -46,6 +45,7 @@ def without_fresh_rows(monkeypatch):
     monkeypatch.setattr(module, "renewed", lambda run, stats, looks, **options: stats)
 
 
+@pytest.mark.slow
 def test_from_a_cold_start_to_fp8(tmp_path):
     model, auto, result, said = run(folder=tmp_path)
     assert auto.phase == "fp8"
@@ -110,7 +110,8 @@ def whole():
     return run()
 
 
-@pytest.mark.parametrize("stop", sweep([4, 11, PROBED, "measuring", 19, 29], ["measuring"]))
+@pytest.mark.slow
+@pytest.mark.parametrize("stop", [4, 11, PROBED, "measuring", 19, 29])
 def test_killed_in_any_phase_it_goes_on_there(tmp_path, whole, stop):
     straight, all_through, expected, _ = whole
     killed = stop_at(stop, KilledWhileMeasuring)  # nothing is saved: it goes on from the last checkpoint
@@ -154,6 +155,7 @@ def test_ctrl_c_ends_a_measurement(tmp_path):
     assert load_newest(tmp_path / "checkpoints").state["beside"]["phase"] == "measure"
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("without_fresh_rows")
 def test_the_probe_ends_when_it_knows_enough(monkeypatch):
     looked = []
@@ -169,6 +171,7 @@ def test_the_probe_ends_when_it_knows_enough(monkeypatch):
     assert auto.timeline.events[1].step == 8
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("without_fresh_rows")
 def test_killed_between_a_sample_and_its_look_the_probe_ends_where_it_would_have(monkeypatch, tmp_path):
     monkeypatch.setattr(module, "relative_width", lambda stats: 1.2)

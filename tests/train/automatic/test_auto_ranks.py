@@ -134,6 +134,7 @@ def failing(tmp_path_factory):
     return on_ranks(failures, WORLD, tmp_path_factory.mktemp("failing"))
 
 
+@pytest.mark.slow
 def test_two_ranks_turn_to_fp8_as_one(ranks):
     first, second = (rank["straight"] for rank in ranks)
     assert first["alike"] == second["alike"]
@@ -147,6 +148,7 @@ def test_all_say_why_a_step_of_one_is_not_as_asked(failing):
     assert [rank["why"] for rank in failing] == ["rank 1: it errs", "it errs"]
 
 
+@pytest.mark.slow
 def test_they_go_on_from_the_newest_step(ranks):
     for rank in ranks:
         assert rank["resumed"] == rank["straight"]

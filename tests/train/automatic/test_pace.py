@@ -5,6 +5,7 @@ import torch
 from fp8_run import AUTO, CONFIG, PROBED, digest, tower
 from ranks import on_ranks
 from small_run import RandomRows, stop_at
+from sweeps import sweep
 from torch.nn.parallel import DistributedDataParallel
 
 from loka.core.error import Estimate
@@ -77,7 +78,7 @@ def phases(auto):
     return [(event.phase, event.step) for event in auto.timeline.events]
 
 
-@pytest.mark.parametrize("by_the_plan", [10.5, 10.0, 9.9])
+@pytest.mark.parametrize("by_the_plan", sweep([10.5, 10.0, 9.9], [9.9]))
 def test_a_plan_that_is_not_surely_faster_is_taken_back(by_the_plan, monkeypatch):
     scripted = on_a_gpu(monkeypatch, 10.0, by_the_plan)
     model, auto, result, said = run()
@@ -89,6 +90,7 @@ def test_a_plan_that_is_not_surely_faster_is_taken_back(by_the_plan, monkeypatch
     assert [place for place, counts in enumerate(scripted.counted) if not counts] == [0, 3, 6, 9]  # sampled
 
 
+@pytest.mark.slow
 def test_a_plan_that_is_faster_stays_and_so_does_one_that_may_be_slow(monkeypatch):
     on_a_gpu(monkeypatch, 10.0, 9.0)
     model, auto, _, said = run()
@@ -113,6 +115,7 @@ class Killed(Exception):
     pass
 
 
+@pytest.mark.slow
 def test_a_run_that_was_killed_goes_on_to_its_verdict(monkeypatch, tmp_path):
     on_a_gpu(monkeypatch, 10.0)
     with pytest.raises(Killed):

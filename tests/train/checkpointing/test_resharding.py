@@ -21,6 +21,7 @@ import torch.distributed.checkpoint as dcp
 from fp8_run import digest, tower
 from ranks import on_ranks
 from resharded_runs import EVERY, PARTS, ROWS, SAVED, STEPS, die_at, ended, pow2_plan, run
+from sweeps import sweep
 from test_checkpoint import Payload
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
@@ -87,7 +88,7 @@ def plan():
     return pow2_plan()
 
 
-@pytest.fixture(scope="module", params=["fsdp2", pytest.param("ddp", marks=pytest.mark.slow)])
+@pytest.fixture(scope="module", params=sweep(["fsdp2", "ddp"], []))
 def runs(request, plan, tmp_path_factory):
     engine, folder = request.param, tmp_path_factory.mktemp("runs")
     for name, saving in (("stepping", False), ("saving", True)):

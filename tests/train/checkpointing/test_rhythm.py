@@ -38,6 +38,7 @@ def test_saving_takes_a_twentieth_of_the_time_where_nobody_said(monkeypatch, tmp
     assert saves_of(monkeypatch, tmp_path, None) == [4, 40], "the first, and the last step"
 
 
+@pytest.mark.slow
 def test_what_was_asked_for_is_kept(monkeypatch, tmp_path):
     assert saves_of(monkeypatch, tmp_path, 10) == [10, 20, 30, 40]
 

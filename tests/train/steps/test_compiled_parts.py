@@ -4,6 +4,7 @@ import pytest
 import torch
 from fp8_run import AUTO
 from small_run import RandomRows
+from sweeps import sweep
 from torch import nn
 from torch._dynamo.utils import counters
 
@@ -38,7 +39,7 @@ def flat(beside=0, **options):
     return Flat(beside, **options)
 
 
-@pytest.mark.parametrize("beside", [0, 40])
+@pytest.mark.parametrize("beside", sweep([0, 40], [40]))
 def test_a_model_without_blocks_is_compiled_as_one(beside, without_inductor):
     """It was compiled not at all, or but for a block, and nothing said so."""
     written, model = flat(beside), flat(beside)
@@ -56,6 +57,7 @@ def test_a_model_without_blocks_is_compiled_as_one(beside, without_inductor):
     assert model._compiled_call_impl is None  # it is as it was
 
 
+@pytest.mark.slow
 def test_hooks_on_a_model_that_is_compiled_as_one_run_as_written(without_inductor):
     """A Probe's was traced, and refused; one that keeps what it sees broke the compiled call."""
     model, seen = flat(), []

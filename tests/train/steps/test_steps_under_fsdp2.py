@@ -113,6 +113,7 @@ def planned():
     return forced_plan(probe.stats(), POW2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("in_fp8", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_a_captured_step_trains_as_one_that_is_not(in_fp8, tmp_path):
     """Tables stay beside the graph, their gradients averaged over ranks; gathers in FP8 are in it."""
