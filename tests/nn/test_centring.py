@@ -154,9 +154,12 @@ def test_without_means_there_is_nothing_to_centre(case):
     assert "0" not in report.centres
     with pytest.raises(NoKernelFits, match="nothing to centre"):
         loka.plan(report, force={"0/output": CENTRED})
-    plan = replace(loka.plan(case[2], force={"0/output": CENTRED}), centres={})
-    with pytest.raises(NotConverted, match="24 numbers to take off"):
-        loka.convert(model_of(), plan)
+    plan = loka.plan(case[2], force={"0/output": CENTRED})
+    whole = plan.centres["0"]
+    for wrong, there in ((), 0), ((*whole[1:], torch.nan), 23), ((*whole[1:], 1e39), 23), ((*whole, torch.nan), 24):
+        told = f"24 numbers to take off.* {len(wrong)} are there, {there} of them finite"
+        with pytest.raises(NotConverted, match=told):
+            loka.convert(model_of(), replace(plan, centres={"0": wrong}))
 
 
 def test_means_that_moved_are_seen(case):

@@ -105,13 +105,15 @@ def _identity_of(modules: Mapping[str, nn.Module], use: WeightUse) -> tuple[int,
 def _centre(path: str, output: str, layer: LinearShape, centres: Mapping[str, Sequence[float]]) -> torch.Tensor | None:
     if output == HP or not candidate_named(output).recipe.centred:
         return None
-    if len(centres.get(path, ())) != layer.in_features:
+    centre = torch.tensor(centres.get(path, ()), dtype=torch.float32, device="cpu")
+    finite = int(centre.isfinite().sum())
+    if {centre.numel(), finite} != {layer.in_features}:
         raise NotConverted(
             f"{path}: {output} needs {layer.in_features} numbers to take off its input, "
-            f"and {len(centres.get(path, ()))} are there",
+            f"and {centre.numel()} are there, {finite} of them finite",
             way_out=_PLAN_AGAIN,
         )
-    return torch.tensor(centres[path], dtype=torch.float32, device="cpu")
+    return centre
 
 
 def _hot(path: str, output: str, layer: LinearShape, columns: Sequence[int]) -> torch.Tensor | None:
