@@ -140,6 +140,21 @@ def test_a_nan_loss_raises_at_the_next_log_line_and_is_not_saved(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["step-00000004"]
 
 
+def test_a_nan_in_a_row_is_looked_for_there():
+    """A model without a plan has no site that a NaN check could find."""
+
+    class Missing(RandomRows):
+        def batches(self, batch_size, *, start=0):
+            for batch in super().batches(batch_size, start=start):
+                batch.dense[5, 0] = torch.nan
+                yield batch
+
+    with pytest.raises(NonFinite, match="look for NaN in the rows' features"):
+        train(Probe(), Missing(), config=CONFIG)
+    with pytest.raises(NonFinite, match=r"(?s)row 5.*look for NaN in that row's features"):
+        quality(*evaluate(Probe(), Missing(), batch_size=64))
+
+
 def test_a_nan_is_not_saved_between_log_lines(tmp_path):
     model = small_model()
     config = replace(CONFIG, checkpoint_every=3, log_every=100)

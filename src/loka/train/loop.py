@@ -330,7 +330,8 @@ class _Log:
         if not all(math.isfinite(losses) for losses, _ in sums):
             raise NonFinite(
                 f"the training loss became nan or infinite between steps {self.step} and {self.run.step}",
-                way_out="pass a NaN check to find the site, lower the learning rates, or set grad_clip",
+                way_out="look for NaN in the rows' features, lower the learning rates, set grad_clip, or keep weights "
+                "in float32; where the model runs by a plan, check=loka.check_finite finds the site",
             )
 
     def line(self) -> TrainLog:
