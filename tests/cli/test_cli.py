@@ -81,6 +81,7 @@ def test_a_model_of_two_tasks_is_refused_with_a_way_out(head, net, tmp_path):
     text = loka("train", "--model", net, *SMALL, "--no-mods", cwd=tmp_path, fails=2)
     assert "not one logit for each of 256 rows" in text
     assert 'or "label": ["click", "buy"]' in text.replace("\n", " ")
+    assert ("`.squeeze(1)` at the end of forward" in text.replace("\n", " ")) == (head == "Linear(37, 1)")
 
 
 def test_demo_writes_its_records_and_goes_on_when_started_again(tmp_path, monkeypatch):

@@ -279,6 +279,7 @@ def _with(value):
         ([rows(64), None], "a request is a NoneType"),
         ([(rows(64)[0], rows(63)[1])], "unequal numbers of rows"),
         (rows(64)[0], "calibration is one request"),
+        ([(*rows(64), torch.ones(64))], r"(?s)positional: 0: float32 \[B, 13\].*TypeError: .*forward\(\) takes 3"),
     ],
 )
 def test_calibration_rows_that_say_nothing(given, told):

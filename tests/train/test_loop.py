@@ -140,6 +140,21 @@ def test_a_nan_loss_raises_at_the_next_log_line_and_is_not_saved(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["step-00000004"]
 
 
+def test_a_nan_in_a_row_is_looked_for_there():
+    """A model without a plan has no site that a NaN check could find."""
+
+    class Missing(RandomRows):
+        def batches(self, batch_size, *, start=0):
+            for batch in super().batches(batch_size, start=start):
+                batch.dense[5, 0] = torch.nan
+                yield batch
+
+    with pytest.raises(NonFinite, match="look for NaN in the rows' features"):
+        train(Probe(), Missing(), config=CONFIG)
+    with pytest.raises(NonFinite, match=r"(?s)row 5.*look for NaN in that row's features"):
+        quality(*evaluate(Probe(), Missing(), batch_size=64))
+
+
 def test_a_nan_is_not_saved_between_log_lines(tmp_path):
     model = small_model()
     config = replace(CONFIG, checkpoint_every=3, log_every=100)
@@ -172,6 +187,48 @@ def test_a_source_that_breaks_its_promise_is_refused():
 
     with pytest.raises(DataRefused, match="short line"):
         train(Probe(), Short(), config=CONFIG)
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        (lambda label: 2 * label - 1, "labels lie between -1 and 1, not between 0 and 1"),
+        (lambda label: label + 1, "labels lie between 1 and 2,"),
+        (lambda label: label.where(label > 0, torch.nan), "labels lie between nan and nan,"),
+        (torch.Tensor.long, "label is torch.int64; it has to be torch.float32"),
+        (torch.Tensor.bool, "label is torch.bool;"),
+        (lambda label: label[:, None], "label is [64, 1]; of label it has to be [64]"),
+        (lambda label: torch.stack([label, label], 1), "label is [64, 2]; of label it has to be [64]"),
+    ],
+)
+def test_labels_that_are_no_clicks_are_refused_before_a_step(change, told):
+    """Those of -1 and 1 trained to a negative base rate, and of the others torch told in its own words."""
+
+    class Other(RandomRows):
+        def batches(self, batch_size, *, start=0):
+            for batch in super().batches(batch_size, start=start):
+                yield replace(batch, label=change(batch.label))
+
+    model = Probe()
+    with pytest.raises(DataRefused) as refused:
+        train(model, Other(), config=CONFIG)
+    assert told in str(refused.value)
+    assert not model.seen
+
+
+def test_labels_may_be_shares_of_a_click():
+    class Soft(RandomRows):
+        def batches(self, batch_size, *, start=0):
+            for batch in super().batches(batch_size, start=start):
+                yield replace(batch, label=0.1 + 0.8 * batch.label)
+
+    soft = 0.1 + 0.8 * labels(1000).double()
+    model = Probe()
+    found = train(model, Soft(), config=CONFIG).quality
+    losses = nn.functional.binary_cross_entropy_with_logits(torch.cat(model.seen).double(), soft)
+    rate = soft.mean()
+    assert found.base_rate == pytest.approx(rate.item(), rel=1e-6)
+    assert found.ne == pytest.approx((losses / -(torch.xlogy(rate, rate) + torch.xlogy(1 - rate, 1 - rate))).item())
 
 
 def test_progress_is_injected():

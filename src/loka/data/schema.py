@@ -90,10 +90,13 @@ class Schema:
         if missing or unclear:
             why = [f"missing: {', '.join(missing)}"] if missing else []
             why += [f"more than one column matches: {', '.join(unclear)}"] if unclear else []
+            way_out = "pass its schema (--schema FILE; Schema(...) in Python), or rename its columns"
+            if len(present) == 1 and len(missing) > 1 and all(name in present[0] for name in missing):
+                way_out = 'say in the schema what stands between columns, such as "separator": ";"'
+            elif len(missing) == len(self.columns) and any(map(_is_number, present)):
+                way_out = 'say "header": false in the schema: the first line is a row'
             raise DataRefused(
-                f"{where}: columns do not fit the schema",
-                why=[*why, f"present: {', '.join(present)}"],
-                way_out="pass its schema (--schema FILE; Schema(...) in Python), or rename its columns",
+                f"{where}: columns do not fit the schema", why=[*why, f"present: {', '.join(present)}"], way_out=way_out
             )
         return tuple(found[0] for found in places)
 
@@ -129,6 +132,14 @@ CRITEO = Schema(
     dense=tuple(f"I{number}" for number in range(1, 14)),
     sparse=tuple(f"C{number}" for number in range(1, 27)),
 )
+
+
+def _is_number(name: str) -> bool:
+    try:
+        float(name)
+    except ValueError:
+        return False
+    return True
 
 
 def _place(name: str, present: Sequence[str]) -> list[int]:

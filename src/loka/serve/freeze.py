@@ -88,7 +88,7 @@ def freeze(
             code computes something else.
         ServeRefused: rows that are too few, all alike, not finite or zero at a site; a model that mixes rows,
             writes to its inputs, is sharded, cannot be copied, holds views of weights, reads the original's in its
-            copy, or fails for rows drawn between the bounds of these; buckets or graphs that cannot be.
+            copy, or fails for these rows or for rows drawn between their bounds; buckets or graphs that cannot be.
     """
     _check_buckets(buckets)
     check_share(shadow)
@@ -116,7 +116,13 @@ def freeze(
     content = digest(rows)
     skeleton = skeleton_of(precise)
     run = Runner(form=form, autocast=autocast)
-    found = _calibrate(precise, plan, rows, run)
+    found = tried(
+        lambda: _calibrate(precise, plan, rows, run),
+        f"this model fails for calibration rows of the form {form}",
+        "let each request hold what forward takes and nothing else, such as labels: a tuple by place, a dict by "
+        "keyword (where forward takes one dict, give a subclass whose forward takes its keys: "
+        "`def forward(self, **rows)`)",
+    )
     if digest(rows) != content:
         raise ServeRefused("this model's forward writes to its inputs", way_out="let it write to a copy, `x.clone()`")
     # After calibration, so that attributes which forward only makes in its first call do not count.

@@ -7,14 +7,14 @@ thirty times off, and KL/H would be wrong by as much.
 """
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from loka.core.error import Z95
 from loka.core.exceptions import DataRefused
-from loka.data.batch import Source, tasks_of
+from loka.data.batch import Batch, Source, tasks_of
 
 MOST_ROWS = 1_000_000
 """Read for the share; it is known to 1 % of itself from ten thousand positive ones."""
@@ -75,6 +75,27 @@ def require_both(source: Source, *, batch_size: int, what: str) -> None:
         f"{what}: {'; '.join(alike)}",
         why=["NE is the loss over the entropy of the labels, which is 0 here, and the AUC needs both classes"],
         way_out="check which column is the label, or choose rows that have both",
+    )
+
+
+def require_clicks(batch: Batch, tasks: Sequence[str]) -> None:
+    """Raises DataRefused for labels that are no shares of a click, [B] or [B, tasks]: the loss would be of something
+    else, and NE, over the entropy of their mean, nothing.
+    """
+    label = batch.label
+    wanted = (len(batch),) if len(tasks) == 1 else (len(batch), len(tasks))
+    if tuple(label.shape) != wanted:
+        why = f"label is {list(label.shape)}; of {', '.join(tasks)} it has to be {list(wanted)}"
+    elif not label.is_floating_point():
+        why = f"label is {label.dtype}; it has to be torch.float32"
+    elif not bool(((label >= 0) & (label <= 1)).all()):
+        why = f"labels lie between {label.min().item():.6g} and {label.max().item():.6g}, not between 0 and 1"
+    else:
+        return
+    raise DataRefused(
+        "the source's labels are no clicks",
+        why=[why],
+        way_out="give labels 0 and 1 as float32 [B], or [B, tasks] where `source.tasks` names several",
     )
 
 

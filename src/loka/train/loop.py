@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,7 @@ from loka.train.checkpointing.sharded import require_one_folder
 from loka.train.checkpointing.state import plan_text
 from loka.train.config import Precision, TrainConfig
 from loka.train.interrupt import deferred_interrupt
+from loka.train.labels import require_clicks
 from loka.train.length import Length, batches_from, last_parts, unused_batches
 from loka.train.metrics import Quality, normalized_entropy, only
 from loka.train.ranks import alone_together, require_alike_told, require_as_one, require_same_steps, together
@@ -158,7 +160,8 @@ def train(
         CheckpointNotSaved: the last state could not be written. Earlier on, that is a warning, the
             checkpoint before stays, and training goes on.
         InUse: another process trains in the folder of checkpoints.
-        DataRefused: the source breaks its promise, or ranks would take other numbers of steps.
+        DataRefused: the source breaks its promise (of labels the first batch is looked at), or ranks would take other
+            numbers of steps.
         LokaError: ranks have other configurations, but for the seed; or other models, plans, columns or torch.
         RankFailed: another rank raised, between two steps.
         KeyboardInterrupt: Ctrl-C or SIGTERM, after the completed step was saved; it says so. Several ranks
@@ -220,6 +223,8 @@ def train(
             callback.start(run)
             run.coming = ahead_of(batches_from(source, config, length, step=run.step), run.device)
             for batch in track(run.coming, "train", length.steps - run.step):
+                if run.step == first_step:
+                    together(partial(require_clicks, batch, run.tasks))
                 sight = callback.before(run)
                 between_steps = False
                 run.learn(batch.to(run.device), sight=sight)
@@ -325,7 +330,8 @@ class _Log:
         if not all(math.isfinite(losses) for losses, _ in sums):
             raise NonFinite(
                 f"the training loss became nan or infinite between steps {self.step} and {self.run.step}",
-                way_out="pass a NaN check to find the site, lower the learning rates, or set grad_clip",
+                way_out="look for NaN in the rows' features, lower the learning rates, set grad_clip, or keep weights "
+                "in float32; where the model runs by a plan, check=loka.check_finite finds the site",
             )
 
     def line(self) -> TrainLog:

@@ -98,7 +98,8 @@ def checked(logits: npt.ArrayLike, labels: npt.ArrayLike) -> tuple[Floats, npt.N
         raise NonFinite(
             f"{bad} of {len(x)} logits are nan or infinite",
             why=[f"the first one is row {int(np.argmin(np.isfinite(x)))}"],
-            way_out="pass a NaN check to the training loop to find the site that made it",
+            way_out="look for NaN in that row's features, and in the weights; where the model runs by a plan, "
+            "loka.check_finite(model) names the site that made it",
         )
     return x, clicked
 

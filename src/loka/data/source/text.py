@@ -285,8 +285,11 @@ def _refusal(error: Exception, layout: _Layout, where: str) -> DataRefused:
     if found is None or int(found[1]) not in layout.places:
         return DataRefused(f"{layout.file.path}: cannot be parsed after {where}", why=[str(error)])
     name = layout.schema.columns[layout.places.index(int(found[1]))]
+    headed = any(f"'{column}'" in found[3] for column in layout.schema.columns)
     return DataRefused(
         f"{layout.file.path}: column {name} (field {int(found[1]) + 1}) holds a value of the wrong kind",
         why=[found[3].strip(), f"about line {int(found[2] or 0)} of the block that starts at {where}"],
-        way_out="correct the line, or give the column its right role in the schema",
+        way_out='say "header": true in the schema: a line names the columns'
+        if headed
+        else "correct the line, or give the column its right role in the schema",
     )

@@ -36,7 +36,9 @@ def predict(
             f"the model returns {shape}, not {'one logit' if tasks == 1 else f'{tasks} logits'} for each of "
             f"{rows} rows",
             why=["rows have one label here" if tasks == 1 else f"rows have {tasks} labels here"],
-            way_out="return a logit for each label: `loka.zoo.build(..., tasks=)` of the zoo's models; the "
+            way_out="return a logit for each label: "
+            + ("`.squeeze(1)` at the end of forward makes [B] of [B, 1]; " if shape == (rows, 1) else "")
+            + "`loka.zoo.build(..., tasks=)` of the zoo's models; the "
             'labels are those of the schema: "label": "click", or "label": ["click", "buy"] (docs/data.md)',
         )
     return logits.to(torch.float32, copy=True)
