@@ -1,6 +1,6 @@
 import pytest
 import torch
-from between import ALL, Between, OfWiderNumbers
+from between import ALL, Between, Leaky, OfWiderNumbers
 from converted import JOINED, converted, error, gradients, plan_for, run
 from joint import JointBackend
 from models import forced_plan
@@ -25,7 +25,7 @@ aten = torch.ops.aten
 WAYS = [(model, fused) for model in ALL for fused in (False, True)]  # values in 16 bits rounded, or kept in float32
 
 
-@pytest.mark.parametrize(("model", "fused"), sweep(WAYS, WAYS[1::6]))
+@pytest.mark.parametrize(("model", "fused"), sweep(WAYS, [*WAYS[1::6], (Leaky, True)]))
 def test_joined_computes_what_the_model_says(model, fused):
     """As near to the exact model as site by site (test_joined_models.py). A cast that is read wrongly makes
     another model: errors of 0.3 and more."""

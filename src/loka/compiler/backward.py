@@ -4,11 +4,13 @@ The second operand of grad_weight, (r x)8^T, is written by the edge below the si
 what x is computed from anyway. Where there is no such edge, a kernel of its own writes it.
 """
 
+import operator
 from dataclasses import dataclass, field
 
 import torch
 from torch.fx import Graph, Node
 
+from loka.compiler.edges.aten_steps import made_by
 from loka.compiler.edges.cones import column_sum, cone_of, extended
 from loka.compiler.edges.matrix import Cone, Low, Matrix
 from loka.compiler.edges.traffic import readers
@@ -17,8 +19,9 @@ from loka.compiler.emit import Emitter
 from loka.compiler.gemms import Gemms, Weight
 from loka.compiler.joint_sites import JointSite
 from loka.compiler.marks import makers_of
-from loka.compiler.nodes import above, args_of
+from loka.compiler.nodes import above, args_of, value_of
 from loka.core.recipe import Gemm
+from loka.kernels.edge.op import edge as edge_op
 from loka.kernels.edge.program import Kind, Program, Step
 from loka.nn.fp8_weight import transposed
 
@@ -160,10 +163,29 @@ def _host(site: JointSite, edges: dict[Node, Edge]) -> Edge | None:
         if edge.site.backward in before or before & {*edge.sums, *edge.cone.given}:
             continue  # r of this site comes after that edge
         wider = extended(edge.cone, site.x, tied=False)
-        if wider is not None:
+        if wider is not None and not _rounded_since(wider, site.x):
             edge.cone, edge.recomputed = wider, True
         return edge
     return None
+
+
+def _rounded_since(cone: Cone, x: Node) -> bool:
+    """Whether x would be computed of a matrix less its rows' means, where one edge made both and memory has rounded the
+    matrix alone since. In rows that are nearly constant a norm makes x of that rounding, far above the x that forward
+    had and whose scales bound it: so where rows of zeros go through softplus and LayerNorm.
+    """
+    differences = {n for n in {x, *above(x)} & cone.inside if n.target is aten.sub.Tensor}
+    means = {made_by(read) for node in differences for read in node.all_input_nodes}
+    leaves = [(made_by(leaf), kind) for leaf, kind in cone.leaves.items()]
+    of_rows = {_edge_of(n) for n, kind in leaves if kind in (Kind.COLUMN, Kind.BLOCK) and n in means}
+    rounded = {_edge_of(n) for n, kind in leaves if kind is Kind.FULL and value_of(n).dtype.itemsize == 2}
+    return bool(of_rows & rounded - {None})
+
+
+def _edge_of(item: Node) -> Node | None:
+    """The edge of which a node is a result; None where another op made it."""
+    made = args_of(item)[0] if item.target is operator.getitem else None
+    return made if isinstance(made, Node) and made.target is edge_op else None
 
 
 def _write(mine: Edge, low: dict[Node, Low]) -> tuple[Writer, Program]:

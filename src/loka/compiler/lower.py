@@ -18,7 +18,7 @@ from torch.fx import Graph, Node
 
 from loka.compiler.backward import lower_backward
 from loka.compiler.edges.aten_steps import passes_on
-from loka.compiler.edges.cones import cone_of
+from loka.compiler.edges.cones import cone_of, mark_masks
 from loka.compiler.edges.matrix import Low, Matrix
 from loka.compiler.edges.writer import Writer
 from loka.compiler.emit import COPY, Emitter, ordered, strides_of
@@ -51,6 +51,7 @@ def join_sites(graph: Graph) -> dict[str, str]:
             hold(graph)
         return apart
     mark_backward(graph)
+    mark_masks(graph)
     sites = _of_one_input(sites)
     emitter = Emitter(graph)
     gemms = Gemms(emitter, {op for site in sites for op in (site.node, site.backward) if op is not None})

@@ -11,6 +11,9 @@ BACKWARD = "loka_backward"
 MADE = "loka_made"
 """In the meta of a number of rows that plain ops make for a site: programs read it, and do not compute it anew."""
 
+RELU = "loka_relu"
+"""In the meta of a comparison with zero that asks where a ReLU let its input through."""
+
 WRITTEN = "loka_written"
 """In the meta of a constant of the graph that goes into a file together with LoKA's ops, written out."""
 

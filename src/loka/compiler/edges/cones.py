@@ -11,20 +11,29 @@ read, a leaf, where
   readers can compute it anew from fewer bytes than it takes to write and read it (`traffic`);
 * backward reads it, and it is a statistic (a number a row or block) of forward: those are small and known.
 
-An input of a joined site that is compared with zero is read in FP8: rounding keeps its sign, so ReLU needs
-nothing else for backward. (Values below 2^-18 of a row's largest become zero, as in the GEMMs.)
+ReLU's result, where it is the input of a joined site, is compared with zero in FP8: rounding keeps its sign, so
+ReLU needs nothing else for backward. (Values below 2^-18 of a row's largest become zero, as in the GEMMs.)
 """
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torch.fx import Node
+from torch.fx import Graph, Node
 
-from loka.compiler.edges.aten_steps import SUMS, computed_from, exact, is_pointwise, operands, passes_on, variance_of
+from loka.compiler.edges.aten_steps import (
+    SUMS,
+    computed_from,
+    exact,
+    is_pointwise,
+    made_by,
+    operands,
+    passes_on,
+    variance_of,
+)
 from loka.compiler.edges.matrix import Cone, Low, Matrix, same
 from loka.compiler.edges.traffic import better_read, is_given
-from loka.compiler.nodes import MADE, WRITTEN, above, args_of, in_backward, value_of
+from loka.compiler.nodes import MADE, RELU, WRITTEN, above, args_of, in_backward, value_of
 from loka.kernels.edge.program import Kind
 
 aten = torch.ops.aten
@@ -182,12 +191,21 @@ def column_sum(node: Node, matrix: Matrix) -> Node | None:
     return None
 
 
+def mark_masks(graph: Graph) -> None:
+    """Marks the masks of ReLU's backward, while nodes still stand for what the model computes. Those of leaky ReLU, ELU
+    or a threshold choose between two gradients: numbers that e4m3 takes for zero would get the wrong one.
+    """
+    for node in graph.nodes:
+        if node.target in COMPARISONS and args_of(node)[1] == 0:
+            node.meta[RELU] = made_by(args_of(node)[0]).target is aten.relu.default
+
+
 def _in_low(comparison: Node, low: Mapping[Node, Low]) -> Node | None:
     """The FP8 data of the joined input that is compared with zero here; None if there is no such input.
 
     A mask that forward reads is not ReLU's own: what it let through has a gradient, however small the input is.
     """
-    if args_of(comparison)[1] != 0 or not all(map(in_backward, comparison.users)):
+    if not comparison.meta.get(RELU) or not all(map(in_backward, comparison.users)):
         return None
     node = args_of(comparison)[0]
     while isinstance(node, Node):
