@@ -174,7 +174,7 @@ def _rounded_since(cone: Cone, x: Node) -> bool:
     matrix alone since. In rows that are nearly constant a norm makes x of that rounding, far above the x that forward
     had and whose scales bound it: so where rows of zeros go through softplus and LayerNorm.
     """
-    differences = {n for n in {x, *above(x)} & cone.inside if n.target is aten.sub.Tensor}
+    differences = {n for n in (x, *above(x, within=cone.inside)) if n.target is aten.sub.Tensor}
     means = {made_by(read) for node in differences for read in node.all_input_nodes}
     leaves = [(made_by(leaf), kind) for leaf, kind in cone.leaves.items()]
     of_rows = {_edge_of(n) for n, kind in leaves if kind in (Kind.COLUMN, Kind.BLOCK) and n in means}

@@ -1,5 +1,6 @@
 """Reads nodes of a graph."""
 
+from collections.abc import Container
 from typing import Any
 
 import torch
@@ -33,13 +34,13 @@ def is_tensor(node: Node) -> bool:
     return isinstance(node.meta.get("val"), torch.Tensor)
 
 
-def above(*nodes: Node) -> set[Node]:
-    """All nodes that the given nodes are computed from, directly or not."""
+def above(*nodes: Node, within: Container[Node] | None = None) -> set[Node]:
+    """All nodes that the given nodes are computed from, directly or not, or by way of `within` alone."""
     found: set[Node] = set()
     waiting = [read for node in nodes for read in node.all_input_nodes]
     while waiting:
         current = waiting.pop()
-        if current not in found:
+        if current not in found and (within is None or current in within):
             found.add(current)
             waiting += current.all_input_nodes
     return found
