@@ -240,6 +240,7 @@ def test_dynamo_does_not_give_up_on_many_blocks_of_a_class():
     assert len(loka.regions(deep).applied) == len(deep)
 
 
+@pytest.mark.slow
 def test_parts_compiled_by_themselves_and_within_each_other():
     outer = nn.Sequential(made("relu"), nn.ReLU(), made("relu_narrow"))
     x = torch.randn(64, 64)

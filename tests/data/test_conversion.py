@@ -64,6 +64,7 @@ def test_shards_hold_the_rows_of_the_table_in_its_order(tmp_path, kind):
     assert list(prepared.account().values())[: len(REASONS)] == list(manifest.counts.values())
 
 
+@pytest.mark.slow
 def test_pieces_end_where_lines_end_wherever_they_are_cut(tmp_path, monkeypatch):
     schema = Schema(label="y", dense=("d",), sparse=("c",), header=True)
     text = "c\td\ty\n" + "".join(f"{'x' * (n % 5)}\t{n}\t{n % 2}\r\n" for n in range(12)) + "last\t12\t1"

@@ -166,6 +166,7 @@ def real(tmp_path_factory):
     return [{**one, **first}, *more, *others]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "engine", "formats"), CASES)
 def test_bytes_and_order_are_those_of_real_ranks(real, name, engine, formats):
     key = f"{name} {engine} {formats}"

@@ -154,6 +154,7 @@ def test_interrupted_measuring_goes_on(stats, tmp_path):
     assert whole.sites == loka.measure(stats, device="cpu", settings=QUICK).sites
 
 
+@pytest.mark.slow
 def test_one_measurement_at_a_time_writes_a_report(stats, tmp_path):
     out = tmp_path / "report.json"
     refused = []

@@ -39,6 +39,7 @@ class Heads(nn.Module):
         return self.lazy(self.attention(x)) @ self.items.weight.T  # whose owner is never called
 
 
+@pytest.mark.slow
 def test_each_runs_as_a_site_at_every_step_and_in_compiled_graphs():
     """Fails where parameters are noted in their owner's call alone, at the first sampled step alone, or where
     a function of torch that multiplies inside is run with the mode off."""

@@ -113,6 +113,7 @@ def runs(tmp_path_factory):
     }
 
 
+@pytest.mark.slow
 def test_a_constant_rate_is_told_from_a_decayed_one(runs):
     rest, moving = runs["cosine"].annealed, runs["constant"].annealed
     assert rest.annealed is True
@@ -124,6 +125,7 @@ def test_a_constant_rate_is_told_from_a_decayed_one(runs):
     assert "--schedule cosine" in str(moving)
 
 
+@pytest.mark.slow
 def test_both_read_outs_are_judged_and_recorded(runs):
     found = runs["constant"]
     (reading,) = found.arms[0].readings
@@ -134,6 +136,7 @@ def test_both_read_outs_are_judged_and_recorded(runs):
         assert run.mean_quality.ne < run.quality.ne  # wandering weights are worse than their mean
 
 
+@pytest.mark.slow
 def test_records_from_before_are_read(runs):
     content = encode(runs["cosine"])
     for name in ("annealed", "planned", "world"):

@@ -152,6 +152,7 @@ def test_weights_that_are_not_finite_are_seen_behind_them():
     assert loka.health_of(joined)["3/output"]["bad_a"]
 
 
+@pytest.mark.slow
 def test_dynamic_rows_and_none():
     model = tower()
     _, joined, backend = compiled(model)

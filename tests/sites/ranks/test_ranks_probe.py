@@ -30,7 +30,7 @@ from torch.nn.parallel import DistributedDataParallel
 import loka
 from loka.probe.merging import gather_stats
 
-pytestmark = pytest.mark.filterwarnings("ignore:FSDP2-wrapped module:UserWarning")
+pytestmark = [pytest.mark.filterwarnings("ignore:FSDP2-wrapped module:UserWarning"), pytest.mark.slow]
 SHARDED = "sharded weights (FSDP) come and go with each backward"
 THREE = {f"attention.in_proj_weight.chunk(3)[{part}]" for part in range(3)}
 

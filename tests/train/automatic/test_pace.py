@@ -168,6 +168,7 @@ def ranks_that_disagree(rank, folder):
     return {"phases": phases(auto), "fp8": [*sites_of(model.module)]}
 
 
+@pytest.mark.slow
 def test_rank_0_decides_for_all(tmp_path):
     first, second = on_ranks(ranks_that_disagree, 2, tmp_path)
     assert first == second
