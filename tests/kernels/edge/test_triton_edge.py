@@ -256,8 +256,7 @@ def test_every_number_of_an_fp8_leaf_is_read(device):
         check(case, [x], 16, (None, None, None), exact=True)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("block", [4, 5, 8, 30, 120, 300, 600])
+@pytest.mark.parametrize("block", sweep([4, 5, 8, 30, 120, 300, 600], []))
 def test_blocks_of_all_sizes(block, device):
     case = block_norm(600, block)
     leaves, given = all_of(case, 33, device)

@@ -330,7 +330,6 @@ def test_the_rate_is_that_of_the_renewed_model(trained):
     assert renewed(model, stats, final_rate=0.25).final_rate == 0.25
 
 
-@pytest.mark.slow
 def test_rows_weigh_as_in_the_loss(trained):
     """A row that weighs twice is as two rows of one cluster; a constant factor changes nothing."""
     torch.manual_seed(0)
