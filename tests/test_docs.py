@@ -33,12 +33,7 @@ def test_code_blocks_run(page, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "example",
-    # Beside the others are pages with much the same code.
-    sweep(EXAMPLES, [path for path in EXAMPLES if path.stem == "torchrec_dlrm"]),
-    ids=lambda path: path.stem,
-)
+@pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
 def test_examples_run(example, tmp_path):
     run(example.read_text(), example.name, tmp_path)
 

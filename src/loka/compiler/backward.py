@@ -4,7 +4,6 @@ The second operand of grad_weight, (r x)8^T, is written by the edge below the si
 what x is computed from anyway. Where there is no such edge, a kernel of its own writes it.
 """
 
-import operator
 from dataclasses import dataclass, field
 
 import torch
@@ -19,7 +18,7 @@ from loka.compiler.emit import Emitter
 from loka.compiler.gemms import Gemms, Weight
 from loka.compiler.joint_sites import JointSite
 from loka.compiler.marks import makers_of
-from loka.compiler.nodes import above, args_of, value_of
+from loka.compiler.nodes import above, args_of, item_of, value_of
 from loka.core.recipe import Gemm
 from loka.kernels.edge.op import edge as edge_op
 from loka.kernels.edge.program import Kind, Program, Step
@@ -177,15 +176,9 @@ def _rounded_since(cone: Cone, x: Node) -> bool:
     differences = {n for n in (x, *above(x, within=cone.inside)) if n.target is aten.sub.Tensor}
     means = {made_by(read) for node in differences for read in node.all_input_nodes}
     leaves = [(made_by(leaf), kind) for leaf, kind in cone.leaves.items()]
-    of_rows = {_edge_of(n) for n, kind in leaves if kind in (Kind.COLUMN, Kind.BLOCK) and n in means}
-    rounded = {_edge_of(n) for n, kind in leaves if kind is Kind.FULL and value_of(n).dtype.itemsize == 2}
+    of_rows = {item_of(n, edge_op) for n, kind in leaves if kind in (Kind.COLUMN, Kind.BLOCK) and n in means}
+    rounded = {item_of(n, edge_op) for n, kind in leaves if kind is Kind.FULL and value_of(n).dtype.itemsize == 2}
     return bool(of_rows & rounded - {None})
-
-
-def _edge_of(item: Node) -> Node | None:
-    """The edge of which a node is a result; None where another op made it."""
-    made = args_of(item)[0] if item.target is operator.getitem else None
-    return made if isinstance(made, Node) and made.target is edge_op else None
 
 
 def _write(mine: Edge, low: dict[Node, Low]) -> tuple[Writer, Program]:

@@ -1,5 +1,6 @@
 """Reads nodes of a graph."""
 
+import operator
 from collections.abc import Container
 from typing import Any
 
@@ -34,8 +35,14 @@ def is_tensor(node: Node) -> bool:
     return isinstance(node.meta.get("val"), torch.Tensor)
 
 
+def item_of(node: Node, target: object) -> Node | None:
+    """The op of `target` with several results of which `node` is one; None for other nodes."""
+    made = args_of(node)[0] if node.target is operator.getitem else None
+    return made if isinstance(made, Node) and made.target is target else None
+
+
 def above(*nodes: Node, within: Container[Node] | None = None) -> set[Node]:
-    """All nodes that the given nodes are computed from, directly or not, or by way of `within` alone."""
+    """All nodes that the given ones are computed from, directly or not; within `within`, where that is given."""
     found: set[Node] = set()
     waiting = [read for node in nodes for read in node.all_input_nodes]
     while waiting:

@@ -111,7 +111,6 @@ def ranks(tmp_path_factory):
     return on_ranks(one_rank, 2, tmp_path_factory.mktemp("ranks"))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("wrapper", sorted({*WRAPPERS} - {"fsdp2, layer", "fsdp1, flat"}))
 def test_sites_and_their_names_are_the_bare_models(ranks, wrapper):
     """Their FLOPs too: half of them, as each rank has half of the rows."""
@@ -128,7 +127,6 @@ def test_sites_and_their_names_are_the_bare_models(ranks, wrapper):
             assert found["flops"] == bare["flops"] / 2
 
 
-@pytest.mark.slow
 def test_layers_of_fsdp2_hand_attention_three_tensors(ranks):
     """So it multiplies by three chunks, with torch alone too; nothing else has another name."""
     for rank in ranks:

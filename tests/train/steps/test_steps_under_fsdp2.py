@@ -114,7 +114,7 @@ def planned():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("in_fp8", [pytest.param(False, marks=pytest.mark.slow), True])
+@pytest.mark.parametrize("in_fp8", [False, True])
 def test_a_captured_step_trains_as_one_that_is_not(in_fp8, tmp_path):
     """Tables stay beside the graph, their gradients averaged over ranks; gathers in FP8 are in it."""
     assert on_ranks(Job(planned() if in_fp8 else None), 2, tmp_path)[0]["moved"] > 0

@@ -1,13 +1,12 @@
 """Which aten ops a program can hold, and as which steps (kernels/edge/program.py)."""
 
-import operator
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch.fx import Node
 
-from loka.compiler.nodes import args_of, is_tensor, value_of
+from loka.compiler.nodes import args_of, is_tensor, item_of, value_of
 from loka.core.problem import FLOATS
 from loka.kernels.edge.program import Step
 
@@ -130,5 +129,4 @@ def computed_from(node: Node) -> list[Node | float]:
 
 def variance_of(node: Node) -> Node | None:
     """The var_mean op that `node` is a result of (item 0 is the variance, 1 the mean); None for other nodes."""
-    made = args_of(node)[0] if node.target is operator.getitem else None
-    return made if isinstance(made, Node) and made.target is aten.var_mean.correction else None
+    return item_of(node, aten.var_mean.correction)
