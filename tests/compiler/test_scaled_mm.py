@@ -41,7 +41,7 @@ def test_the_bits_are_those_of_the_op_in_python(monkeypatch, rows, dynamic):
     found = []
     for calls in (False, True):
         if not calls:
-            monkeypatch.setattr(lower, "call_scaled_mm", lambda emitter: None)
+            monkeypatch.setattr(lower, "call_scaled_mm", lambda emitter, search: None)
         else:
             monkeypatch.undo()
         torch._dynamo.reset()

@@ -29,17 +29,18 @@ from loka.kernels.gemm.run import fit, scaled_gemm
 
 aten, prims = torch.ops.aten, torch.ops.prims
 
-TOKEN = 4  # place of the argument that is not read
+TOKEN, KERNEL = 4, 7  # places of the argument that is not read, and of the name of the kernel
 _STAND_IN = 99  # no result of an op has this place
 
-# Terms of a sum. cuBLASLt on an H200 (docs/log.md, 2026-11-22): without scales of rows a GEMM takes 8 to 35 %
-# less with sums of 256 to 768 terms, 11 % less at 1,024 x 1,024, and up to 13 % more from 1,024 x 2,816 on.
-_SHORT = 1024
+# Terms of a sum. cuBLASLt on an H200 (docs/log.md, 2026-12-01): without scales of rows a GEMM by its fastest algorithm
+# takes 3 to 32 % less with sums of up to 1,024 terms, 1 to 10 % less with 1,280 to 8,192 where a row of the result has
+# up to 1,024 elements and there are up to 16,384 rows, and else 10 % less to 6 % more.
+_SHORT, _NARROW, _ROWS = 1024, 1024, 16_384
 # Tiles of 128 x 128, of which a GEMM with scales of rows always is made (torch 2.11); one without has smaller ones
 # where these leave processors idle. On an H200 (2026-11-28, K of 1,024 to 5,120) it takes 0.4 to 0.8 of the time up to
-# 64 tiles, 0.8 to 1.03 up to 216, and 0.83 to 1.15 beyond. Code that reads it in a concatenation takes
-# longer, 4 us at 512 x 64 x 160, as it asks for the scales under masks.
-_TILE, _FEW = 128, 216
+# 64 tiles, and 0.8 to 1.03 up to 216; by its fastest algorithm (K to 8,192) 0.76 to 1.0 up to 432. Code that reads it
+# in a concatenation takes longer, 4 us at 512 x 64 x 160, as it asks for the scales under masks.
+_TILE, _FEW = 128, 432
 
 
 def _region_gemm(
@@ -58,7 +59,8 @@ def _region_gemm(
     """out [rows, columns] = a [rows.., K] @ b [columns.., K]^T, both float8 or int8, padded with zeros to 16.
 
     a_scale: float32 [1], or at least [rows] in any shape; b_scale: float32 of at least [columns], all one
-    number where it stands for a tensor. `token` is not read: it keeps alive what counts runs.
+    number where it stands for a tensor. `token` is not read: it keeps alive what counts runs. `kernel`: its name, with
+    an algorithm of it or none, as "cublaslt@5".
     """
     if rows == 0:
         return a.new_empty(0, columns, dtype=dtype)
@@ -66,7 +68,8 @@ def _region_gemm(
     problem = Problem(
         gemm=Gemm(gemm), m=rows, n=columns, k=a.shape[1], dtype=dtype_name(dtype), target=target_of(a.device)
     )
-    run = scaled_gemm(f"{kernel}:{recipe}", problem)
+    name, at, algorithm = kernel.partition("@")
+    run = scaled_gemm(f"{name}:{recipe}{at}{algorithm}", problem)
     cast = run.casts[0]
     a, b = fit(a, run.padded_a), fit(b, run.padded_b)
     if recipe == "tensorwise_e4m3":
@@ -150,10 +153,11 @@ class Gemms:
         """
         found, (rows, columns) = readers(product), value_of(product).shape
         tiles = -(-rows // _TILE) * -(-columns // _TILE) if isinstance(rows, int) else _FEW + 1
+        narrow = isinstance(rows, int) and rows <= _ROWS and columns <= _NARROW
         few = tiles <= _FEW and not any(user.target is aten.cat.default for user in found)
         return (
             bool(found)
-            and (few or summed < _SHORT or columns <= summed == _SHORT)
+            and (few or summed <= _SHORT or narrow)
             and value_of(product).dtype != torch.float16
             and all(
                 user in self._joined or is_pointwise(user) or user.target in (*SUMS, aten.cat.default) for user in found

@@ -1,7 +1,8 @@
 """LoKA's pass over Inductor's joint graphs, and putting it among the user's.
 
 The configuration is process-global: a pass of the user's stays and runs first, and ours acts on `loka::site`
-alone. What it makes follows from the graph and from this package's code, so that caches may keep it.
+alone. What it computes follows from the graph and from this package's code, so that caches may keep it; which of
+cuBLASLt's algorithms computes it follows from times on the GPU, by whose name caches keep it.
 """
 
 import functools
@@ -23,15 +24,17 @@ log = logging.getLogger(__name__)
 class RegionPass(CustomGraphPass):
     """Joins sites after `before`, the pass that was configured already."""
 
-    def __init__(self, before: Any = None) -> None:
-        """`before`: the pass that the user configured, several of them in a list (torch 2.13), or None."""
+    def __init__(self, before: Any = None, *, search: bool = True) -> None:
+        """`before`: the pass that the user configured, several of them in a list (torch 2.13), or None. `search`: as
+        join_sites takes it."""
+        self._search = search
         several = before if isinstance(before, list | tuple) else [before]
         self.before: list[Callable[[Graph], None]] = [each for each in several if each is not None]
 
     def __call__(self, graph: Graph) -> None:
         for each in self.before:
             each(graph)
-        apart = join_sites(graph)
+        apart = join_sites(graph, search=self._search)
         for site, reason in apart.items():
             log.info("%s runs by itself: %s", site, reason)
 

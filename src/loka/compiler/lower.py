@@ -42,8 +42,10 @@ from loka.nn.fp8_weight import dequantized
 aten, prims = torch.ops.aten, torch.ops.prims
 
 
-def join_sites(graph: Graph) -> dict[str, str]:
-    """Joins the sites of a joint graph in place. Returns, by site name, why each other site runs by itself."""
+def join_sites(graph: Graph, *, search: bool = True) -> dict[str, str]:
+    """Joins the sites of a joint graph in place. Returns, by site name, why each other site runs by itself. `search`:
+    whether to time cuBLASLt's algorithms, which only run from Python.
+    """
     sites, apart = sites_in(graph)
     if not sites:
         if apart:
@@ -89,7 +91,7 @@ def join_sites(graph: Graph) -> dict[str, str]:
     ordered(graph)
     settle(emitter)
     close_gaps(emitter)
-    call_scaled_mm(emitter)
+    call_scaled_mm(emitter, search=search)
     keep_compared(emitter)
     graph.eliminate_dead_code()
     hold(graph)

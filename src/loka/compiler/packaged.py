@@ -37,7 +37,7 @@ class PackagePass(CustomGraphPass):
     """Joins sites after `before`, the pass that was configured already, and replaces the ops of LoKA."""
 
     def __init__(self, before: Any) -> None:
-        self._regions = before if isinstance(before, RegionPass) else RegionPass(before)
+        self._regions = RegionPass(before.before if isinstance(before, RegionPass) else before, search=False)
 
     def __call__(self, graph: Graph) -> None:
         for node in graph.find_nodes(op="call_function", target=torch.ops.aten._assert_tensor_metadata.default):

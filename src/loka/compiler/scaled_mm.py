@@ -1,10 +1,12 @@
-"""GEMMs of regions as torch's own op, where it is what would run.
+"""GEMMs of regions as torch's own op, where it is what would run, or by a faster algorithm of cuBLASLt.
 
     region_gemm(a, t, b, s)  ->  aten._scaled_mm(a, b^T, t, s^T)
+                             ->  region_gemm(a, t, b, s) with "cublaslt@5" in the place of "torch"
 
 The kernels `torch` and `torch_fast` are that op. Called from the graph it costs the host half of what it does
 from an op in Python; `max-autotune` may put a kernel of Inductor's in its place, which adds up in its own
-way. What `region_gemm` does besides is done before: sides of joined layers are multiples of 16, so nothing is
+way. Where another algorithm of cuBLASLt is faster (kernels/gemm/algorithms.py), `region_gemm` runs that one, with the
+same bits. What `region_gemm` does besides is done before: sides of joined layers are multiples of 16, so nothing is
 padded, and a kernel that cannot run here stays `region_gemm`, which says so.
 """
 
@@ -15,13 +17,14 @@ from torch.fx import Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true, sym_and
 
 from loka.compiler.emit import Emitter
-from loka.compiler.gemms import TOKEN, region_gemm
+from loka.compiler.gemms import KERNEL, TOKEN, region_gemm
 from loka.compiler.nodes import args_of, value_of
 from loka.compiler.normed import normed_gemm
 from loka.core.problem import Problem, dtype_name, target_of
 from loka.core.recipe import Gemm
 from loka.kernels.edge.op import edge
 from loka.kernels.gemm.adapters.torch_scaled import TORCH, TORCH_FAST
+from loka.kernels.gemm.algorithms import faster_than_torch
 from loka.kernels.gemm.registry import candidate_named
 from loka.kernels.quantize.fp8_weights import fp8_weights
 
@@ -31,14 +34,29 @@ _KERNELS = {kernel.name: kernel for kernel in (TORCH, TORCH_FAST)}
 _FIXED = (edge, fp8_weights, normed_gemm)  # what they give lies as they say; else Inductor chooses strides
 
 
-def call_scaled_mm(emitter: Emitter) -> None:
+def call_scaled_mm(emitter: Emitter, *, search: bool) -> None:
     """Replaces the GEMMs that torch's own op can run by that op. The last GEMM of forward and that of backward stay,
-    because they hold the token that keeps the counting of runs alive.
+    because they hold the token that keeps the counting of runs alive. `search`: whether algorithms are timed, one of
+    which stays too.
     """
     for node in list(emitter.graph.nodes):
-        if node.target is region_gemm and node.args[TOKEN] is None and _is_torchs(node):
+        if node.target is not region_gemm or not _is_torchs(node):
+            continue
+        if search and (faster := _faster(node)):
+            node.update_arg(KERNEL, faster)
+        elif node.args[TOKEN] is None:
             with emitter.like(node):
                 emitter.redirect(node, _scaled_mm(emitter, node))
+
+
+def _faster(node: Node) -> str | None:
+    a, a_scale, _, _, _, _, gemm, kernel, rows, columns, dtype = args_of(node)
+    value = value_of(a)
+    if value_of(a_scale).numel() > 1 or not isinstance(rows, int):
+        return None
+    target = target_of(value.device)
+    problem = Problem(gemm=Gemm(gemm), m=rows, n=columns, k=value.shape[1], dtype=dtype_name(dtype), target=target)
+    return faster_than_torch(kernel, problem, value.device)
 
 
 def _is_torchs(node: Node) -> bool:

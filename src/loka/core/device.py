@@ -17,13 +17,7 @@ from loka.core.problem import target_of
 
 # Libraries whose kernels a plan may name, by `Kernel.library`, and the distributions that bring
 # them; their versions decide what a measurement means. torch has a field of its own.
-LIBRARIES = {
-    "torchao": "torchao",
-    "fbgemm": "fbgemm-gpu-genai",
-    "deep_gemm": "sgl-deep-gemm",
-    "cublaslt": "nvmath-python",
-    "triton": "triton",
-}
+LIBRARIES = {"torchao": "torchao", "fbgemm": "fbgemm-gpu-genai", "deep_gemm": "sgl-deep-gemm", "triton": "triton"}
 
 
 @contextmanager

@@ -79,15 +79,19 @@ def may_capture_eagerly(stream: int) -> bool:
 
 
 _QUIET = (
-    "loka.probe.async_save", "multiprocessing.queues", "torch._inductor.compile_worker.", "torch.utils.data._utils.",
-    "tqdm.",
+    "loka.probe.async_save", "multiprocessing.queues", "rich.", "torch._inductor.compile_worker.",
+    "torch.utils.data._utils.", "tqdm.",
 )  # fmt: skip
 """Modules whose threads write what a probe learnt, feed queues, watch compilers, pin memory or draw: they wait for no
 device."""
+_IDLE = ("concurrent.futures.thread", "_worker")
+"""The innermost function of an executor's thread that waits for work: Inductor keeps some."""
 
 
 def _is_quiet(innermost: FrameType) -> bool:
-    """Whether the code that this thread was started for is of such a module."""
+    """Whether the code that this thread was started for is of such a module, or waits for work."""
+    if (innermost.f_globals.get("__name__"), innermost.f_code.co_name) == _IDLE:
+        return True
     frame: FrameType | None = innermost
     started = ""
     while frame is not None:

@@ -25,7 +25,7 @@ from loka.kernels.gemm.aten import aten_gemm
 from loka.kernels.gemm.registry import KERNELS, all_candidates, candidate_named
 from loka.kernels.gemm.run import run_gemm
 
-ADAPTED = [c for c in all_candidates() if c.kernel.library in libraries.ADAPTED]
+ADAPTED = [c for c in all_candidates() if c.kernel.library in (*libraries.ADAPTED, "cublaslt")]
 LAYOUTS = ["plain", "gpu", "strange"]
 
 
@@ -39,10 +39,11 @@ def fakes(monkeypatch):
     lt = fake_cublaslt(monkeypatch)
     monkeypatch.setattr(cublaslt, "_stream", lambda device: 7)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: -1)
-    for cached in (cublaslt._plan, cublaslt._handle, libraries.why_missing):
+    cached_answers = (cublaslt._plan, cublaslt._handle, cublaslt.lt.why_missing, libraries.why_missing)
+    for cached in cached_answers:
         cached.cache_clear()
     yield {"fbgemm": fbgemm_calls, "deep_gemm": deep_calls, "cublaslt": lt}
-    for cached in (cublaslt._plan, cublaslt._handle, libraries.why_missing):
+    for cached in cached_answers:
         cached.cache_clear()
     assert not lt.objects, "cuBLASLt's objects outlive their plans"
     kept._destroy()

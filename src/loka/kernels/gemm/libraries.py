@@ -55,10 +55,6 @@ def _deep_gemm() -> object:
     return importlib.import_module("deep_gemm").fp8_gemm_nt
 
 
-def _cublaslt() -> object:
-    return importlib.import_module("nvmath.bindings.cublasLt").get_version()  # opens libcublasLt
-
-
 ADAPTED: dict[str, Library] = {
     library.name: library
     for library in (
@@ -78,13 +74,6 @@ ADAPTED: dict[str, Library] = {
             install="pip install 'loka[deep-gemm]'",
             known="0.1.4.post1 (0.1.5.post3 and newer do not link with torch 2.11)",
             hint="0.1.4.post1 is for torch 2.11; CUDA_HOME must lead to nvcc, which compiles its kernels",
-        ),
-        Library(
-            name="cublaslt",
-            module="nvmath",
-            load=_cublaslt,
-            install="pip install 'loka[cublaslt]'",
-            known="nvmath-python 1.0.0 with cuda-core 1.2.2",
         ),
     )
 }

@@ -1,4 +1,4 @@
-"""cuBLASLt through nvmath's low-level bindings: what torch calls, with a choice of algorithm.
+"""cuBLASLt by its C interface: what torch calls, with a choice of algorithm.
 
 torch always takes the first algorithm of cuBLASLt's heuristic; here `algorithm=i` takes the i-th of
 up to eight. cuBLASLt is column-major, so it computes out^T [N, M] = B A^T: its first operand is our
@@ -26,6 +26,7 @@ from loka.core.exceptions import LokaError, first_line
 from loka.core.numerics.reference import Quantized
 from loka.core.problem import DTYPES, Problem
 from loka.core.recipe import Granularity, Recipe
+from loka.kernels.gemm.adapters import cublaslt_c as lt
 from loka.kernels.gemm.kernel import Kernel, Multiples
 from loka.kernels.gemm.layouts import column_major, padded_rows, scalar, vector
 from loka.kernels.gemm.legality import (
@@ -37,7 +38,6 @@ from loka.kernels.gemm.legality import (
     not_hopper,
     undefined,
 )
-from loka.kernels.gemm.libraries import why_missing
 
 _FAST_RECIPES = ("tensorwise_e4m3", "tensorwise_e5m2", "rowwise_e4m3", "rowwise_e4m3_pow2")
 _REQUESTED = 8  # algorithms
@@ -49,10 +49,10 @@ _COMPUTE_32F = 68
 _REDUCE_IN_FLOAT32 = 2  # of split K; the other schemes add partial sums in the type of the result
 _TRANSPOSE = 1
 _SCALE_MODES = {
-    Granularity.TENSOR: "SCALAR_32F",
-    Granularity.ROW: "OUTER_VEC_32F",
-    Granularity.GROUP_1X128: "VEC128_32F",
-    Granularity.BLOCK_128X128: "BLK128x128_32F",
+    Granularity.TENSOR: lt.Scale.SCALAR_32F,
+    Granularity.ROW: lt.Scale.OUTER_VEC_32F,
+    Granularity.GROUP_1X128: lt.Scale.VEC128_32F,
+    Granularity.BLOCK_128X128: lt.Scale.BLK128x128_32F,
 }
 _LAYOUTS = {
     Granularity.TENSOR: scalar,
@@ -113,56 +113,47 @@ class _Plan:
 
 @functools.cache
 def _handle(device: int) -> int:
-    from nvmath.bindings import cublasLt
-
-    return cublasLt.create()  # of the current device
+    return lt.create("Create")  # of the current device
 
 
 @functools.lru_cache(maxsize=1024)
 def _plan(key: _Key) -> _Plan:
     """Needs `key.device` to be the current one; touches no GPU memory."""
-    from nvmath.bindings import cublasLt
-
-    def set_attribute(setter: Any, owner: int, attribute: Any, value: Any) -> None:
-        array = np.array([value])
-        setter(owner, int(attribute), array.ctypes.data, array.nbytes)
-
     with contextlib.ExitStack() as owned:
-        descriptor = cublasLt.matmul_desc_create(_COMPUTE_32F, _TYPES[torch.float32])
-        owned.callback(cublasLt.matmul_desc_destroy, descriptor)
-        names = cublasLt.MatmulDescAttribute
+        descriptor = lt.create("MatmulDescCreate", _COMPUTE_32F, _TYPES[torch.float32])
+        owned.callback(lt.call, "MatmulDescDestroy", descriptor)
         # An address that is aligned: the heuristic asks only whether there is one.
         placeholder = np.int64(4096)
-        attributes: tuple[tuple[Any, Any], ...] = (
-            (names.TRANSA, np.int32(_TRANSPOSE)),
-            (names.A_SCALE_MODE, np.int32(cublasLt.MatmulMatrixScale[_SCALE_MODES[key.scales[1]]])),
-            (names.B_SCALE_MODE, np.int32(cublasLt.MatmulMatrixScale[_SCALE_MODES[key.scales[0]]])),
-            (names.A_SCALE_POINTER, placeholder),
-            (names.B_SCALE_POINTER, placeholder),
-            (names.FAST_ACCUM, np.int8(key.fast)),
+        attributes: tuple[tuple[lt.Desc, Any], ...] = (
+            (lt.Desc.TRANSA, np.int32(_TRANSPOSE)),
+            (lt.Desc.A_SCALE_MODE, np.int32(_SCALE_MODES[key.scales[1]])),
+            (lt.Desc.B_SCALE_MODE, np.int32(_SCALE_MODES[key.scales[0]])),
+            (lt.Desc.A_SCALE_POINTER, placeholder),
+            (lt.Desc.B_SCALE_POINTER, placeholder),
+            (lt.Desc.FAST_ACCUM, np.int8(key.fast)),
         )
         for attribute, value in attributes:
-            set_attribute(cublasLt.matmul_desc_set_attribute, descriptor, attribute, value)
+            _set("MatmulDescSetAttribute", descriptor, attribute, value)
         type_a, type_b, type_out = (_TYPES[dtype] for dtype in key.types)
         layouts = []
         for kind, rows, columns in ((type_b, key.k, key.n), (type_a, key.k, key.m), (type_out, key.n, key.m)):
-            layout = cublasLt.matrix_layout_create(kind, rows, columns, rows)
-            owned.callback(cublasLt.matrix_layout_destroy, layout)
+            layout = lt.create("MatrixLayoutCreate", kind, rows, columns, rows)
+            owned.callback(lt.call, "MatrixLayoutDestroy", layout)
             layouts.append(layout)
-        results = np.zeros(_REQUESTED, dtype=cublasLt.matmul_heuristic_result_dtype)
+        results = np.zeros(_REQUESTED, dtype=lt.HEURISTIC_RESULT)
         count = np.zeros(1, dtype=np.int32)
         failure = "the heuristic found none"
-        preference = cublasLt.matmul_preference_create()
+        preference = lt.create("MatmulPreferenceCreate")
         try:
-            wishes = cublasLt.MatmulPreferenceAttribute
-            preferences: tuple[tuple[Any, Any], ...] = (
-                (wishes.MAX_WORKSPACE_BYTES, np.uint64(_WORKSPACE_LIMIT)),
-                (wishes.REDUCTION_SCHEME_MASK, np.uint32(_REDUCE_IN_FLOAT32)),
-                *((wishes[f"MIN_ALIGNMENT_{x}_BYTES"], np.uint32(key.alignment)) for x in "ABCD"),
+            preferences: tuple[tuple[lt.Preference, Any], ...] = (
+                (lt.Preference.MAX_WORKSPACE_BYTES, np.uint64(_WORKSPACE_LIMIT)),
+                (lt.Preference.REDUCTION_SCHEME_MASK, np.uint32(_REDUCE_IN_FLOAT32)),
+                *((lt.Preference[f"MIN_ALIGNMENT_{x}_BYTES"], np.uint32(key.alignment)) for x in "ABCD"),
             )
             for wish, value in preferences:
-                set_attribute(cublasLt.matmul_preference_set_attribute, preference, wish, value)
-            cublasLt.matmul_algo_get_heuristic(
+                _set("MatmulPreferenceSetAttribute", preference, wish, value)
+            lt.call(
+                "MatmulAlgoGetHeuristic",
                 _handle(key.device),
                 descriptor,
                 *layouts,
@@ -172,10 +163,10 @@ def _plan(key: _Key) -> _Plan:
                 results.ctypes.data,
                 count.ctypes.data,
             )
-        except Exception as error:  # NOT_SUPPORTED is how cuBLASLt says that there is no algorithm
+        except RuntimeError as error:  # NOT_SUPPORTED is how cuBLASLt says that there is no algorithm
             failure = first_line(error)
         finally:
-            cublasLt.matmul_preference_destroy(preference)
+            lt.call("MatmulPreferenceDestroy", preference)
         pointers = np.zeros(2, dtype=np.int64)
         plan = _Plan(
             handle=_handle(key.device),
@@ -196,8 +187,6 @@ def _plan(key: _Key) -> _Plan:
 
 
 def _run(a: Quantized, b: Quantized, dtype: torch.dtype, *, algorithm: int = 0, fast: bool) -> torch.Tensor:
-    from nvmath.bindings import cublasLt
-
     (m, k), n, device = a.shape, b.shape[0], a.data.device
     scales = a.cast.granularity, b.cast.granularity
     scale_a, scale_b = _LAYOUTS[scales[0]](a.scale), _LAYOUTS[scales[1]](b.scale)
@@ -217,10 +206,10 @@ def _run(a: Quantized, b: Quantized, dtype: torch.dtype, *, algorithm: int = 0, 
         workspace = torch.empty(size, dtype=torch.uint8, device=device) if size else None
         with plan.lock:
             plan.pointers[:] = scale_b.data_ptr(), scale_a.data_ptr()
-            names = cublasLt.MatmulDescAttribute
-            cublasLt.matmul_desc_set_attribute(plan.descriptor, int(names.A_SCALE_POINTER), plan.where, 8)
-            cublasLt.matmul_desc_set_attribute(plan.descriptor, int(names.B_SCALE_POINTER), plan.where + 8, 8)
-            cublasLt.matmul(
+            lt.call("MatmulDescSetAttribute", plan.descriptor, lt.Desc.A_SCALE_POINTER, plan.where, 8)
+            lt.call("MatmulDescSetAttribute", plan.descriptor, lt.Desc.B_SCALE_POINTER, plan.where + 8, 8)
+            lt.call(
+                "Matmul",
                 plan.handle,
                 plan.descriptor,
                 _ALPHA,
@@ -239,6 +228,11 @@ def _run(a: Quantized, b: Quantized, dtype: torch.dtype, *, algorithm: int = 0, 
                 _stream(device),
             )
     return out
+
+
+def _set(function: str, owner: int, attribute: int, value: Any) -> None:
+    array = np.array([value])
+    lt.call(function, owner, attribute, array.ctypes.data, array.nbytes)
 
 
 def _stream(device: torch.device) -> int:
@@ -266,9 +260,10 @@ CUBLASLT, CUBLASLT_FAST = (
         unsupported=_unsupported,
         multiples=_multiples,
         run=functools.partial(_run, fast=fast),
-        missing=functools.partial(why_missing, "cublaslt"),
+        missing=lt.why_missing,
         algorithms=functools.partial(_algorithms, fast=fast),
         fast=fast,
+        on_request="searching its up to eight algorithms takes as long as that many kernels; compiled regions search",
     )
     for fast in (False, True)
 )

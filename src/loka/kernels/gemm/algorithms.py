@@ -1,0 +1,98 @@
+"""Which of cuBLASLt's algorithms is the fastest for a GEMM of a region, by its time on the GPU.
+
+torch takes the first that cuBLASLt's heuristic names. On an H200 another took 0.8 to 0.95 of its time for wide results
+of sums of up to 1,024 terms (docs/log.md, 2026-12-01). Scales of rows leave it one algorithm, so there is no choice.
+Only algorithms that give torch's own bits count: which one runs changes a time, and no number.
+"""
+
+import functools
+import logging
+from collections.abc import Callable
+
+import torch
+from torch.utils._python_dispatch import _disable_current_modes
+
+from loka.core.exceptions import LokaError, first_line
+from loka.core.numerics.reference import Quantized
+from loka.core.problem import DTYPES, Problem
+from loka.core.recipe import RECIPES, Cast
+from loka.core.recording import may_capture_eagerly
+from loka.core.timing import Race, time_interleaved
+from loka.kernels.gemm.adapters.cublaslt import CUBLASLT, CUBLASLT_FAST
+from loka.kernels.gemm.adapters.torch_scaled import TORCH, TORCH_FAST
+from loka.kernels.gemm.kernel import Kernel
+
+log = logging.getLogger(__name__)
+
+_RECIPE = RECIPES["tensorwise_e4m3"]
+_PAYS = 1.01  # over torch, at the interval's low end
+_ROUNDS = 15
+_OTHERS = {TORCH.name: (TORCH, CUBLASLT), TORCH_FAST.name: (TORCH_FAST, CUBLASLT_FAST)}
+
+
+def faster_than_torch(kernel: str, problem: Problem, device: torch.device) -> str | None:
+    """The name with its algorithm, such as "cublaslt_fast@5", of what is faster than `kernel`, "torch" or "torch_fast",
+    for operands in e4m3 of one scale each.
+
+    None where nothing is, and where it cannot be timed: other threads may wait for the device (core/recording.py), or
+    memory is short. Once timed, which takes 0.1 to 0.4 s, a problem is known to the process.
+    """
+    if device.type != "cuda" or not may_capture_eagerly(0) or torch.cuda.is_current_stream_capturing():
+        return None
+    # A compiler calls this with its fake tensors on.
+    with _disable_current_modes(), torch.no_grad(), torch.autocast("cuda", enabled=False):
+        try:
+            return _searched(kernel, problem, device)
+        except torch.OutOfMemoryError:
+            log.info("%s runs cuBLASLt's first algorithm: there is no memory to time others", problem)
+            return None
+
+
+@functools.lru_cache(maxsize=4096)
+def _searched(kernel: str, problem: Problem, device: torch.device) -> str | None:
+    first, other = _OTHERS[kernel]
+    if other.missing() or other.unsupported(problem, _RECIPE):
+        return None
+    with torch.cuda.device(device):
+        alike = _alike(first, other, problem, device)
+        if len(alike) == 1:
+            return None
+        found = time_interleaved(alike, baseline=first.name, device=device, max_rounds=_ROUNDS)
+    return _choice(found, problem)
+
+
+def _choice(found: Race, problem: Problem) -> str | None:
+    speedup = found.timings[found.winner].speedup
+    if speedup.low < _PAYS:
+        return None
+    log.info("%s: %s is %.2f times as fast as cuBLASLt's first algorithm", problem, found.winner, speedup.value)
+    return found.winner
+
+
+def _alike(
+    first: Kernel, other: Kernel, problem: Problem, device: torch.device
+) -> dict[str, Callable[[], torch.Tensor]]:
+    """`first` and those algorithms of `other` that give its bits, by name, on random normal operands."""
+    casts, dtype = _RECIPE.casts(problem.gemm), DTYPES[problem.dtype]
+    assert casts is not None
+    generator = torch.Generator(device).manual_seed(0)
+    a = _operand(problem.m, problem.k, casts[0], generator)
+    b = _operand(problem.n, problem.k, casts[1], generator)
+    runs: dict[str, Callable[[], torch.Tensor]] = {first.name: functools.partial(first.run, a, b, dtype)}
+    expected = runs[first.name]()
+    for algorithm in range(other.algorithms(problem, _RECIPE)):
+        name, run = f"{other.name}@{algorithm}", functools.partial(other.run, a, b, dtype, algorithm=algorithm)
+        try:
+            if torch.equal(run(), expected):
+                runs[name] = run
+        except (LokaError, RuntimeError) as error:
+            if isinstance(error, torch.OutOfMemoryError):
+                raise
+            log.info("%s: %s fails: %s", problem, name, first_line(error))
+    return runs
+
+
+def _operand(rows: int, terms: int, cast: Cast, generator: torch.Generator) -> Quantized:
+    """Random normal [rows, terms] with a scale of one."""
+    values = torch.randn(rows, terms, dtype=torch.bfloat16, device=generator.device, generator=generator)
+    return Quantized(values.to(cast.format.dtype), torch.ones(1, 1, device=generator.device), cast)
