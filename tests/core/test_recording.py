@@ -1,5 +1,6 @@
 """Captures of a process, without a GPU: one at a time."""
 
+import concurrent.futures
 import contextlib
 import gc
 import multiprocessing
@@ -128,6 +129,7 @@ def test_threads_that_pin_memory_feed_queues_or_watch_compilers_wait_for_no_devi
         running(of("torch.utils.data._utils.pin_memory")) as pins,
         running(of("torch._inductor.compile_worker.timer")) as watches,
         running(of("tqdm._monitor")) as draws,
+        running(of("rich.live")) as refreshes,
         running(of("loka.probe.async_save")) as saves,
         running(of(None)) as nameless,
         running(work) as other,
@@ -136,10 +138,23 @@ def test_threads_that_pin_memory_feed_queues_or_watch_compilers_wait_for_no_devi
         queue.put(0)
         feeds = next(thread for thread in threading.enumerate() if thread.name == "QueueFeederThread")
         assert queue.get() == 0
-        assert among(pins, watches, draws, saves, feeds)
+        assert among(pins, watches, draws, refreshes, saves, feeds)
         assert not among(nameless)
         assert not among(pins, watches, draws, saves, feeds, other)
         queue.close(), queue.join_thread()
+
+
+def test_an_executors_thread_that_waits_for_work_waits_for_no_device(among):
+    """Inductor keeps some of these."""
+    go = threading.Event()
+    with concurrent.futures.ThreadPoolExecutor(1) as executor:
+        executor.submit(int).result()
+        (idle,) = executor._threads
+        assert among(idle)
+        busy = executor.submit(go.wait)
+        assert not among(idle)
+        go.set()
+        busy.result()
 
 
 def test_a_backward_pass_is_waited_for_by_the_one_thread_that_asked_for_it(among):

@@ -51,11 +51,11 @@ def call_scaled_mm(emitter: Emitter, *, search: bool) -> None:
 
 def _faster(node: Node) -> str | None:
     a, a_scale, _, _, _, _, gemm, kernel, rows, columns, dtype = args_of(node)
-    value = value_of(a)
-    if value_of(a_scale).numel() > 1 or not isinstance(rows, int):
+    value, terms = value_of(a), value_of(a).shape[1]
+    if value_of(a_scale).numel() > 1 or not (isinstance(rows, int) and isinstance(terms, int)):
         return None
     target = target_of(value.device)
-    problem = Problem(gemm=Gemm(gemm), m=rows, n=columns, k=value.shape[1], dtype=dtype_name(dtype), target=target)
+    problem = Problem(gemm=Gemm(gemm), m=rows, n=columns, k=terms, dtype=dtype_name(dtype), target=target)
     return faster_than_torch(kernel, problem, value.device)
 
 

@@ -1,0 +1,130 @@
+"""Which algorithm of cuBLASLt runs: only one that gives torch's bits, and only where its time surely pays."""
+
+import functools
+import threading
+from dataclasses import replace
+
+import pytest
+import torch
+
+from loka.core import recording
+from loka.core.error import Estimate
+from loka.core.problem import Problem
+from loka.core.recipe import Gemm
+from loka.core.timing import Race, Timing
+from loka.kernels.gemm import algorithms
+from loka.kernels.gemm.adapters.torch_scaled import TORCH
+from loka.kernels.gemm.run import run_gemm
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
+NEEDS_ROWS = pytest.mark.skipif(torch.__version__ < "2.13", reason="torch has rowwise FP8 on the CPU from 2.13 on")
+
+
+def sided(m, n, k, target="sm_90"):
+    return Problem(gemm=Gemm.OUTPUT, m=m, n=n, k=k, dtype="bfloat16", target=target)
+
+
+def race_of(winner, speedup):
+    one = Timing(microseconds=Estimate(10.0, 10.0, 10.0), speedup=Estimate(1.0, 1.0, 1.0), rounds=15)
+    timings = {"torch": one, winner: replace(one, speedup=speedup)}
+    return Race(timings=timings, samples={}, winner=winner, rounds=15, ended="decided")
+
+
+@pytest.fixture
+def searches(monkeypatch):
+    """The problems that are searched; each is found faster by algorithm 5. No thread of the test runner counts."""
+    asked = []
+
+    def searched(kernel, problem, device):
+        asked.append(problem)
+        return f"cublaslt{kernel.removeprefix('torch')}@5"
+
+    monkeypatch.setattr(algorithms, "_searched", searched)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    recording.eager_graphs()
+    yield asked
+    recording.eager_graphs(None)
+
+
+def test_an_algorithm_is_taken_where_it_surely_pays():
+    problem = sided(64, 32, 16)
+    assert algorithms._choice(race_of("cublaslt@3", Estimate(1.2, 1.1, 1.3)), problem) == "cublaslt@3"
+    assert algorithms._choice(race_of("cublaslt@3", Estimate(1.02, 0.99, 1.05)), problem) is None
+    assert algorithms._choice(race_of("torch", Estimate(1.0, 1.0, 1.0)), problem) is None
+
+
+def test_a_search_is_made_on_a_gpu_where_nobody_waits_for_it(searches, monkeypatch):
+    problem = sided(64, 32, 16)
+    ask = functools.partial(algorithms.faster_than_torch, "torch_fast", problem)
+    assert ask(CPU) is None
+    assert ask(CUDA) == "cublaslt_fast@5"
+    recording.eager_graphs(False)
+    assert ask(CUDA) is None
+    recording.eager_graphs()
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+        assert ask(CUDA) is None
+    assert searches == [problem]
+
+
+def test_another_thread_that_may_wait_for_the_device_forbids_it(searches):
+    recording.eager_graphs(None)
+    ended = threading.Event()
+    thread = threading.Thread(target=lambda: ended.wait())
+    thread.start()
+    try:
+        assert algorithms.faster_than_torch("torch", sided(64, 32, 16), CUDA) is None
+    finally:
+        ended.set(), thread.join()
+    assert searches == []
+
+
+def test_where_memory_is_short_torchs_own_runs(searches, monkeypatch):
+    def searched(kernel, problem, device):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(algorithms, "_searched", searched)
+    assert algorithms.faster_than_torch("torch", sided(64, 32, 16), CUDA) is None
+
+
+@NEEDS_ROWS
+def test_algorithms_of_other_bits_and_those_that_fail_do_not_race():
+    def run(a, b, dtype, *, algorithm=0):
+        if algorithm == 1:
+            raise RuntimeError("CUBLAS_STATUS_NOT_SUPPORTED")
+        out = TORCH.run(a, b, dtype)
+        return out.clone().mul_(1.01) if algorithm == 2 else out
+
+    other = replace(TORCH, name="other", run=run, algorithms=lambda problem, recipe: 4)
+    found = algorithms._alike(TORCH, other, sided(64, 32, 48, "cpu"), CPU)
+    assert list(found) == ["torch", "other@0", "other@3"]
+    assert torch.equal(found["other@3"](), found["torch"]())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("kernel", "gemm"), [("torch_fast", Gemm.OUTPUT), ("torch", Gemm.GRAD_WEIGHT)])
+@pytest.mark.parametrize("timed", [True, False])
+def test_what_is_chosen_gives_torchs_bits(kernel, gemm, timed, monkeypatch):
+    """Where nothing is timed, the last algorithm wins."""
+    if not timed:
+        fake = lambda runs, **rest: race_of(list(runs)[-1], Estimate(2.0, 2.0, 2.0))  # noqa: E731
+        monkeypatch.setattr(algorithms, "time_interleaved", fake)
+    algorithms._searched.cache_clear()
+    recording.eager_graphs()
+    try:
+        for m, n, k in ((8192, 3456, 512), (4096, 1024, 2816), (16384, 512, 512), (96, 64, 128)):
+            problem = replace(sided(m, n, k), gemm=gemm)
+            before = torch.cuda.get_rng_state()
+            chosen = algorithms.faster_than_torch(kernel, problem, CUDA)
+            assert torch.equal(torch.cuda.get_rng_state(), before)
+            if chosen is None:
+                continue
+            name, _, number = chosen.partition("@")
+            assert name == kernel.replace("torch", "cublaslt")
+            a, b = (torch.randn(rows, k, device=CUDA, dtype=torch.bfloat16) for rows in (m, n))
+            runs = [f"{kernel}:tensorwise_e4m3", f"{name}:tensorwise_e4m3@{number}"]
+            expected, out = (run_gemm(run, a, b, gemm=gemm, dtype=torch.bfloat16) for run in runs)
+            assert torch.equal(out, expected), problem
+    finally:
+        recording.eager_graphs(None)
+        algorithms._searched.cache_clear()
