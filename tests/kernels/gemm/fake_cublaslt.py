@@ -46,7 +46,7 @@ class FakeCublasLt:
             **dict.fromkeys(("MatmulDescDestroy", "MatrixLayoutDestroy", "MatmulPreferenceDestroy"), destroy),
         }
         assert set(found) == set(cublaslt_c._FUNCTIONS)
-        return {**found, "GetStatusName": lambda status: b"CUBLAS_STATUS_NOT_SUPPORTED"}
+        return {**found, "GetStatusName": lambda status: b"CUBLAS_STATUS_NOT_SUPPORTED", "GetVersion": lambda: 130000}
 
     def _make(self, made, number):
         made._obj.value = number

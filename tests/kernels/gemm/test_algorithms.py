@@ -1,5 +1,6 @@
 """Which algorithm of cuBLASLt runs: only one that gives torch's bits, and only where its time surely pays."""
 
+import contextlib
 import functools
 import threading
 from dataclasses import replace
@@ -13,6 +14,7 @@ from loka.core.problem import Problem
 from loka.core.recipe import Gemm
 from loka.core.timing import Race, Timing
 from loka.kernels.gemm import algorithms
+from loka.kernels.gemm.adapters.cublaslt import CUBLASLT
 from loka.kernels.gemm.adapters.torch_scaled import TORCH
 from loka.kernels.gemm.run import run_gemm
 
@@ -87,6 +89,66 @@ def test_where_memory_is_short_torchs_own_runs(searches, monkeypatch):
     assert algorithms.faster_than_torch("torch", sided(64, 32, 16), CUDA) is None
 
 
+@pytest.fixture
+def timed(monkeypatch, tmp_path):
+    """Problems that are timed; the first algorithm wins. A new process begins where `_searched` forgets."""
+    raced = []
+
+    def race(runs, **options):
+        raced.append(options["device"])
+        return race_of(list(runs)[-1], Estimate(1.2, 1.1, 1.3))
+
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(algorithms, "time_interleaved", race)
+    monkeypatch.setattr(algorithms, "_alike", lambda *given: {"torch": None, "cublaslt@3": None})
+    monkeypatch.setattr(algorithms, "_OTHERS", {"torch": (TORCH, replace(CUBLASLT, missing=lambda: None))})
+    monkeypatch.setattr(algorithms.lt, "version", lambda: 130000)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a GPU")
+    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+    algorithms._searched.cache_clear()
+    yield raced
+    algorithms._searched.cache_clear()
+
+
+def searched_anew(problem=None):
+    algorithms._searched.cache_clear()
+    return algorithms._searched("torch", problem or sided(64, 32, 16), CUDA)
+
+
+def test_what_was_found_is_known_to_later_processes(timed, tmp_path, monkeypatch):
+    assert [searched_anew() for _ in range(3)] == ["cublaslt@3"] * 3
+    assert len(timed) == 1
+    searched_anew(sided(64, 48, 16))
+    assert len(timed) == 2
+    monkeypatch.setattr(algorithms.lt, "version", lambda: 130100)
+    searched_anew()
+    assert len(timed) == 3, "by another version of cuBLASLt"
+    assert len(list((tmp_path / "loka_algorithms").iterdir())) == 3
+
+
+def test_that_none_is_faster_is_known_too(timed, monkeypatch):
+    slow = lambda runs, **options: timed.append(1) or race_of("cublaslt@3", Estimate(1.0, 0.9, 1.1))  # noqa: E731
+    monkeypatch.setattr(algorithms, "time_interleaved", slow)
+    assert [searched_anew() for _ in range(3)] == [None] * 3
+    assert len(timed) == 1
+
+
+@pytest.mark.parametrize("content", [b"cublaslt@", b"torch@3", b"\xff\xfe", b"cublaslt@3; rm", b"cublaslt@-1"])
+def test_a_damaged_file_is_timed_again(timed, tmp_path, content):
+    searched_anew()
+    (file,) = (tmp_path / "loka_algorithms").iterdir()
+    file.write_bytes(content)
+    assert searched_anew() == "cublaslt@3"
+    assert len(timed) == 2
+    assert file.read_bytes() == b"cublaslt@3"
+
+
+def test_where_nothing_can_be_written_it_is_timed_in_each_process(timed, tmp_path):
+    (tmp_path / "loka_algorithms").write_text("a file in the folder's place")
+    assert [searched_anew(), searched_anew()] == ["cublaslt@3"] * 2
+    assert len(timed) == 2
+
+
 @NEEDS_ROWS
 def test_algorithms_of_other_bits_and_those_that_fail_do_not_race():
     def run(a, b, dtype, *, algorithm=0):
@@ -103,10 +165,11 @@ def test_algorithms_of_other_bits_and_those_that_fail_do_not_race():
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(("kernel", "gemm"), [("torch_fast", Gemm.OUTPUT), ("torch", Gemm.GRAD_WEIGHT)])
-@pytest.mark.parametrize("timed", [True, False])
-def test_what_is_chosen_gives_torchs_bits(kernel, gemm, timed, monkeypatch):
+@pytest.mark.parametrize("raced", [True, False])
+def test_what_is_chosen_gives_torchs_bits(kernel, gemm, raced, monkeypatch, tmp_path):
     """Where nothing is timed, the last algorithm wins."""
-    if not timed:
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    if not raced:
         fake = lambda runs, **rest: race_of(list(runs)[-1], Estimate(2.0, 2.0, 2.0))  # noqa: E731
         monkeypatch.setattr(algorithms, "time_interleaved", fake)
     algorithms._searched.cache_clear()

@@ -5,9 +5,11 @@ of sums of up to 1,024 terms (docs/log.md, 2026-12-01). Scales of rows leave it 
 Only algorithms that give torch's own bits count: which one runs changes a time, and no number.
 """
 
+import contextlib
 import functools
 import logging
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
@@ -17,7 +19,9 @@ from loka.core.numerics.reference import Quantized
 from loka.core.problem import DTYPES, Problem
 from loka.core.recipe import RECIPES, Cast
 from loka.core.recording import may_capture_eagerly
+from loka.core.storage.files import digest_of, write_atomic
 from loka.core.timing import Race, time_interleaved
+from loka.kernels.gemm.adapters import cublaslt_c as lt
 from loka.kernels.gemm.adapters.cublaslt import CUBLASLT, CUBLASLT_FAST
 from loka.kernels.gemm.adapters.torch_scaled import TORCH, TORCH_FAST
 from loka.kernels.gemm.kernel import Kernel
@@ -35,7 +39,8 @@ def faster_than_torch(kernel: str, problem: Problem, device: torch.device) -> st
     for operands in e4m3 of one scale each.
 
     None where nothing is, and where it cannot be timed: other threads may wait for the device (core/recording.py), or
-    memory is short. Once timed, which takes 0.1 to 0.4 s, a problem is known to the process.
+    memory is short. Timing takes 0.1 to 0.4 s. What was found lies beside Inductor's caches, so that later processes
+    make the same graphs, which those caches know.
     """
     if device.type != "cuda" or not may_capture_eagerly(0) or torch.cuda.is_current_stream_capturing():
         return None
@@ -54,11 +59,37 @@ def _searched(kernel: str, problem: Problem, device: torch.device) -> str | None
     if other.missing() or other.unsupported(problem, _RECIPE):
         return None
     with torch.cuda.device(device):
+        place = _place(kernel, problem)
+        if (known := _read(place, other.name)) is not None:
+            return known or None
         alike = _alike(first, other, problem, device)
-        if len(alike) == 1:
-            return None
-        found = time_interleaved(alike, baseline=first.name, device=device, tie=_TIE, max_rounds=_ROUNDS)
-    return _choice(found, problem)
+        found = None
+        if len(alike) > 1:
+            race = time_interleaved(alike, baseline=first.name, device=device, tie=_TIE, max_rounds=_ROUNDS)
+            found = _choice(race, problem)
+    with contextlib.suppress(LokaError):  # the next process times it again
+        write_atomic(place, (found or "").encode())
+    return found
+
+
+def _place(kernel: str, problem: Problem) -> Path:
+    """The file that holds what was found for a problem on such a GPU, by these versions."""
+    from torch._inductor.codecache import cache_dir  # a compiler calls this, and has loaded it
+
+    found_by = torch.cuda.get_device_name(), torch.__version__, lt.version(), _PAYS, _TIE, _ROUNDS
+    return Path(cache_dir()) / "loka_algorithms" / digest_of([kernel, repr(problem), *map(str, found_by)])
+
+
+def _read(place: Path, kernel: str) -> str | None:
+    """What a file says: a name with an algorithm, or nothing where none is faster. None for one that is not there, or
+    damaged.
+    """
+    try:
+        text = place.read_text()
+    except (OSError, UnicodeDecodeError):
+        return None
+    name, _, number = text.partition("@")
+    return text if not text or (name == kernel and number.isdecimal()) else None
 
 
 def _choice(found: Race, problem: Problem) -> str | None:

@@ -87,11 +87,16 @@ def _functions() -> dict[str, Any]:
     if version is None:
         raise OSError("it is built without CUDA")
     library = ctypes.CDLL(f"libcublasLt.so.{version.partition('.')[0]}")  # loaded by torch, and found by this name
-    library.cublasLtGetStatusName.restype = ctypes.c_char_p
-    found = {name: getattr(library, f"cublasLt{name}") for name in (*_FUNCTIONS, "GetStatusName")}
+    found = {name: getattr(library, f"cublasLt{name}") for name in (*_FUNCTIONS, "GetStatusName", "GetVersion")}
+    found["GetStatusName"].restype, found["GetVersion"].restype = ctypes.c_char_p, _SIZE
     for name, kinds in _FUNCTIONS.items():
         found[name].argtypes = kinds
     return found
+
+
+def version() -> int:
+    """Such as 130100 for 13.1.0."""
+    return int(_functions()["GetVersion"]())
 
 
 def call(name: str, *given: Any) -> None:
