@@ -15,10 +15,19 @@ from loka.core.problem import Problem
 from loka.core.recipe import Gemm
 from loka.core.records.plan import Decision
 from loka.graph.attach import attach
+from loka.kernels.gemm.adapters import cublaslt_c
+from loka.kernels.gemm.registry import candidate_named
 from loka.kernels.gemm.run import kernel_runs, reset_kernel_runs
 from loka.nn.linears import signature
 
-pytest.importorskip("triton", reason="loka_split is a kernel of Triton's")
+
+@pytest.fixture
+def there(monkeypatch):
+    """A cuBLASLt, of which nothing is called."""
+    cublaslt_c.why_missing.cache_clear()
+    monkeypatch.setattr(cublaslt_c, "_functions", dict)
+    yield
+    cublaslt_c.why_missing.cache_clear()
 
 
 def problem(m, n, k, *, gemm=Gemm.GRAD_WEIGHT, target="sm_90", dtype="float32"):
@@ -32,17 +41,24 @@ def problem(m, n, k, *, gemm=Gemm.GRAD_WEIGHT, target="sm_90", dtype="float32"):
         ((256, 512, 32768), True),
         ((256, 256, 131072), True),
         ((1024, 256, 81920), True),
-        ((512, 512, 32752), False),  # too short to repay a call from Python
-        ((256, 256, 32768), False),  # as fast
+        ((256, 256, 16384), True),
+        ((1024, 1024, 32768), True),
+        ((512, 512, 16368), False),  # too short to repay a call from Python
+        ((768, 768, 32752), False),
         ((128, 256, 131072), False),
-        ((768, 768, 131072), False),
+        ((1024, 1152, 131072), False),  # not timed
     ],
 )
-def test_few_tiles_of_long_sums_are_split(sides, splits):
-    assert kernel_in_region("torch", problem(*sides)) == ("loka_split" if splits else "torch")
+def test_few_tiles_of_long_sums_are_split(sides, splits, there):
+    assert kernel_in_region("torch", problem(*sides)) == ("cublaslt" if splits else "torch")
 
 
-def test_other_kernels_gemms_and_devices_stay():
+def test_without_cublaslt_torch_adds_up():
+    if candidate_named(SPLIT).kernel.missing():
+        assert kernel_in_region("torch", problem(512, 512, 65536)) == "torch"
+
+
+def test_other_kernels_gemms_and_devices_stay(there):
     sides = 512, 512, 65536
     assert kernel_in_region("torch_fast", problem(*sides)) == "torch_fast"
     assert kernel_in_region("torch", problem(*sides, gemm=Gemm.OUTPUT)) == "torch"
@@ -51,12 +67,12 @@ def test_other_kernels_gemms_and_devices_stay():
     assert kernel_in_region("torch", problem(*sides, dtype="float64")) == "torch"  # which it cannot write
 
 
-def test_what_may_run_in_a_region_is_checked_with_the_plan():
+def test_what_may_run_in_a_region_is_checked_with_the_plan(there):
     """Whatever rows the plan was made for: those of a step decide."""
     convert = sys.modules["loka.planner.convert"]
     decided = {
         sides: Decision(path="a", problem=problem(*sides), candidate=IN_REGIONS[2], reason="")
-        for sides in ((512, 512, 1024), (1024, 1024, 65536))
+        for sides in ((512, 512, 1024), (1024, 2048, 65536))
     }
     assert [convert._runs(one) for one in decided.values()] == [[IN_REGIONS[2], SPLIT], [IN_REGIONS[2]]]
 
@@ -77,7 +93,7 @@ def test_a_region_adds_up_by_it_what_torch_adds_up(monkeypatch):
     rows, found = 32768 + 16, []
     torch.manual_seed(0)
     x = torch.randn(rows, 256, device="cuda", dtype=torch.bfloat16)
-    for kernel in ("loka_split", "torch"):
+    for kernel in ("cublaslt", "torch"):
         if kernel == "torch":
             monkeypatch.setattr(long_sums, "_TILES", ())
         torch.manual_seed(1)
@@ -88,7 +104,7 @@ def test_a_region_adds_up_by_it_what_torch_adds_up(monkeypatch):
         reset_kernel_runs()
         with torch.autocast("cuda", torch.bfloat16), torch._inductor.config.patch(force_disable_caches=True):
             torch.compile(model)(x).float().square().mean().backward()
-        assert kernel_runs().get((SPLIT, "grad_weight"), 0) == (2 if kernel == "loka_split" else 0)
+        assert kernel_runs().get((SPLIT, "grad_weight"), 0) == (2 if kernel == "cublaslt" else 0)
         found.append([weight.grad for weight in model.parameters()])
     for one, other in zip(*found, strict=True):
         assert (one - other).norm() <= 1e-5 * other.norm()

@@ -2,29 +2,30 @@
 
     dW [N, K]  =  sum over the T rows of the batch:  few tiles, and many terms of each
 
-cuBLASLt cuts no exact FP8 sum along its terms, so that few multiprocessors work. `loka_split` does.
+torch takes an algorithm of cuBLASLt that cuts no exact FP8 sum along its terms, so that few multiprocessors work. Asked
+for algorithms that add up in float32 alone (kernels/gemm/adapters/cublaslt.py), cuBLASLt first names one that does.
 """
 
 from loka.core.problem import Problem, capability
 from loka.core.recipe import Gemm
-from loka.kernels.gemm.adapters.split_gemm import LOKA_SPLIT
+from loka.kernels.gemm.adapters.cublaslt import CUBLASLT
 from loka.kernels.gemm.adapters.torch_scaled import TORCH
 from loka.kernels.gemm.registry import candidate_named
 
-SPLIT = f"{LOKA_SPLIT.name}:tensorwise_e4m3"
+SPLIT = f"{CUBLASLT.name}:tensorwise_e4m3"
 """Operands of `grad_weight` have one scale each in a region, whatever the plan's recipe (compiler/gemms.py)."""
 
-# On an H200 (docs/log.md, 2026-11-29) `loka_split` takes 0.54 to 0.92 of the time of `torch` from here on, and longer
-# with more tiles, of 128 x 128, or fewer. Four tiles were timed at 32,768 terms (1.03) and at 131,072 (0.84), not at
-# 65,536. From 16,384 terms on eight and more would gain up to 2 us, which the call costs the host.
-_TILE, _TILES = 128, range(4, 17)
-_TERMS, _UNITS = 32_768, 262_144  # of a tile, of all
+# Tiles of 128 x 128, and terms from which on. On an H200 (docs/log.md, 2026-12-01) it takes 0.38 to 0.92 of the time of
+# `torch` with 32,768 to 131,072 terms, and with 16,384 0.63 to 0.94 where tiles are few, else 0.92 to 1.09. Two tiles
+# gain up to 2 us, and more than 64 were not timed.
+_TILE, _TILES, _FEW = 128, range(4, 65), range(4, 17)
+_TERMS, _TERMS_OF_FEW = 32_768, 16_384
 
 
 def kernel_in_region(kernel: str, problem: Problem) -> str:
     """What runs in a region where a plan names `kernel`."""
-    long = problem.k >= _TERMS and _tiles(problem) * problem.k >= _UNITS
-    return LOKA_SPLIT.name if long and splits_long_sums(kernel, problem) else kernel
+    long = problem.k >= (_TERMS_OF_FEW if _tiles(problem) in _FEW else _TERMS)
+    return CUBLASLT.name if long and splits_long_sums(kernel, problem) else kernel
 
 
 def splits_long_sums(kernel: str, problem: Problem) -> bool:

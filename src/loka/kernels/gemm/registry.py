@@ -19,7 +19,6 @@ from loka.kernels.gemm.adapters.deep_gemm import DEEP_GEMM
 from loka.kernels.gemm.adapters.emulated import EMULATED
 from loka.kernels.gemm.adapters.fbgemm import FBGEMM, FBGEMM_FAST
 from loka.kernels.gemm.adapters.loka_int8 import LOKA_INT8
-from loka.kernels.gemm.adapters.split_gemm import LOKA_SPLIT, LOKA_SPLIT_FAST
 from loka.kernels.gemm.adapters.torch_int8 import TORCH_INT8
 from loka.kernels.gemm.adapters.torch_scaled import TORCH, TORCH_FAST
 from loka.kernels.gemm.adapters.torchao_scaled import TORCHAO, TORCHAO_BLOCK, TORCHAO_FAST
@@ -41,8 +40,6 @@ KERNELS: dict[str, Kernel] = {
         TORCHAO,
         TORCHAO_FAST,
         TORCHAO_BLOCK,
-        LOKA_SPLIT,
-        LOKA_SPLIT_FAST,
         LOKA_INT8,
     )
 }

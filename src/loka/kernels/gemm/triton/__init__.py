@@ -1,1 +1,1 @@
-"""Our GEMMs for GPUs. Twins: ../normed_gemm.py, ../adapters/split_gemm.py."""
+"""Our GEMMs for GPUs. Twin: ../normed_gemm.py."""
