@@ -38,7 +38,7 @@ _STAND_IN = 99  # no result of an op has this place
 _SHORT, _NARROW, _ROWS = 1024, 1024, 16_384
 # Tiles of 128 x 128, of which a GEMM with scales of rows always is made (torch 2.11); one without has smaller ones
 # where these leave processors idle. On an H200 (2026-11-28, K of 1,024 to 5,120) it takes 0.4 to 0.8 of the time up to
-# 64 tiles, and 0.8 to 1.03 up to 216; by its fastest algorithm (K to 8,192) 0.76 to 1.0 up to 432. Code that reads it
+# 64 tiles, and 0.8 to 1.03 up to 216; by its fastest algorithm (K to 8,192) 0.43 to 0.99 up to 432. Code that reads it
 # in a concatenation takes longer, 4 us at 512 x 64 x 160, as it asks for the scales under masks.
 _TILE, _FEW = 128, 432
 

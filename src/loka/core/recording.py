@@ -41,6 +41,8 @@ _eager: bool | None = None
 def eager_graphs(on: bool | None = True) -> None:
     """Whether the launches of an eager site's pass are one CUDA graph wherever their addresses come again.
 
+    Where it may capture so, a compiler also times cuBLASLt's algorithms (kernels/gemm/algorithms.py).
+
     Results are the same, bit for bit, and the host, for which narrow layers wait, takes less time: for a step of six
     layers of 2048 3.7 to 4.9 ms in place of 6.4 to 9.3 (H200, docs/log.md). Programs of a region that runs outside of
     any CUDA graph are launched likewise; in other graphs and on CPUs nothing changes. Graphs are captured in the middle

@@ -1,7 +1,6 @@
 """Which algorithm of cuBLASLt runs: only one that gives torch's bits, and only where its time surely pays."""
 
 import contextlib
-import functools
 import threading
 from dataclasses import replace
 
@@ -32,61 +31,11 @@ def race_of(winner, speedup):
     return Race(timings=timings, samples={}, winner=winner, rounds=15, ended="decided")
 
 
-@pytest.fixture
-def searches(monkeypatch):
-    """The problems that are searched; each is found faster by algorithm 5. No thread of the test runner counts."""
-    asked = []
-
-    def searched(kernel, problem, device):
-        asked.append(problem)
-        return f"cublaslt{kernel.removeprefix('torch')}@5"
-
-    monkeypatch.setattr(algorithms, "_searched", searched)
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    recording.eager_graphs()
-    yield asked
-    recording.eager_graphs(None)
-
-
 def test_an_algorithm_is_taken_where_it_surely_pays():
     problem = sided(64, 32, 16)
     assert algorithms._choice(race_of("cublaslt@3", Estimate(1.2, 1.1, 1.3)), problem) == "cublaslt@3"
     assert algorithms._choice(race_of("cublaslt@3", Estimate(1.02, 0.99, 1.05)), problem) is None
     assert algorithms._choice(race_of("torch", Estimate(1.0, 1.0, 1.0)), problem) is None
-
-
-def test_a_search_is_made_on_a_gpu_where_nobody_waits_for_it(searches, monkeypatch):
-    problem = sided(64, 32, 16)
-    ask = functools.partial(algorithms.faster_than_torch, "torch_fast", problem)
-    assert ask(CPU) is None
-    assert ask(CUDA) == "cublaslt_fast@5"
-    recording.eager_graphs(False)
-    assert ask(CUDA) is None
-    recording.eager_graphs()
-    with monkeypatch.context() as patch:
-        patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-        assert ask(CUDA) is None
-    assert searches == [problem]
-
-
-def test_another_thread_that_may_wait_for_the_device_forbids_it(searches):
-    recording.eager_graphs(None)
-    ended = threading.Event()
-    thread = threading.Thread(target=lambda: ended.wait())
-    thread.start()
-    try:
-        assert algorithms.faster_than_torch("torch", sided(64, 32, 16), CUDA) is None
-    finally:
-        ended.set(), thread.join()
-    assert searches == []
-
-
-def test_where_memory_is_short_torchs_own_runs(searches, monkeypatch):
-    def searched(kernel, problem, device):
-        raise torch.OutOfMemoryError("CUDA out of memory")
-
-    monkeypatch.setattr(algorithms, "_searched", searched)
-    assert algorithms.faster_than_torch("torch", sided(64, 32, 16), CUDA) is None
 
 
 @pytest.fixture
@@ -105,14 +54,17 @@ def timed(monkeypatch, tmp_path):
     monkeypatch.setattr(algorithms.lt, "version", lambda: 130000)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a GPU")
     monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     algorithms._searched.cache_clear()
+    recording.eager_graphs()  # whatever threads the runner of the tests has
     yield raced
+    recording.eager_graphs(None)
     algorithms._searched.cache_clear()
 
 
-def searched_anew(problem=None):
+def searched_anew(problem=None, device=CUDA):
     algorithms._searched.cache_clear()
-    return algorithms._searched("torch", problem or sided(64, 32, 16), CUDA)
+    return algorithms.faster_than_torch("torch", problem or sided(64, 32, 16), device)
 
 
 def test_what_was_found_is_known_to_later_processes(timed, tmp_path, monkeypatch):
@@ -147,6 +99,43 @@ def test_where_nothing_can_be_written_it_is_timed_in_each_process(timed, tmp_pat
     (tmp_path / "loka_algorithms").write_text("a file in the folder's place")
     assert [searched_anew(), searched_anew()] == ["cublaslt@3"] * 2
     assert len(timed) == 2
+
+
+def test_nothing_is_timed_on_a_cpu_and_inside_of_a_capture(timed, monkeypatch):
+    assert searched_anew(device=CPU) is None
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    assert searched_anew() is None
+    assert timed == []
+
+
+def test_while_a_thread_may_wait_for_the_device_what_was_found_counts_alone(timed):
+    recording.eager_graphs(None)
+    ended = threading.Event()
+    thread = threading.Thread(target=lambda: ended.wait())
+    thread.start()
+    try:
+        assert searched_anew() is None
+        recording.eager_graphs(False)
+        assert searched_anew() is None
+        assert timed == []
+        recording.eager_graphs()
+        assert algorithms.faster_than_torch("torch", sided(64, 32, 16), CUDA) == "cublaslt@3", "asked again"
+        recording.eager_graphs(None)
+        assert searched_anew() == "cublaslt@3"
+    finally:
+        ended.set(), thread.join()
+    assert len(timed) == 1
+
+
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError("CUDA out of memory"), RuntimeError("no capture here")])
+def test_where_timing_fails_torchs_own_runs_until_it_can_be_timed(timed, monkeypatch, error):
+    def fails(*given):
+        raise error
+
+    with monkeypatch.context() as patch:
+        patch.setattr(algorithms, "_alike", fails)
+        assert searched_anew() is None
+    assert algorithms.faster_than_torch("torch", sided(64, 32, 16), CUDA) == "cublaslt@3"
 
 
 @NEEDS_ROWS

@@ -42,15 +42,19 @@ def faster_than_torch(kernel: str, problem: Problem, device: torch.device) -> st
     memory is short. Timing takes 0.1 to 0.4 s. What was found lies beside Inductor's caches, so that later processes
     make the same graphs, which those caches know.
     """
-    if device.type != "cuda" or not may_capture_eagerly(0) or torch.cuda.is_current_stream_capturing():
+    if device.type != "cuda" or torch.cuda.is_current_stream_capturing():
         return None
     # A compiler calls this with its fake tensors on.
     with _disable_current_modes(), torch.no_grad(), torch.autocast("cuda", enabled=False):
         try:
             return _searched(kernel, problem, device)
-        except torch.OutOfMemoryError:
-            log.info("%s runs cuBLASLt's first algorithm: there is no memory to time others", problem)
+        except _NotTimed as reason:
+            log.info("%s runs cuBLASLt's first algorithm: %s", problem, reason)
             return None
+
+
+class _NotTimed(Exception):
+    """Why no algorithm could be timed now."""
 
 
 @functools.lru_cache(maxsize=4096)
@@ -62,14 +66,23 @@ def _searched(kernel: str, problem: Problem, device: torch.device) -> str | None
         place = _place(kernel, problem)
         if (known := _read(place, other.name)) is not None:
             return known or None
-        alike = _alike(first, other, problem, device)
-        found = None
-        if len(alike) > 1:
-            race = time_interleaved(alike, baseline=first.name, device=device, tie=_TIE, max_rounds=_ROUNDS)
-            found = _choice(race, problem)
+        if not may_capture_eagerly(0):
+            raise _NotTimed("others are not timed while threads may wait for the device, see loka.nn.eager_graphs")
+        try:
+            found = _timed(first, other, problem, device)
+        except (LokaError, RuntimeError) as error:  # memory is short, or the allocator allows no capture
+            raise _NotTimed(f"timing others fails: {first_line(error)}") from error
     with contextlib.suppress(LokaError):  # the next process times it again
         write_atomic(place, (found or "").encode())
     return found
+
+
+def _timed(first: Kernel, other: Kernel, problem: Problem, device: torch.device) -> str | None:
+    alike = _alike(first, other, problem, device)
+    if len(alike) == 1:
+        return None
+    race = time_interleaved(alike, baseline=first.name, device=device, tie=_TIE, max_rounds=_ROUNDS)
+    return _choice(race, problem)
 
 
 def _place(kernel: str, problem: Problem) -> Path:
