@@ -271,3 +271,6 @@ def test_times_and_rows_that_cannot_be_are_refused_before_anything_runs(stats):
             loka.measure(stats, device="cpu", time_limit=limit)
     with pytest.raises(LokaError, match="no GEMM takes more than 2147483647"):
         stats.for_inference(batch=1e300)
+    for batch in (None, "2"):
+        with pytest.raises(LokaError, match=f"batch is {batch!r}; it must be a Real"):
+            stats.for_inference(batch=batch)

@@ -391,3 +391,9 @@ def test_layers_over_tokens_are_told(tmp_path):
     other = {"over": replace(probe.stats().layers["over"], over_tokens=False)}
     merged = merge_stats([replace(found, layers={"over": found.layers["over"]}), replace(probe.stats(), layers=other)])
     assert merged.layers["over"].over_tokens
+
+
+def test_a_model_without_values_is_refused():
+    model = odd_mlp().to("meta")
+    with pytest.raises(LokaError, match="ran on the meta device"), Probe(model, every=1):
+        model(torch.empty(4, 13, device="meta"))

@@ -154,10 +154,10 @@ class Gemms:
         found, (rows, columns) = readers(product), value_of(product).shape
         tiles = -(-rows // _TILE) * -(-columns // _TILE) if isinstance(rows, int) else _FEW + 1
         narrow = isinstance(rows, int) and rows <= _ROWS and columns <= _NARROW
-        few = tiles <= _FEW and not any(user.target is aten.cat.default for user in found)
+        joins = any(user.target is aten.cat.default for user in found)
         return (
             bool(found)
-            and (few or summed <= _SHORT or narrow)
+            and (summed <= _SHORT or ((tiles <= _FEW or narrow) and not joins))
             and value_of(product).dtype != torch.float16
             and all(
                 user in self._joined or is_pointwise(user) or user.target in (*SUMS, aten.cat.default) for user in found

@@ -322,6 +322,7 @@ class Probe:
 
     def _observe(self, site: SiteCall, output: torch.Tensor) -> None:
         path, weight = site.path, site.weight
+        refusals.refuse_meta(path, output)
         given = torch.cat(site.x.unbind()) if site.x.is_nested else site.x
         with unseen(), torch.no_grad(), torch.autocast(output.device.type, enabled=False):
             layer = self._layers.setdefault(path, RunningLayerStats(order=len(self._layers)))

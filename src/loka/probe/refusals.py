@@ -1,4 +1,4 @@
-"""What a Probe refuses before it begins."""
+"""What a Probe refuses."""
 
 from collections.abc import Mapping
 
@@ -49,6 +49,15 @@ def refuse_other_model(stats: Stats, model: ModelSignature) -> None:
     differences = model.differences(stats.model)
     if differences:
         raise PlanMismatch("these statistics are of another model", why=differences, way_out="probe this model afresh")
+
+
+def refuse_meta(path: str, output: torch.Tensor) -> None:
+    """Raises LokaError for a result without values."""
+    if output.is_meta:
+        raise LokaError(
+            f"{path} ran on the meta device, where tensors have no values",
+            way_out="give the model weights on a CPU or a GPU (model.to_empty, then its weights), and run it there",
+        )
 
 
 def refuse_without_sites(model: nn.Module, linears: Mapping[str, nn.Linear], skipped: Mapping[str, str]) -> None:

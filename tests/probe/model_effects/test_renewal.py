@@ -188,8 +188,8 @@ def test_clusters_reach_over_batches(trained):
 
 def test_clusters_and_weights_that_fit_no_rows(trained):
     """Fractions were all one cluster, and a column of weights was multiplied with all terms."""
-    for given in (torch.rand(BATCH), torch.arange(2 * BATCH)):
-        with pytest.raises(DataRefused, match=r"clusters are (fractions|\[\d+\] for \d+ rows)"):
+    for given in (torch.rand(BATCH), torch.arange(2 * BATCH), None):
+        with pytest.raises(DataRefused, match=r"clusters are (fractions|of type NoneType|\[\d+\] for \d+ rows)"):
             renew_effects(*trained, batches(1), clusters=lambda batch, given=given: given)
     with pytest.raises(DataRefused, match=r"weights are \[\d+, 1\] for \d+ rows"):
         renew_effects(*trained, batches(1), weights=lambda batch: torch.ones(BATCH, 1))

@@ -12,12 +12,13 @@ import hashlib
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from numbers import Real
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from loka.core.exceptions import LokaError
+from loka.core.exceptions import LokaError, require_kind
 from loka.core.numerics.effect import Effect
 from loka.core.problem import DTYPES
 from loka.core.records.coverage import Coverage
@@ -156,6 +157,7 @@ class Stats:
         `kept_weights`: FP8 weights are quantized once, as `loka.serve.freeze` keeps them; False for a
         converted model that is called as it is, and quantizes them in each call.
         """
+        require_kind(batch, Real, "batch", way_out="give a share of the probed rows, above 0")
         if not 0 < batch < math.inf:
             raise LokaError(f"batch is {batch}; it is a share of the probed rows, above 0")
         most = max((layer.rows for layer in self.layers.values()), default=0) * batch

@@ -76,6 +76,10 @@ def weights_of_rows(given: torch.Tensor, rows: int) -> torch.Tensor:
 
 
 def _by_row(what: str, given: torch.Tensor, rows: int) -> torch.Tensor:
+    if not isinstance(given, torch.Tensor):
+        raise DataRefused(
+            f"{what} are of type {type(given).__name__}", way_out="return a tensor, one for each row: [B]"
+        )
     if given.shape != (rows,):
         raise DataRefused(f"{what} are {list(given.shape)} for {rows} rows", way_out="give each row one: [B]")
     return given.cpu()
