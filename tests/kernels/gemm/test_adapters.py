@@ -140,6 +140,7 @@ def test_cublaslt_takes_the_algorithm_asked_for(fakes):
     candidate = candidate_named("cublaslt_fast:rowwise_e4m3")
     problem = problem_of(Gemm.OUTPUT, (16, 32, 250), torch.bfloat16)
     assert kernel.algorithms(problem, candidate.recipe) == 2  # one of three fails cuBLASLt's own check
+    assert cublaslt.uncut(problem, candidate.recipe, fast=True) == [0], "the other asks for a workspace"
     a, b = operands(candidate, Gemm.OUTPUT, (16, 32, 256), "gpu")
     for index in (0, 1, 7):  # beyond the last: the last
         kernel.run(a, b, torch.bfloat16, algorithm=index)

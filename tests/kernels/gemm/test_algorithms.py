@@ -9,6 +9,7 @@ import torch
 
 from loka.core import recording
 from loka.core.error import Estimate
+from loka.core.numerics.reference import Quantized
 from loka.core.problem import Problem
 from loka.core.recipe import Gemm
 from loka.core.timing import Race, Timing
@@ -139,17 +140,36 @@ def test_where_timing_fails_torchs_own_runs_until_it_can_be_timed(timed, monkeyp
 
 
 @NEEDS_ROWS
-def test_algorithms_of_other_bits_and_those_that_fail_do_not_race():
+def test_algorithms_of_other_bits_and_those_that_fail_do_not_race(monkeypatch):
     def run(a, b, dtype, *, algorithm=0):
         if algorithm == 1:
             raise RuntimeError("CUBLAS_STATUS_NOT_SUPPORTED")
         out = TORCH.run(a, b, dtype)
         return out.clone().mul_(1.01) if algorithm == 2 else out
 
-    other = replace(TORCH, name="other", run=run, algorithms=lambda problem, recipe: 4)
-    found = algorithms._alike(TORCH, other, sided(64, 32, 48, "cpu"), CPU)
+    monkeypatch.setattr(algorithms, "uncut", lambda problem, recipe, *, fast: [0, 1, 2, 3])
+    found = algorithms._alike(TORCH, replace(TORCH, name="other", run=run), sided(64, 32, 48, "cpu"), CPU)
     assert list(found) == ["torch", "other@0", "other@3"]
     assert torch.equal(found["other@3"](), found["torch"]())
+
+
+@NEEDS_ROWS
+def test_another_order_of_additions_shows_in_the_bits(monkeypatch):
+    """Of normal numbers in e4m3 float32 holds sums without rounding."""
+
+    def run(a, b, dtype, *, algorithm=0):
+        backwards = (
+            Quantized(low.data.view(torch.uint8).flip(1).view(low.data.dtype), low.scale, low.cast) for low in (a, b)
+        )
+        return TORCH.run(*backwards, dtype)
+
+    problem = replace(sided(64, 64, 256, "cpu"), dtype="float32")
+    other = replace(TORCH, name="other", run=run)
+    generator = torch.Generator().manual_seed(0)
+    a, b = algorithms._operands(problem, algorithms._normal, generator)
+    assert torch.equal(run(a, b, torch.float32), TORCH.run(a, b, torch.float32))
+    monkeypatch.setattr(algorithms, "uncut", lambda problem, recipe, *, fast: [0])
+    assert list(algorithms._alike(TORCH, other, problem, CPU)) == ["torch"]
 
 
 @pytest.mark.gpu

@@ -2,7 +2,7 @@
 
 torch takes the first that cuBLASLt's heuristic names. On an H200 another took 0.8 to 0.95 of its time for wide results
 of sums of up to 1,024 terms (docs/log.md, 2026-12-01). Scales of rows leave it one algorithm, so there is no choice.
-Only algorithms that give torch's own bits count: which one runs changes a time, and no number.
+Only algorithms that give torch's own bits count, and cut no sums: which one runs changes a time, and no number.
 """
 
 import contextlib
@@ -17,12 +17,12 @@ from torch.utils._python_dispatch import _disable_current_modes
 from loka.core.exceptions import LokaError, first_line
 from loka.core.numerics.reference import Quantized
 from loka.core.problem import DTYPES, Problem
-from loka.core.recipe import RECIPES, Cast
+from loka.core.recipe import RECIPES
 from loka.core.recording import may_capture_eagerly
 from loka.core.storage.files import digest_of, write_atomic
 from loka.core.timing import Race, time_interleaved
 from loka.kernels.gemm.adapters import cublaslt_c as lt
-from loka.kernels.gemm.adapters.cublaslt import CUBLASLT, CUBLASLT_FAST
+from loka.kernels.gemm.adapters.cublaslt import CUBLASLT, CUBLASLT_FAST, uncut
 from loka.kernels.gemm.adapters.torch_scaled import TORCH, TORCH_FAST
 from loka.kernels.gemm.kernel import Kernel
 
@@ -116,27 +116,47 @@ def _choice(found: Race, problem: Problem) -> str | None:
 def _alike(
     first: Kernel, other: Kernel, problem: Problem, device: torch.device
 ) -> dict[str, Callable[[], torch.Tensor]]:
-    """`first` and those algorithms of `other` that give its bits, by name, on random normal operands."""
-    casts, dtype = _RECIPE.casts(problem.gemm), DTYPES[problem.dtype]
-    assert casts is not None
+    """`first` and those algorithms of `other` that give its bits, by name, on random normal operands.
+
+    Their bits are compared on numbers of all magnitudes that e4m3 has: float32 holds most sums of normal ones without
+    rounding, in any order.
+    """
+    dtype = DTYPES[problem.dtype]
     generator = torch.Generator(device).manual_seed(0)
-    a = _operand(problem.m, problem.k, casts[0], generator)
-    b = _operand(problem.n, problem.k, casts[1], generator)
-    runs: dict[str, Callable[[], torch.Tensor]] = {first.name: functools.partial(first.run, a, b, dtype)}
-    expected = runs[first.name]()
-    for algorithm in range(other.algorithms(problem, _RECIPE)):
-        name, run = f"{other.name}@{algorithm}", functools.partial(other.run, a, b, dtype, algorithm=algorithm)
+    a, b = _operands(problem, _of_all_magnitudes, generator)
+    expected, alike = first.run(a, b, dtype), []
+    for algorithm in uncut(problem, _RECIPE, fast=other.fast):
         try:
-            if torch.equal(run(), expected):
-                runs[name] = run
+            if torch.equal(other.run(a, b, dtype, algorithm=algorithm), expected):
+                alike.append(algorithm)
         except (LokaError, RuntimeError) as error:
             if isinstance(error, torch.OutOfMemoryError):
                 raise
-            log.info("%s: %s fails: %s", problem, name, first_line(error))
+            log.info("%s: %s@%d fails: %s", problem, other.name, algorithm, first_line(error))
+    a, b = _operands(problem, _normal, generator)
+    runs: dict[str, Callable[[], torch.Tensor]] = {first.name: functools.partial(first.run, a, b, dtype)}
+    for algorithm in alike:
+        runs[f"{other.name}@{algorithm}"] = functools.partial(other.run, a, b, dtype, algorithm=algorithm)
     return runs
 
 
-def _operand(rows: int, terms: int, cast: Cast, generator: torch.Generator) -> Quantized:
-    """Random normal [rows, terms] with a scale of one."""
+def _operands(
+    problem: Problem, draw: Callable[[int, int, torch.Generator], torch.Tensor], generator: torch.Generator
+) -> tuple[Quantized, Quantized]:
+    """A [M, K] and B [N, K] in e4m3, with scales of one."""
+    casts = _RECIPE.casts(problem.gemm)
+    assert casts is not None
+    one = torch.ones(1, 1, device=generator.device)
+    a, b = (draw(rows, problem.k, generator) for rows in (problem.m, problem.n))
+    return Quantized(a, one, casts[0]), Quantized(b, one, casts[1])
+
+
+def _normal(rows: int, terms: int, generator: torch.Generator) -> torch.Tensor:
     values = torch.randn(rows, terms, dtype=torch.bfloat16, device=generator.device, generator=generator)
-    return Quantized(values.to(cast.format.dtype), torch.ones(1, 1, device=generator.device), cast)
+    return values.to(torch.float8_e4m3fn)
+
+
+def _of_all_magnitudes(rows: int, terms: int, generator: torch.Generator) -> torch.Tensor:
+    """Every finite number of e4m3 as often."""
+    codes = torch.randint(254, (rows, terms), dtype=torch.uint8, device=generator.device, generator=generator)
+    return (codes + codes // 127).view(torch.float8_e4m3fn)  # 0x7F and 0xFF are NaN

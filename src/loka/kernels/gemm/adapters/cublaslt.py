@@ -239,8 +239,17 @@ def _stream(device: torch.device) -> int:
     return torch.cuda.current_stream(device).cuda_stream
 
 
+def uncut(problem: Problem, recipe: Recipe, *, fast: bool) -> list[int]:
+    """The algorithms that add up each sum in one program, and so in one order: those that cut sums need a workspace."""
+    return [index for index, (_, size) in enumerate(_usual_plan(problem, recipe, fast=fast).algorithms) if not size]
+
+
 def _algorithms(problem: Problem, recipe: Recipe, *, fast: bool) -> int:
     """Never 0: where the heuristic finds none, running says so."""
+    return max(1, len(_usual_plan(problem, recipe, fast=fast).algorithms))
+
+
+def _usual_plan(problem: Problem, recipe: Recipe, *, fast: bool) -> _Plan:
     padded = problem.padded(_multiples(problem, recipe))
     casts = recipe.casts(problem.gemm)
     assert casts is not None
@@ -248,8 +257,7 @@ def _algorithms(problem: Problem, recipe: Recipe, *, fast: bool) -> int:
     scales = casts[0].granularity, casts[1].granularity
     device = torch.cuda.current_device()
     # torch allocates at 512 bytes; operands that begin elsewhere may have other algorithms.
-    key = _Key(padded.m, padded.n, padded.k, types, scales, fast, 256, device)
-    return max(1, len(_plan(key).algorithms))
+    return _plan(_Key(padded.m, padded.n, padded.k, types, scales, fast, 256, device))
 
 
 CUBLASLT, CUBLASLT_FAST = (
