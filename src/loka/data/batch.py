@@ -9,6 +9,7 @@ from typing import Protocol
 import torch
 
 from loka.core.device import moved
+from loka.core.exceptions import DataRefused
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,6 +95,20 @@ class Source(Protocol):
     def account(self) -> dict[str, int]:
         """What was skipped or replaced so far, by reason; nothing is dropped silently."""
         ...
+
+
+def require_source(source: object) -> None:
+    """Raises DataRefused for what is no source, such as a list of batches, with what it lacks."""
+    lacking = [name for name in _PROMISED if not hasattr(source, name)]
+    if lacking:
+        raise DataRefused(
+            f"a {type(source).__name__} is no source of rows: it has no {', '.join(lacking)}",
+            way_out="give a source of loka.data, or a class of your own with these (see loka.data.Source); a loop of "
+            "your own takes any batches, inside of `with loka.Probe(model):`",
+        )
+
+
+_PROMISED = ("rows", "dense_features", "vocab_sizes", "identity", "batches", "account")
 
 
 def history_of(source: Source) -> History | None:

@@ -24,7 +24,7 @@ from loka.core.exceptions import DataRefused, NonFinite
 from loka.core.exchange import ranks_of
 from loka.core.progress import Track, untracked
 from loka.core.records.plan import Plan
-from loka.data.batch import Batch, Source, tasks_of
+from loka.data.batch import Batch, Source, require_source, tasks_of
 from loka.distributed import Fp8AllGather
 from loka.nn.fsdp_units import reshard
 from loka.probe.model_effects.untouched import evaluating
@@ -160,8 +160,8 @@ def train(
         CheckpointNotSaved: the last state could not be written. Earlier on, that is a warning, the
             checkpoint before stays, and training goes on.
         InUse: another process trains in the folder of checkpoints.
-        DataRefused: the source breaks its promise (of labels the first batch is looked at), or ranks would take other
-            numbers of steps.
+        DataRefused: the source is none, or breaks its promise (of labels the first batch is looked at), or ranks would
+            take other numbers of steps.
         LokaError: ranks have other configurations, but for the seed; or other models, plans, columns or torch.
         RankFailed: another rank raised, between two steps.
         KeyboardInterrupt: Ctrl-C or SIGTERM, after the completed step was saved; it says so. Several ranks
@@ -170,6 +170,7 @@ def train(
     model.train()
     checkpoints = Path(checkpoints) if checkpoints else None
     callback = callback or Callback()
+    require_source(source)
     length = Length.of(source, config)
     # What all ranks do together has to come at the same steps on each.
     rhythm = Rhythm(config.checkpoint_every)
@@ -295,6 +296,7 @@ def evaluate(
 
     The model runs in eval mode without gradients; the mode of each module is put back.
     """
+    require_source(source)
     target = torch.device(device)
     model.to(target)
     logits, labels = [], []
