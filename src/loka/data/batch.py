@@ -108,7 +108,7 @@ def require_source(source: object) -> None:
         )
 
 
-_PROMISED = ("rows", "dense_features", "vocab_sizes", "identity", "batches", "account")
+_PROMISED = ("rows", "identity", "batches")  # what training asks of it
 
 
 def history_of(source: Source) -> History | None:
