@@ -269,5 +269,5 @@ def test_config_refuses(wrong):
 @pytest.mark.parametrize("given", [[], None, torch.utils.data.DataLoader([1])])
 def test_what_is_no_source_of_rows_is_refused_with_what_it_lacks(given):
     for call in (lambda: train(Probe(), given, config=CONFIG), lambda: evaluate(Probe(), given, batch_size=8)):
-        with pytest.raises(DataRefused, match=r"no source of rows: it has no rows, identity, batches(.|\n)*loka\.Probe"):
+        with pytest.raises(DataRefused, match=r"no source of rows: it has no rows, identity, batches"):
             call()
