@@ -159,11 +159,15 @@ def test_a_stream_is_given_once_and_all_that_follows_from_it_is_not(name):
     assert len(over_rows) == first_norm
 
 
-@pytest.mark.parametrize(("width", "rows"), sweep([(512, 1040), (2048, 48), (2048, 1040)], [(2048, 48)]))
-def test_readers_scale_products_of_short_sums_and_few_tiles_to_the_last_bit(width, rows, monkeypatch):
+SHORT, FEW, NARROW, OWN = (512, 1040, 16), (2048, 48, 16), (2048, 1040, 32), (2048, 1040, 16)
+
+
+@pytest.mark.parametrize(("width", "rows", "narrow"), sweep([SHORT, FEW, NARROW, OWN], [FEW, NARROW]))
+def test_readers_scale_products_of_short_sums_few_tiles_and_narrow_to_the_last_bit(width, rows, narrow, monkeypatch):
     """Scales are powers of two; a GEMM of long sums and many tiles has them of its own, and gives what it gives
     eagerly."""
-    monkeypatch.setattr(gemms, "_FEW", 8)  # 216 are 27,648 rows of 32
+    monkeypatch.setattr(gemms, "_FEW", 8)  # 432 are 55,296 rows of 32
+    monkeypatch.setattr(gemms, "_NARROW", narrow)
     torch.manual_seed(0)
     plain = nn.Sequential(nn.Linear(width, 32, bias=False), nn.SiLU(), nn.Linear(32, 16, bias=False))
     x = torch.randn(rows, width).bfloat16() * torch.exp2(torch.arange(rows) % 48 - 24)[:, None]
@@ -175,7 +179,7 @@ def test_readers_scale_products_of_short_sums_and_few_tiles_to_the_last_bit(widt
     backend = JointBackend()
     run(torch.compile(joined, backend=backend), x)
     first = next(n for n in backend.graphs[0].nodes if n.target is region_gemm)
-    assert (first.args[1].meta["val"].numel() == 1) == (width == 512 or rows == 48)
+    assert (first.args[1].meta["val"].numel() == 1) == ((width, rows, narrow) != OWN)
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
         inner = torch.compile(joined[0], backend=JointBackend())
         twice = torch.compile(lambda z: inner(z) * 2.0, backend=JointBackend())(x)
