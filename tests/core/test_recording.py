@@ -162,6 +162,25 @@ def test_an_executors_thread_that_waits_for_work_waits_for_no_device(among):
         busy.result()
 
 
+def test_work_that_an_executor_has_queued_may_wait_for_the_device(among):
+    go = threading.Event()
+    interval = sys.getswitchinterval()
+    with concurrent.futures.ThreadPoolExecutor(1) as executor:
+        executor.submit(int).result()
+        (thread,) = executor._threads
+        began = time.monotonic()
+        while not among(thread):
+            assert time.monotonic() - began < 60
+        sys.setswitchinterval(10)  # seconds, in which the thread does not get to run
+        try:
+            executor.submit(go.wait)
+            queued = among(thread)
+        finally:
+            sys.setswitchinterval(interval)
+            go.set()
+    assert not queued
+
+
 def test_a_backward_pass_is_waited_for_by_the_one_thread_that_asked_for_it(among):
     found = []
 

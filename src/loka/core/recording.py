@@ -88,12 +88,16 @@ _QUIET = (
 device."""
 _IDLE = ("concurrent.futures.thread", "_worker")
 """The innermost function of an executor's thread that waits for work: Inductor keeps some."""
+_QUEUE = "work_queue"
+"""Its variable that holds the queue."""
 
 
 def _is_quiet(innermost: FrameType) -> bool:
-    """Whether the code that this thread was started for is of such a module, or waits for work."""
+    """Whether the code that this thread was started for is of such a module, or waits for work and none is queued."""
     if (innermost.f_globals.get("__name__"), innermost.f_code.co_name) == _IDLE:
-        return True
+        # Work that was submitted a moment ago, which the thread has not yet taken, may wait for the device.
+        queue = innermost.f_locals.get(_QUEUE)
+        return queue is not None and queue.empty()
     frame: FrameType | None = innermost
     started = ""
     while frame is not None:
