@@ -14,6 +14,7 @@ _SIZES = {  # bytes, as cublasLt.h says
     **dict.fromkeys((Desc.A_SCALE_POINTER, Desc.B_SCALE_POINTER), 8),
     Desc.FAST_ACCUM: 1,
 }
+_STATUS = {7: b"CUBLAS_STATUS_INVALID_VALUE", 15: b"CUBLAS_STATUS_NOT_SUPPORTED"}
 _TYPES = {28: E4M3, 29: torch.float8_e5m2, 14: torch.bfloat16, 2: torch.float16, 0: torch.float32}
 
 
@@ -24,13 +25,16 @@ def at(address, dtype, count):
 
 
 class FakeCublasLt:
-    """cuBLASLt: column-major, handles are numbers. `calls`: (algorithm, fast, workspace)."""
+    """cuBLASLt: column-major, handles are numbers. `calls`: (algorithm, fast, workspace). `unknown`: attributes that
+    its version lacks.
+    """
 
     def __init__(self):
         self.objects = {}
         self.searches = 0
         self.calls = []
         self.found = 3
+        self.unknown = ()
 
     def functions(self):
         destroy = self.objects.__delitem__
@@ -46,7 +50,7 @@ class FakeCublasLt:
             **dict.fromkeys(("MatmulDescDestroy", "MatrixLayoutDestroy", "MatmulPreferenceDestroy"), destroy),
         }
         assert set(found) == set(cublaslt_c._FUNCTIONS)
-        return {**found, "GetStatusName": lambda status: b"CUBLAS_STATUS_NOT_SUPPORTED", "GetVersion": lambda: 130000}
+        return {**found, "GetStatusName": _STATUS.__getitem__, "GetVersion": lambda: 130000}
 
     def _make(self, made, number):
         made._obj.value = number
@@ -68,7 +72,10 @@ class FakeCublasLt:
 
     def set_of_desc(self, owner, attribute, buffer, size):
         assert size == _SIZES[Desc(attribute)]
+        if attribute in self.unknown:
+            return 7
         self.objects[owner][Desc(attribute)] = int.from_bytes(ctypes.string_at(buffer, size), "little")
+        return 0
 
     def set_of_preference(self, owner, attribute, buffer, size):
         assert size == (8 if attribute == Preference.MAX_WORKSPACE_BYTES else 4)
@@ -120,7 +127,7 @@ class FakeCublasLt:
         settings = self.objects[desc]
         assert settings[Desc.TRANSA] == 1, "FP8 needs the first operand transposed"
         assert (a | b | d) % settings["alignment"] == 0, "an algorithm for memory that begins elsewhere"
-        modes = settings[Desc.A_SCALE_MODE], settings[Desc.B_SCALE_MODE]
+        modes = [settings.get(each, Scale.SCALAR_32F) for each in (Desc.A_SCALE_MODE, Desc.B_SCALE_MODE)]
         first = self._scaled(adesc, a, modes[0], settings[Desc.A_SCALE_POINTER])
         second = self._scaled(bdesc, b, modes[1], settings[Desc.B_SCALE_POINTER])
         out = self.objects[ddesc]

@@ -154,6 +154,19 @@ def test_cublaslt_takes_the_algorithm_asked_for(fakes):
     assert lt.searches == before + new, "a search for each key, and no other"
 
 
+def test_one_scale_needs_no_scale_mode(fakes):
+    """Before CUDA 12.8 cuBLASLt refuses that attribute."""
+    fakes["cublaslt"].unknown = (cublaslt.lt.Desc.A_SCALE_MODE, cublaslt.lt.Desc.B_SCALE_MODE)
+    for name, runs in (("cublaslt:tensorwise_e4m3", True), ("cublaslt:rowwise_e4m3", False)):
+        candidate = candidate_named(name)
+        given = operands(candidate, Gemm.OUTPUT, (16, 32, 256), "plain")
+        if runs:
+            assert candidate.run(*given, torch.bfloat16).shape == (16, 32)
+        else:
+            with pytest.raises(RuntimeError, match="INVALID_VALUE"):
+                candidate.run(*given, torch.bfloat16)
+
+
 def test_cublaslt_without_an_algorithm_says_so(fakes):
     fakes["cublaslt"].found = 0
     candidate = candidate_named("cublaslt:tensorwise_e4m3")

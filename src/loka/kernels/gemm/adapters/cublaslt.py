@@ -16,6 +16,7 @@ import contextlib
 import functools
 import threading
 import weakref
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -126,8 +127,7 @@ def _plan(key: _Key) -> _Plan:
         placeholder = np.int64(4096)
         attributes: tuple[tuple[lt.Desc, Any], ...] = (
             (lt.Desc.TRANSA, np.int32(_TRANSPOSE)),
-            (lt.Desc.A_SCALE_MODE, np.int32(_SCALE_MODES[key.scales[1]])),
-            (lt.Desc.B_SCALE_MODE, np.int32(_SCALE_MODES[key.scales[0]])),
+            *_scale_modes(key),
             (lt.Desc.A_SCALE_POINTER, placeholder),
             (lt.Desc.B_SCALE_POINTER, placeholder),
             (lt.Desc.FAST_ACCUM, np.int8(key.fast)),
@@ -184,6 +184,13 @@ def _plan(key: _Key) -> _Plan:
         )
         weakref.finalize(plan, owned.pop_all().close).atexit = False
     return plan
+
+
+def _scale_modes(key: _Key) -> Iterator[tuple[lt.Desc, Any]]:
+    """Those other than one scale for a matrix, which is the default: before CUDA 12.8 there is no such attribute."""
+    for attribute, granularity in zip((lt.Desc.B_SCALE_MODE, lt.Desc.A_SCALE_MODE), key.scales, strict=True):
+        if _SCALE_MODES[granularity] is not lt.Scale.SCALAR_32F:
+            yield attribute, np.int32(_SCALE_MODES[granularity])
 
 
 def _run(a: Quantized, b: Quantized, dtype: torch.dtype, *, algorithm: int = 0, fast: bool) -> torch.Tensor:
