@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 import typer.main
 from command_line import SMALL, loka, measure_coarsely
 
@@ -28,6 +29,9 @@ def test_doctor_explains_every_candidate(tmp_path):
     text = loka("doctor", "--target", "sm_80", cwd=tmp_path)
     assert "sm_80 has no FP8 tensor cores" in text
     assert "emulated:blockwise_e4m3" in text
+    if torch.version.cuda is None:
+        assert "this torch brings no cuBLASLt" in text
+        assert "cublaslt:tensorwise_e4m3 " not in text, "it is listed among those that do not work here"
     assert "UnknownName" in loka("doctor", "--target", "h-200", cwd=tmp_path, fails=True)
 
 

@@ -12,6 +12,7 @@ from loka.core.device import LIBRARIES, default_device, fingerprint, library_ver
 from loka.core.problem import capability, linear_problem
 from loka.core.recipe import Gemm
 from loka.core.table import format_table
+from loka.kernels.gemm.adapters import cublaslt_c as lt
 from loka.kernels.gemm.kernel import Kernel
 from loka.kernels.gemm.libraries import ADAPTED, WITHOUT_ADAPTER, why_missing
 from loka.kernels.gemm.registry import KERNELS, Candidate, all_candidates
@@ -28,7 +29,7 @@ def diagnose(target: str | None = None) -> str:
     here = fingerprint(device)
     asked = target or here.target
     capability(asked)  # refuses a target that does not exist
-    missing = {name: why_missing(name) for name in ADAPTED}
+    missing = {name: why_missing(name) for name in ADAPTED} | {"cublaslt": lt.why_missing()}
     here_too = [c for c in all_candidates() if missing.get(c.kernel.library) is None]
     lines = [
         f"python {platform.python_version()}, {here}",
@@ -69,6 +70,8 @@ def _libraries() -> list[tuple[str, str, str]]:
 def _kernel_libraries(missing: dict[str, str | None]) -> list[tuple[str, str, str]]:
     versions = library_versions()
     rows: list[tuple[str, str, str]] = [("torch", str(torch.__version__), "works")]
+    cublaslt = missing["cublaslt"]
+    rows.append(("cublaslt", "-", cublaslt) if cublaslt else ("cublaslt", str(lt.version()), "works"))
     for name, library in ADAPTED.items():
         version = versions.get(LIBRARIES[name], "-")
         state = missing[name] or f"works; known to: {library.known}"
