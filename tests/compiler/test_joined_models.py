@@ -93,6 +93,19 @@ def test_features_that_are_a_product_of_symbols():
     assert_as_good(joined, eager, plain, found, by_site, expected)
 
 
+def test_rows_that_are_a_quotient_of_symbols():
+    """[B, 64] seen as tokens [B // 4, 4, 64]: a site has 4 (B // 4) rows, and no input has such a side."""
+    plain = made("tokens")
+    plan = plan_for(plain, torch.randn(64, 64))
+    eager, joined = (converted(plain, plan) for _ in range(2))
+    backend = JointBackend()
+    step = torch.compile(joined, backend=backend, fullgraph=True, dynamic=True)
+    x = torch.randn(48, 64, generator=torch.Generator().manual_seed(0))
+    expected, by_site, found = run(plain, x), run(eager, x), run(step, x)
+    assert not backend.apart
+    assert_as_good(joined, eager, plain, found, by_site, expected)
+
+
 @pytest.mark.slow
 def test_without_autocast_and_in_bfloat16():
     for dtype in (torch.float32, torch.bfloat16):

@@ -10,6 +10,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx import Graph, Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
+from torch.utils._sympy.functions import FloorDiv
 
 from loka.compiler.nodes import BACKWARD, in_backward
 
@@ -82,12 +83,15 @@ class Emitter:
         return found
 
     def _made(self, size: Any) -> int | Node | None:
-        """The size computed from sizes of inputs and from integers, by sums and products; None where that is
-        impossible.
+        """The size computed from sizes of inputs and from integers, by sums, products and floor divisions; None where
+        that is impossible.
         """
         if size.is_Integer:
             return int(size)
         found = self._sized(size, self.graph.find_nodes(op="placeholder"))
+        if found is None and isinstance(size, FloorDiv):
+            base, divisor = map(self._made, size.args)
+            return None if base is None or divisor is None else self.call(operator.floordiv, base, divisor)
         if found is not None or not (size.is_Add or size.is_Mul or size.is_Pow):
             return found
         base, power = size.as_base_exp()
