@@ -196,6 +196,15 @@ def test_diff_names_what_changed():
     assert any("torch: 2.12.0 here, 2.11.0 there" in line for line in loka.diff(first, moved).context)
 
 
+@pytest.mark.parametrize("target", ["python", "package"])
+def test_candidates_that_are_no_more_are_rejected_with_the_reason(target):
+    """A report of an earlier version has them, and stays good for planning."""
+    candidates = {"removed:tensorwise_e4m3": measured(30, 40.0), "torch:rowwise_e4m3": measured(30, 60.0)}
+    decision = loka.plan(layer_report({Gemm.OUTPUT: candidates}), target=target).decisions["fc/output"]
+    assert decision.candidate == "torch:rowwise_e4m3"
+    assert "no longer has it" in decision.rejected["removed:tensorwise_e4m3"]
+
+
 def test_planning_for_a_package():
     """A plan for a package keeps to what runs without loka, and says what that costs."""
     assert candidate_named("torch:blockwise_e4m3").unpackaged

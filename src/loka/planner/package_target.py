@@ -51,7 +51,7 @@ def _forward(report: Report) -> Report:
 def _packaged(site: SiteReport) -> SiteReport:
     found = {}
     for name, measured in site.measurements.items():
-        reason = None if name == HP else candidate_named(name).unpackaged
+        reason = None if name == HP or measured.unsupported else candidate_named(name).unpackaged
         found[name] = measured if reason is None else replace(measured, unsupported=reason)
     return replace(site, measurements=found)
 

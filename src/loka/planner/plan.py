@@ -23,7 +23,7 @@ from loka.core.records.parts import WHOLE
 from loka.core.records.plan import Decision, Plan
 from loka.core.records.report import HP, REGION, Report, SiteReport, site_name
 from loka.core.signature import ModelSignature
-from loka.kernels.gemm.registry import require_legal
+from loka.kernels.gemm.registry import is_candidate, require_legal
 from loka.nn.linears import is_prediction
 from loka.planner.choice.layer_choice import Layer, Option, option_of
 from loka.planner.choice.limits import Cost, Limits, beyond_second_order, limits_of, other_than_the_sum
@@ -62,6 +62,7 @@ def plan(
         EffectUnknown: the budget limits a task or segment whose KL/H is not known well enough.
     """
     require_kind(report, Report, "report", way_out="loka.measure(stats), or loka.Report.load(path)")
+    report = _of_this_version(report)
     if target == "package":
         return plan_package(report, budget, force=force, decide=plan)
     if target != "python":
@@ -93,6 +94,20 @@ def plan(
     notes = _notes(decided, granted, report, limits)
     centres, hot_columns = _centres_and_hot_columns(decided, report)
     return replace(decided, notes=notes, centres=centres, hot_columns=hot_columns)
+
+
+def _of_this_version(report: Report) -> Report:
+    """The report, in which candidates that LoKA no longer has count as unsupported."""
+    names = {name for site in report.sites.values() for name in site.measurements}
+    gone = {name for name in names if name != HP and not is_candidate(name)}
+    if not gone:
+        return report
+    reason = "LoKA had this candidate when the report was measured, and no longer has it"
+    sites = {}
+    for name, site in report.sites.items():
+        found = {n: replace(m, unsupported=m.unsupported or reason) for n, m in site.measurements.items() if n in gone}
+        sites[name] = replace(site, measurements={**site.measurements, **found})
+    return replace(report, sites=sites)
 
 
 def _notes(decided: Plan, granted: Granted | None, report: Report, limits: Limits) -> tuple[str, ...]:

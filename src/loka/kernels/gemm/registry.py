@@ -126,6 +126,15 @@ def candidate_named(name: str) -> Candidate:
     raise UnknownName(f"no candidate is called {name!r}", way_out=f"'hp', or one of {known}")
 
 
+def is_candidate(name: str) -> bool:
+    """Whether there is a candidate of this name; files of an earlier version may have others."""
+    try:
+        candidate_named(name)
+    except UnknownName:
+        return False
+    return True
+
+
 @functools.lru_cache(maxsize=4096)  # asked on every call; a ragged batch makes many problems
 def require_supported(name: str, problem: Problem) -> Candidate:
     """The candidate, if it can run `problem` here; else NoKernelFits with every candidate's reason."""
