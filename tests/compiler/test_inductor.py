@@ -102,6 +102,18 @@ def test_what_the_pass_is_made_of_decides_its_uuid(file, tmp_path):
     assert joint_pass._digest(tmp_path) != before
 
 
+def test_the_version_of_cublaslt_decides_the_uuid(monkeypatch):
+    """Graphs name algorithms by their numbers."""
+    found = set()
+    monkeypatch.setattr(joint_pass.cublaslt_c, "why_missing", lambda: None)
+    for version in (130000, 130100):
+        monkeypatch.setattr(joint_pass.cublaslt_c, "version", lambda version=version: version)
+        joint_pass._digest.cache_clear()
+        found.add(RegionPass().uuid())
+    joint_pass._digest.cache_clear()
+    assert len(found) == 2
+
+
 def test_switched_off_every_site_runs_by_itself():
     model = made("relu")
     x = torch.randn(64, 64)
