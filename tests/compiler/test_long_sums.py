@@ -10,7 +10,7 @@ from torch import nn
 
 from loka.compiler import gemms, install, long_sums
 from loka.compiler.joint_sites import IN_REGIONS
-from loka.compiler.long_sums import SPLIT, kernel_in_region
+from loka.compiler.long_sums import LONG_SUMS, kernel_in_region
 from loka.core.problem import Problem
 from loka.core.recipe import Gemm
 from loka.core.records.plan import Decision
@@ -54,7 +54,7 @@ def test_few_tiles_of_long_sums_are_split(sides, splits, there):
 
 
 def test_without_cublaslt_torch_adds_up():
-    if candidate_named(SPLIT).kernel.missing():
+    if candidate_named(LONG_SUMS).kernel.missing():
         assert kernel_in_region("torch", problem(512, 512, 65536)) == "torch"
 
 
@@ -74,7 +74,7 @@ def test_what_may_run_in_a_region_is_checked_with_the_plan(there):
         sides: Decision(path="a", problem=problem(*sides), candidate=IN_REGIONS[2], reason="")
         for sides in ((512, 512, 1024), (1024, 2048, 65536))
     }
-    assert [convert._runs(one) for one in decided.values()] == [[IN_REGIONS[2], SPLIT], [IN_REGIONS[2]]]
+    assert [convert._runs(one) for one in decided.values()] == [[IN_REGIONS[2], LONG_SUMS], [IN_REGIONS[2]]]
 
 
 def test_a_region_asks_for_the_rows_of_its_step(monkeypatch):
@@ -104,7 +104,7 @@ def test_a_region_adds_up_by_it_what_torch_adds_up(monkeypatch):
         reset_kernel_runs()
         with torch.autocast("cuda", torch.bfloat16), torch._inductor.config.patch(force_disable_caches=True):
             torch.compile(model)(x).float().square().mean().backward()
-        assert kernel_runs().get((SPLIT, "grad_weight"), 0) == (2 if kernel == "cublaslt" else 0)
+        assert kernel_runs().get((LONG_SUMS, "grad_weight"), 0) == (2 if kernel == "cublaslt" else 0)
         found.append([weight.grad for weight in model.parameters()])
     for one, other in zip(*found, strict=True):
         assert (one - other).norm() <= 1e-5 * other.norm()

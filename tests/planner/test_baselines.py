@@ -10,6 +10,7 @@ REPORT = report(
         "torch_fast:rowwise_e4m3": measured(28.0, 110.0),
         "torch_fast:tensorwise_e4m3": measured(20.0, 50.0),
         "emulated:rowwise_e4m3": measured(28.5, 900.0),
+        "removed:rowwise_e4m3": measured(28.5, 40.0),  # of a version before
         "torch:blockwise_e4m3": Measurement(unsupported="no"),
         "fbgemm:rowwise_e4m3": Measurement(unsupported="not installed"),
     }
@@ -37,5 +38,6 @@ def test_which_libraries_there_are():
     assert libraries_of(REPORT) == ("torch",), "emulation is no library, and a reason is no candidate"
     assert library_of("torch_fast:rowwise_e4m3@3") == "torch"
     assert library_of("hp") == "hp"
+    assert library_of("removed:rowwise_e4m3") == ""
     kept = only_library(REPORT, "emulated").sites["fc/output"].measurements
     assert list(kept) == ["hp", "emulated:rowwise_e4m3"]

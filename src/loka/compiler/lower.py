@@ -44,7 +44,7 @@ aten, prims = torch.ops.aten, torch.ops.prims
 
 def join_sites(graph: Graph, *, search: bool = True) -> dict[str, str]:
     """Joins the sites of a joint graph in place. Returns, by site name, why each other site runs by itself. `search`:
-    whether to time cuBLASLt's algorithms, which only run from Python.
+    whether to time cuBLASLt's algorithms; a package, which runs without Python, cannot call them.
     """
     sites, apart = sites_in(graph)
     if not sites:

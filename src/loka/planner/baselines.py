@@ -9,12 +9,15 @@ from dataclasses import replace
 
 from loka.core.budget import Budget
 from loka.core.records.report import HP, Measurement, Report
-from loka.kernels.gemm.registry import candidate_named
+from loka.kernels.gemm.registry import candidate_named, is_candidate
 from loka.planner.plan import plan
 
 
 def library_of(candidate: str) -> str:
-    return HP if candidate == HP else candidate_named(candidate).kernel.library
+    """Of a candidate that a report measured; none, "", of one that LoKA no longer has."""
+    if candidate == HP:
+        return HP
+    return candidate_named(candidate).kernel.library if is_candidate(candidate) else ""
 
 
 def libraries_of(report: Report) -> tuple[str, ...]:
@@ -23,7 +26,7 @@ def libraries_of(report: Report) -> tuple[str, ...]:
         name
         for site in report.sites.values()
         for name, measured in site.measurements.items()
-        if name != HP and not measured.unsupported and not candidate_named(name).kernel.emulates
+        if name != HP and not measured.unsupported and is_candidate(name) and not candidate_named(name).kernel.emulates
     }
     return tuple(sorted({library_of(name) for name in names}))
 

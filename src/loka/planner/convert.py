@@ -9,7 +9,7 @@ from torch import nn
 
 from loka.compiler import install
 from loka.compiler.joint_sites import unjoined
-from loka.compiler.long_sums import SPLIT, splits_long_sums
+from loka.compiler.long_sums import LONG_SUMS, splits_long_sums
 from loka.core.compiling import allow_programs
 from loka.core.device import LIBRARIES, fingerprint
 from loka.core.exceptions import NoKernelFits, NotConverted, PlanMismatch, WrongResults, truncated
@@ -199,7 +199,7 @@ def _runs(decision: Decision) -> list[str]:
     """The candidates that run what was decided: by itself, and in a region, whatever number of rows it gets."""
     kernel = candidate_named(decision.candidate).kernel.name
     other = unjoined(decision.candidate) is None and splits_long_sums(kernel, decision.problem)
-    return [decision.candidate, SPLIT] if other else [decision.candidate]
+    return [decision.candidate, LONG_SUMS] if other else [decision.candidate]
 
 
 def _devices(model: nn.Module) -> list[torch.device]:

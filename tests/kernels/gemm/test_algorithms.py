@@ -50,7 +50,7 @@ def timed(monkeypatch, tmp_path):
 
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(algorithms, "time_interleaved", race)
-    monkeypatch.setattr(algorithms, "_alike", lambda *given: {"torch": None, "cublaslt@3": None})
+    monkeypatch.setattr(algorithms, "_with_torchs_bits", lambda *given: {"torch": None, "cublaslt@3": None})
     monkeypatch.setattr(algorithms, "_OTHERS", {"torch": (TORCH, replace(CUBLASLT, missing=lambda: None))})
     monkeypatch.setattr(algorithms.lt, "version", lambda: 130000)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a GPU")
@@ -134,7 +134,7 @@ def test_where_timing_fails_torchs_own_runs_until_it_can_be_timed(timed, monkeyp
         raise error
 
     with monkeypatch.context() as patch:
-        patch.setattr(algorithms, "_alike", fails)
+        patch.setattr(algorithms, "_with_torchs_bits", fails)
         assert searched_anew() is None
     assert algorithms.faster_than_torch("torch", sided(64, 32, 16), CUDA) == "cublaslt@3"
 
@@ -148,7 +148,7 @@ def test_algorithms_of_other_bits_and_those_that_fail_do_not_race(monkeypatch):
         return out.clone().mul_(1.01) if algorithm == 2 else out
 
     monkeypatch.setattr(algorithms, "uncut", lambda problem, recipe, *, fast: [0, 1, 2, 3])
-    found = algorithms._alike(TORCH, replace(TORCH, name="other", run=run), sided(64, 32, 48, "cpu"), CPU)
+    found = algorithms._with_torchs_bits(TORCH, replace(TORCH, name="other", run=run), sided(64, 32, 48, "cpu"), CPU)
     assert list(found) == ["torch", "other@0", "other@3"]
     assert torch.equal(found["other@3"](), found["torch"]())
 
@@ -169,7 +169,7 @@ def test_another_order_of_additions_shows_in_the_bits(monkeypatch):
     a, b = algorithms._operands(problem, algorithms._normal, generator)
     assert torch.equal(run(a, b, torch.float32), TORCH.run(a, b, torch.float32))
     monkeypatch.setattr(algorithms, "uncut", lambda problem, recipe, *, fast: [0])
-    assert list(algorithms._alike(TORCH, other, problem, CPU)) == ["torch"]
+    assert list(algorithms._with_torchs_bits(TORCH, other, problem, CPU)) == ["torch"]
 
 
 @pytest.mark.gpu

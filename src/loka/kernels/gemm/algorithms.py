@@ -1,6 +1,6 @@
 """Which of cuBLASLt's algorithms is the fastest for a GEMM of a region, by its time on the GPU.
 
-torch takes the first that cuBLASLt's heuristic names. On an H200 another took 0.8 to 0.95 of its time for wide results
+torch takes the first that cuBLASLt's heuristic names. On an H200 another took 0.78 to 0.9 of its time for wide results
 of sums of up to 1,024 terms (docs/log.md, 2026-12-01). Scales of rows leave it one algorithm, so there is no choice.
 Only algorithms that give torch's own bits count, and cut no sums: which one runs changes a time, and no number.
 """
@@ -39,7 +39,7 @@ def faster_than_torch(kernel: str, problem: Problem, device: torch.device) -> st
     for operands in e4m3 of one scale each.
 
     None where nothing is, and where it cannot be timed: other threads may wait for the device (core/recording.py), or
-    memory is short. Timing takes 0.1 to 0.4 s. What was found lies beside Inductor's caches, so that later processes
+    memory is short. Timing takes 0.06 to 0.4 s. What was found lies beside Inductor's caches, so that later processes
     make the same graphs, which those caches know.
     """
     if device.type != "cuda" or torch.cuda.is_current_stream_capturing():
@@ -63,8 +63,8 @@ def _searched(kernel: str, problem: Problem, device: torch.device) -> str | None
     if other.missing() or other.unsupported(problem, _RECIPE):
         return None
     with torch.cuda.device(device):
-        place = _place(kernel, problem)
-        if (known := _read(place, other.name)) is not None:
+        file = _file_of(kernel, problem)
+        if (known := _read(file, other.name)) is not None:
             return known or None
         if not may_capture_eagerly(0):
             raise _NotTimed("others are not timed while threads may wait for the device, see loka.nn.eager_graphs")
@@ -73,19 +73,19 @@ def _searched(kernel: str, problem: Problem, device: torch.device) -> str | None
         except (LokaError, RuntimeError) as error:  # memory is short, or the allocator allows no capture
             raise _NotTimed(f"timing others fails: {first_line(error)}") from error
     with contextlib.suppress(LokaError):  # the next process times it again
-        write_atomic(place, (found or "").encode())
+        write_atomic(file, (found or "").encode())
     return found
 
 
 def _timed(first: Kernel, other: Kernel, problem: Problem, device: torch.device) -> str | None:
-    alike = _alike(first, other, problem, device)
+    alike = _with_torchs_bits(first, other, problem, device)
     if len(alike) == 1:
         return None
     race = time_interleaved(alike, baseline=first.name, device=device, tie=_TIE, max_rounds=_ROUNDS)
     return _choice(race, problem)
 
 
-def _place(kernel: str, problem: Problem) -> Path:
+def _file_of(kernel: str, problem: Problem) -> Path:
     """The file that holds what was found for a problem on such a GPU, by these versions."""
     from torch._inductor.codecache import cache_dir  # a compiler calls this, and has loaded it
 
@@ -93,12 +93,12 @@ def _place(kernel: str, problem: Problem) -> Path:
     return Path(cache_dir()) / "loka_algorithms" / digest_of([kernel, repr(problem), *map(str, found_by)])
 
 
-def _read(place: Path, kernel: str) -> str | None:
+def _read(file: Path, kernel: str) -> str | None:
     """What a file says: a name with an algorithm, or nothing where none is faster. None for one that is not there, or
     damaged.
     """
     try:
-        text = place.read_text()
+        text = file.read_text()
     except (OSError, UnicodeDecodeError):
         return None
     name, _, number = text.partition("@")
@@ -113,7 +113,7 @@ def _choice(found: Race, problem: Problem) -> str | None:
     return found.winner
 
 
-def _alike(
+def _with_torchs_bits(
     first: Kernel, other: Kernel, problem: Problem, device: torch.device
 ) -> dict[str, Callable[[], torch.Tensor]]:
     """`first` and those algorithms of `other` that give its bits, by name, on random normal operands.
