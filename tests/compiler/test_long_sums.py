@@ -47,6 +47,12 @@ def problem(m, n, k, *, gemm=Gemm.GRAD_WEIGHT, target="sm_90", dtype="float32"):
         ((768, 768, 32752), False),
         ((128, 256, 131072), False),
         ((1024, 1152, 131072), False),  # not timed
+        ((128, 8320, 131072), False),
+        ((128, 8192, 32768), True),
+        ((128, 384, 131072), False),
+        ((128, 2048, 16384), True),
+        ((128, 2176, 16384), False),
+        ((128, 2176, 32768), True),
     ],
 )
 def test_few_tiles_of_long_sums_are_split(sides, splits, there):

@@ -79,6 +79,17 @@ def test_what_was_found_is_known_to_later_processes(timed, tmp_path, monkeypatch
     assert len(list((tmp_path / "loka_algorithms").iterdir())) == 3
 
 
+def test_what_cublaslt_cannot_run_and_what_has_no_rival_is_not_timed(timed, monkeypatch):
+    assert searched_anew(sided(64, 32, 15)) is None, "K is no multiple of 16"
+    with monkeypatch.context() as patch:
+        patch.setattr(algorithms, "_OTHERS", {"torch": (TORCH, replace(CUBLASLT, missing=lambda: "not there"))})
+        assert searched_anew() is None
+    with monkeypatch.context() as patch:
+        patch.setattr(algorithms, "_with_torchs_bits", lambda *given: {"torch": None})
+        assert searched_anew(sided(64, 48, 16)) is None
+    assert timed == []
+
+
 def test_that_none_is_faster_is_known_too(timed, monkeypatch):
     slow = lambda runs, **options: timed.append(1) or race_of("cublaslt@3", Estimate(1.0, 0.9, 1.1))  # noqa: E731
     monkeypatch.setattr(algorithms, "time_interleaved", slow)
@@ -151,6 +162,16 @@ def test_algorithms_of_other_bits_and_those_that_fail_do_not_race(monkeypatch):
     found = algorithms._with_torchs_bits(TORCH, replace(TORCH, name="other", run=run), sided(64, 32, 48, "cpu"), CPU)
     assert list(found) == ["torch", "other@0", "other@3"]
     assert torch.equal(found["other@3"](), found["torch"]())
+
+
+@NEEDS_ROWS
+def test_an_algorithm_for_which_memory_is_short_is_not_taken_for_one_that_fails(monkeypatch):
+    def run(a, b, dtype, *, algorithm=0):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(algorithms, "uncut", lambda problem, recipe, *, fast: [0])
+    with pytest.raises(torch.OutOfMemoryError):
+        algorithms._with_torchs_bits(TORCH, replace(TORCH, name="other", run=run), sided(64, 32, 48, "cpu"), CPU)
 
 
 @NEEDS_ROWS
