@@ -29,8 +29,8 @@ from loka.kernels.gemm.run import fit, scaled_gemm
 
 aten, prims = torch.ops.aten, torch.ops.prims
 
-TOKEN, KERNEL = 4, 7  # places of the argument that is not read, and of the name of the kernel
-_STAND_IN = 99  # no result of an op has this place
+TOKEN, KERNEL = 4, 7  # indices of the argument that is not read, and of the name of the kernel
+_STAND_IN = 99  # no result of an op has this index
 
 # Terms of a sum. cuBLASLt on an H200 (docs/log.md, 2026-12-01): without scales of rows a GEMM by its fastest algorithm
 # takes 3 to 32 % less with sums of up to 1,024 terms, 1 to 10 % less with 1,280 to 8,192 where a row of the result has
@@ -65,9 +65,7 @@ def _region_gemm(
     if rows == 0:
         return a.new_empty(0, columns, dtype=dtype)
     recipe = operands_recipe(a, a_scale)
-    problem = Problem(
-        gemm=Gemm(gemm), m=rows, n=columns, k=a.shape[1], dtype=dtype_name(dtype), target=target_of(a.device)
-    )
+    problem = region_problem(a, gemm, rows, columns, dtype)
     name, at, algorithm = kernel.partition("@")
     run = scaled_gemm(f"{name}:{recipe}{at}{algorithm}", problem)
     cast = run.casts[0]
@@ -78,6 +76,13 @@ def _region_gemm(
     if scale_a.shape[0] != a.shape[0]:
         scale_a = torch.nn.functional.pad(scale_a, (0, 0, 0, a.shape[0] - scale_a.shape[0]), value=1.0)
     return run(Quantized(a, scale_a, cast), Quantized(b, b_scale[: b.shape[0]].view(-1, 1), cast))
+
+
+def region_problem(a: torch.Tensor, gemm: str, rows: int, columns: int, dtype: torch.dtype) -> Problem:
+    """What `region_gemm` of these arguments computes."""
+    return Problem(
+        gemm=Gemm(gemm), m=rows, n=columns, k=a.shape[1], dtype=dtype_name(dtype), target=target_of(a.device)
+    )
 
 
 def operands_recipe(a: torch.Tensor, a_scale: torch.Tensor) -> str:

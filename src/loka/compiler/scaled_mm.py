@@ -17,7 +17,7 @@ from torch.fx import Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true, sym_and
 
 from loka.compiler.emit import Emitter
-from loka.compiler.gemms import KERNEL, TOKEN, region_gemm
+from loka.compiler.gemms import KERNEL, TOKEN, region_gemm, region_problem
 from loka.compiler.nodes import args_of, value_of
 from loka.compiler.normed import normed_gemm
 from loka.core.problem import Problem, dtype_name, target_of
@@ -51,12 +51,10 @@ def call_scaled_mm(emitter: Emitter, *, search: bool) -> None:
 
 def _faster(node: Node) -> str | None:
     a, a_scale, _, _, _, _, gemm, kernel, rows, columns, dtype = args_of(node)
-    value, terms = value_of(a), value_of(a).shape[1]
-    if value_of(a_scale).numel() > 1 or not (isinstance(rows, int) and isinstance(terms, int)):
+    value = value_of(a)
+    if value_of(a_scale).numel() > 1 or not all(isinstance(side, int) for side in (rows, value.shape[1])):
         return None
-    target = target_of(value.device)
-    problem = Problem(gemm=Gemm(gemm), m=rows, n=columns, k=terms, dtype=dtype_name(dtype), target=target)
-    return faster_than_torch(kernel, problem, value.device)
+    return faster_than_torch(kernel, region_problem(value, gemm, rows, columns, dtype), value.device)
 
 
 def _is_torchs(node: Node) -> bool:

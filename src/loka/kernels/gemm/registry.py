@@ -118,21 +118,23 @@ def all_candidates() -> tuple[Candidate, ...]:
 @functools.cache
 def candidate_named(name: str) -> Candidate:
     """Raises UnknownName, listing every candidate."""
-    head, _, algorithm = name.partition("@")
-    for candidate in all_candidates():
-        if candidate.name == head and (algorithm.isdecimal() or head == name):
-            return replace(candidate, algorithm=int(algorithm)) if algorithm else candidate
+    if (found := _found(name)) is not None:
+        return found
     known = ", ".join(candidate.name for candidate in all_candidates())
     raise UnknownName(f"no candidate is called {name!r}", way_out=f"'hp', or one of {known}")
 
 
 def is_candidate(name: str) -> bool:
     """Whether there is a candidate of this name; files of an earlier version may have others."""
-    try:
-        candidate_named(name)
-    except UnknownName:
-        return False
-    return True
+    return _found(name) is not None
+
+
+def _found(name: str) -> Candidate | None:
+    head, _, algorithm = name.partition("@")
+    for candidate in all_candidates():
+        if candidate.name == head and (algorithm.isdecimal() or head == name):
+            return replace(candidate, algorithm=int(algorithm)) if algorithm else candidate
+    return None
 
 
 @functools.lru_cache(maxsize=4096)  # asked on every call; a ragged batch makes many problems

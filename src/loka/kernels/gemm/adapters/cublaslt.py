@@ -44,11 +44,6 @@ _FAST_RECIPES = ("tensorwise_e4m3", "tensorwise_e5m2", "rowwise_e4m3", "rowwise_
 _REQUESTED = 8  # algorithms
 _WORKSPACE_LIMIT = 32 << 20  # bytes; torch's own limit on Hopper
 
-# Values of the C interface (cudaDataType, cublasComputeType_t, cublasOperation_t); they never change.
-_TYPES = {torch.float8_e4m3fn: 28, torch.float8_e5m2: 29, torch.bfloat16: 14, torch.float16: 2, torch.float32: 0}
-_COMPUTE_32F = 68
-_REDUCE_IN_FLOAT32 = 2  # of split K; the other schemes add partial sums in the type of the result
-_TRANSPOSE = 1
 _SCALE_MODES = {
     Granularity.TENSOR: lt.Scale.SCALAR_32F,
     Granularity.ROW: lt.Scale.OUTER_VEC_32F,
@@ -121,12 +116,12 @@ def _handle(device: int) -> int:
 def _plan(key: _Key) -> _Plan:
     """Needs `key.device` to be the current one; touches no GPU memory."""
     with contextlib.ExitStack() as owned:
-        descriptor = lt.create("MatmulDescCreate", _COMPUTE_32F, _TYPES[torch.float32])
+        descriptor = lt.create("MatmulDescCreate", lt.COMPUTE_32F, lt.TYPES[torch.float32])
         owned.callback(lt.call, "MatmulDescDestroy", descriptor)
         # An address that is aligned: the heuristic asks only whether there is one.
         placeholder = np.int64(4096)
         attributes: tuple[tuple[lt.Desc, Any], ...] = (
-            (lt.Desc.TRANSA, np.int32(_TRANSPOSE)),
+            (lt.Desc.TRANSA, np.int32(lt.TRANSPOSE)),
             *_scale_modes(key),
             (lt.Desc.A_SCALE_POINTER, placeholder),
             (lt.Desc.B_SCALE_POINTER, placeholder),
@@ -134,7 +129,7 @@ def _plan(key: _Key) -> _Plan:
         )
         for attribute, value in attributes:
             _set("MatmulDescSetAttribute", descriptor, attribute, value)
-        type_a, type_b, type_out = (_TYPES[dtype] for dtype in key.types)
+        type_a, type_b, type_out = (lt.TYPES[dtype] for dtype in key.types)
         layouts = []
         for kind, rows, columns in ((type_b, key.k, key.n), (type_a, key.k, key.m), (type_out, key.n, key.m)):
             layout = lt.create("MatrixLayoutCreate", kind, rows, columns, rows)
@@ -147,7 +142,7 @@ def _plan(key: _Key) -> _Plan:
         try:
             preferences: tuple[tuple[lt.Preference, Any], ...] = (
                 (lt.Preference.MAX_WORKSPACE_BYTES, np.uint64(_WORKSPACE_LIMIT)),
-                (lt.Preference.REDUCTION_SCHEME_MASK, np.uint32(_REDUCE_IN_FLOAT32)),
+                (lt.Preference.REDUCTION_SCHEME_MASK, np.uint32(lt.REDUCE_IN_FLOAT32)),
                 *((lt.Preference[f"MIN_ALIGNMENT_{x}_BYTES"], np.uint32(key.alignment)) for x in "ABCD"),
             )
             for wish, value in preferences:

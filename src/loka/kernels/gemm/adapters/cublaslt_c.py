@@ -27,6 +27,12 @@ _FUNCTIONS: dict[str, tuple[Any, ...]] = {
     "Matmul": (*[_POINTER] * 14, _SIZE, _POINTER),
 }
 
+# cudaDataType, cublasComputeType_t, cublasLtReductionScheme_t, cublasOperation_t
+TYPES = {torch.float8_e4m3fn: 28, torch.float8_e5m2: 29, torch.bfloat16: 14, torch.float16: 2, torch.float32: 0}
+COMPUTE_32F = 68
+REDUCE_IN_FLOAT32 = 2  # of sums that are cut; the other schemes add partial sums in the type of the result
+TRANSPOSE = 1
+
 HEURISTIC_RESULT = np.dtype(
     [
         ("algo", "<u8", (8,)),
