@@ -26,7 +26,7 @@ def at(address, dtype, count):
 
 class FakeCublasLt:
     """cuBLASLt: column-major, handles are numbers. `calls`: (algorithm, fast, workspace). `unknown`: attributes that
-    its version lacks.
+    its version lacks. `workspace`: bytes that an algorithm asks for, times its index.
     """
 
     def __init__(self):
@@ -35,6 +35,7 @@ class FakeCublasLt:
         self.calls = []
         self.found = 3
         self.unknown = ()
+        self.workspace = 64
 
     def functions(self):
         destroy = self.objects.__delitem__
@@ -96,7 +97,7 @@ class FakeCublasLt:
         results = np.frombuffer(room, dtype=dtype)  # writes through
         for index in range(self.found):
             results["algo"][index, 0] = 40 + index
-            results["workspace_size"][index] = 64 * index
+            results["workspace_size"][index] = self.workspace * index
             results["state"][index] = 15 if index == 1 else 0  # the second one fails its check
         ctypes.c_int.from_address(into[1]).value = self.found
         return 0

@@ -140,7 +140,6 @@ def test_cublaslt_takes_the_algorithm_asked_for(fakes):
     candidate = candidate_named("cublaslt_fast:rowwise_e4m3")
     problem = problem_of(Gemm.OUTPUT, (16, 32, 250), torch.bfloat16)
     assert kernel.algorithms(problem, candidate.recipe) == 2  # one of three fails cuBLASLt's own check
-    assert cublaslt.uncut(problem, candidate.recipe, fast=True) == [0], "the other asks for a workspace"
     a, b = operands(candidate, Gemm.OUTPUT, (16, 32, 256), "gpu")
     for index in (0, 1, 7):  # beyond the last: the last
         kernel.run(a, b, torch.bfloat16, algorithm=index)
@@ -152,6 +151,14 @@ def test_cublaslt_takes_the_algorithm_asked_for(fakes):
     new = cublaslt._plan.cache_info().currsize - plans  # more than one where memory is aligned by luck
     assert 1 <= new <= 4
     assert lt.searches == before + new, "a search for each key, and no other"
+
+
+@pytest.mark.parametrize(("workspace", "found"), [(0, [0, 1]), (2, [0, 1]), (1024, [0]), (1 << 20, [0])])
+def test_algorithms_that_cut_sums_are_told_by_their_workspace(fakes, workspace, found):
+    """Counters of tiles take some bytes, parts of sums a tile's at least."""
+    fakes["cublaslt"].workspace = workspace  # twice that of the second of two
+    problem = problem_of(Gemm.OUTPUT, (16, 32, 256), torch.bfloat16)
+    assert cublaslt.uncut(problem, candidate_named("cublaslt_fast:tensorwise_e4m3").recipe, fast=True) == found
 
 
 def test_one_scale_needs_no_scale_mode(fakes):
