@@ -8,12 +8,13 @@ from unittest import mock
 import pytest
 import torch
 
+from loka.compiler import gemms
 from loka.core.recipe import RECIPES
 from loka.kernels.gemm import registry
 
 
 def forget():
-    for cached in (registry.all_candidates, registry.candidate_named, registry.require_supported):
+    for cached in (registry.all_candidates, registry.candidate_named, registry.require_supported, gemms._run_of):
         cached.cache_clear()
 
 

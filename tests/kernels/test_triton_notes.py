@@ -16,8 +16,8 @@ def test_scales_that_are_not_finite_set_their_flag_alone(bad, device):
     if bad is not None:
         for scale in scales[::2]:
             scale[-1] = bad
-    for _ in range(2):
-        notes.note_fused(healths, scales, places)
+    notes.note_fused(healths, scales, places)
+    notes.note_fused(healths, [scale.clone() for scale in scales], places)  # at other addresses, as launched again
     for number, (health, place) in enumerate(zip(healths, places, strict=True)):
         expected = torch.zeros(9, dtype=torch.int64)
         if place % 3 == 1:

@@ -8,6 +8,7 @@ A scale of one element is that of a tensor; more are those of rows. Scales of ro
 the code that reads a product multiplies it by them as well as the GEMM does, to the last bit.
 """
 
+import functools
 import operator
 from dataclasses import dataclass
 
@@ -25,7 +26,7 @@ from loka.core.problem import Problem, dtype_name, linear_problem, target_of
 from loka.core.recipe import Gemm
 from loka.kernels.custom_op import registered
 from loka.kernels.gemm.registry import candidate_named
-from loka.kernels.gemm.run import fit, scaled_gemm
+from loka.kernels.gemm.run import ScaledGemm, fit, scaled_gemm
 
 aten, prims = torch.ops.aten, torch.ops.prims
 
@@ -65,9 +66,7 @@ def _region_gemm(
     if rows == 0:
         return a.new_empty(0, columns, dtype=dtype)
     recipe = operands_recipe(a, a_scale)
-    problem = region_problem(a, gemm, rows, columns, dtype)
-    name, at, algorithm = kernel.partition("@")
-    run = scaled_gemm(f"{name}:{recipe}{at}{algorithm}", problem)
+    run = _run_of(kernel, recipe, gemm, rows, columns, a.shape[1], dtype, a.device)
     cast = run.casts[0]
     a, b = fit(a, run.padded_a), fit(b, run.padded_b)
     if recipe == "tensorwise_e4m3":
@@ -78,11 +77,17 @@ def _region_gemm(
     return run(Quantized(a, scale_a, cast), Quantized(b, b_scale[: b.shape[0]].view(-1, 1), cast))
 
 
-def region_problem(a: torch.Tensor, gemm: str, rows: int, columns: int, dtype: torch.dtype) -> Problem:
-    """What `region_gemm` of these arguments computes."""
-    return Problem(
-        gemm=Gemm(gemm), m=rows, n=columns, k=a.shape[1], dtype=dtype_name(dtype), target=target_of(a.device)
-    )
+@functools.lru_cache(maxsize=4096)  # a step asks each time, and asking takes the host longer than launching
+def _run_of(
+    kernel: str, recipe: str, gemm: str, rows: int, columns: int, terms: int, dtype: torch.dtype, device: torch.device
+) -> ScaledGemm:
+    name, at, algorithm = kernel.partition("@")
+    return scaled_gemm(f"{name}:{recipe}{at}{algorithm}", region_problem(gemm, rows, columns, terms, dtype, device))
+
+
+def region_problem(gemm: str, rows: int, columns: int, terms: int, dtype: torch.dtype, device: torch.device) -> Problem:
+    """What `region_gemm` computes with these sides, of `terms` columns of a and of b."""
+    return Problem(gemm=Gemm(gemm), m=rows, n=columns, k=terms, dtype=dtype_name(dtype), target=target_of(device))
 
 
 def operands_recipe(a: torch.Tensor, a_scale: torch.Tensor) -> str:

@@ -60,7 +60,7 @@ def _note_sites(
     """Entry i: where `scales[i]` holds what is not finite, sets flag `places[i]` of `healths[i]` [3, 3].
     Each GEMM has one entry for its operand A, which counts its run too. `shown[i]`: what a watcher sees of
     it, 0 for nothing."""
-    for health in healths:
+    for health in dict.fromkeys(healths):  # a site's GEMMs share their counters
         _remember(health, record)
     if (watcher := getattr(_HERE, "watcher", None)) is not None:
         entries = zip(healths, scales, shown, strict=True)
@@ -70,7 +70,7 @@ def _note_sites(
     if healths[0].is_cuda:
         from loka.kernels.triton.notes import note_fused
 
-        note_fused([health.data for health in healths], scales, places)
+        note_fused(healths, scales, places)
         return scales[0].new_empty(1)
     for health, scale, place in zip(healths, scales, places, strict=True):
         flat = health.data.view(-1)

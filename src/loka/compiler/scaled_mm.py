@@ -54,7 +54,8 @@ def _faster(node: Node) -> str | None:
     value = value_of(a)
     if value_of(a_scale).numel() > 1 or not all(isinstance(side, int) for side in (rows, value.shape[1])):
         return None
-    return faster_than_torch(kernel, region_problem(value, gemm, rows, columns, dtype), value.device)
+    problem = region_problem(gemm, rows, columns, value.shape[1], dtype, value.device)
+    return faster_than_torch(kernel, problem, value.device)
 
 
 def _is_torchs(node: Node) -> bool:

@@ -44,7 +44,7 @@ def lying(program: Program, leaves: list[torch.Tensor], rows: int) -> list[torch
         if kind is not Kind.FULL:
             found.append(leaf.contiguous())
             continue
-        matrix = leaf.reshape(rows, program.features)
+        matrix = leaf if leaf.dim() == 2 and leaf.shape[1] == program.features else leaf.reshape(rows, program.features)
         found.append(matrix if matrix.stride(1) == 1 or program.features == 1 else matrix.contiguous())
     return found
 

@@ -46,6 +46,11 @@ def vector(scale: torch.Tensor) -> torch.Tensor:
     return _laid_out(scale.reshape(-1), (1,))
 
 
+def single(scale: torch.Tensor) -> torch.Tensor:
+    """A tensor scale [1, 1] for libraries that ask for its address alone."""
+    return scale if scale.data_ptr() % _ALIGNMENT == 0 else scale.clone()
+
+
 def scalar(scale: torch.Tensor) -> torch.Tensor:
     """[] from a tensor scale [1, 1]."""
     return vector(scale).reshape(())

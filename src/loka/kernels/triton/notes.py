@@ -1,14 +1,15 @@
 """Counters and flags of sites, one launch for all (compiler/notes.py); programs look through parts."""
 
 import functools
+import itertools
 from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 
-from loka.kernels.triton.launch import cdiv, launching_on
-from loka.kernels.triton.pack import magnitude_bits
+from loka.kernels.triton.launch import cdiv, launch, launching_on, recorded
+from loka.kernels.triton.pack import INTERPRETED, magnitude_bits
 from loka.kernels.triton.source import compiled
 
 _MOST = 64  # entries a launch
@@ -30,15 +31,27 @@ def _note(scale, count, health, flag, run, BLOCK: tl.constexpr):
 
 def note_fused(healths: list[torch.Tensor], scales: list[torch.Tensor], places: list[int]) -> None:
     for begin in range(0, len(places), _MOST):
-        end = begin + _MOST
-        flags = tuple(places[begin:end])
-        kernel = _kernel(flags)
-        args: list[Any] = []
-        for health, scale in zip(healths[begin:end], scales[begin:end], strict=True):
-            args += [scale, scale.numel(), health]
-        parts = max(cdiv(scale.numel(), _BLOCK) for scale in scales[begin:end])
-        with launching_on(healths[0]):
-            kernel[(len(flags), parts)](*args, num_warps=8)
+        part = slice(begin, begin + _MOST)
+        _note_part(healths[part], scales[part], tuple(places[part]))
+
+
+def _note_part(healths: list[torch.Tensor], scales: list[torch.Tensor], flags: tuple[int, ...]) -> None:
+    counts = tuple(scale.numel() for scale in scales)
+
+    def launched() -> None:
+        args = zip(scales, counts, healths, strict=True)
+        grid = len(flags), max(cdiv(count, _BLOCK) for count in counts)
+        launch(_kernel(flags), grid, tuple(itertools.chain.from_iterable(args)), {}, num_warps=8)
+
+    with launching_on(healths[0]):
+        if INTERPRETED:
+            launched()
+        else:
+            recorded(("notes", flags, counts), (*scales, *healths), launched, _nothing, _nothing)
+
+
+def _nothing(*_: object) -> None:
+    """What such a launch returns."""
 
 
 @functools.lru_cache(maxsize=256)

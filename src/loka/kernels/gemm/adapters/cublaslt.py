@@ -29,7 +29,7 @@ from loka.core.problem import DTYPES, Problem
 from loka.core.recipe import Granularity, Recipe
 from loka.kernels.gemm.adapters import cublaslt_c as lt
 from loka.kernels.gemm.kernel import Kernel, Multiples
-from loka.kernels.gemm.layouts import column_major, padded_rows, scalar, vector
+from loka.kernels.gemm.layouts import column_major, padded_rows, single, vector
 from loka.kernels.gemm.legality import (
     before_cuda_12_9,
     granularities,
@@ -54,13 +54,14 @@ _SCALE_MODES = {
     Granularity.BLOCK_128X128: lt.Scale.BLK128x128_32F,
 }
 _LAYOUTS = {
-    Granularity.TENSOR: scalar,
+    Granularity.TENSOR: single,
     Granularity.ROW: vector,
     Granularity.GROUP_1X128: column_major,
     Granularity.BLOCK_128X128: padded_rows,
 }
 _ONE, _ZERO = np.ones(1, np.float32), np.zeros(1, np.float32)
 _ALPHA, _BETA = _ONE.ctypes.data, _ZERO.ctypes.data
+_HERE = contextlib.nullcontext()
 
 
 def _unsupported(problem: Problem, recipe: Recipe) -> str | None:
@@ -107,6 +108,7 @@ class _Plan:
     failure: str
     pointers: Any  # int64 [2]: the addresses of B's and of A's scale, which the descriptor copies
     where: int  # address of `pointers`
+    scaled_by: tuple[int, int] = (0, 0)  # those that the descriptor has
     lock: threading.Lock = field(default_factory=threading.Lock)  # the descriptor holds pointers of a call
 
 
@@ -195,7 +197,7 @@ def _run(a: Quantized, b: Quantized, dtype: torch.dtype, *, algorithm: int = 0, 
     (m, k), n, device = a.shape, b.shape[0], a.data.device
     scales = a.cast.granularity, b.cast.granularity
     scale_a, scale_b = _LAYOUTS[scales[0]](a.scale), _LAYOUTS[scales[1]](b.scale)
-    with torch.cuda.device_of(a.data):
+    with _current(a.data):
         out = torch.empty(m, n, dtype=dtype, device=device)
         at_a, at_b, at_out = a.data.data_ptr(), b.data.data_ptr(), out.data_ptr()
         bits = at_a | at_b | at_out
@@ -209,10 +211,14 @@ def _run(a: Quantized, b: Quantized, dtype: torch.dtype, *, algorithm: int = 0, 
             )
         address, size = plan.algorithms[min(algorithm, len(plan.algorithms) - 1)]
         workspace = torch.empty(size, dtype=torch.uint8, device=device) if size else None
+        pointers = scale_b.data_ptr(), scale_a.data_ptr()
         with plan.lock:
-            plan.pointers[:] = scale_b.data_ptr(), scale_a.data_ptr()
-            lt.call("MatmulDescSetAttribute", plan.descriptor, lt.Desc.A_SCALE_POINTER, plan.where, 8)
-            lt.call("MatmulDescSetAttribute", plan.descriptor, lt.Desc.B_SCALE_POINTER, plan.where + 8, 8)
+            if plan.scaled_by != pointers:  # the addresses of a step come again in the next one
+                plan.pointers[:] = pointers
+                plan.scaled_by = (0, 0)
+                lt.call("MatmulDescSetAttribute", plan.descriptor, lt.Desc.A_SCALE_POINTER, plan.where, 8)
+                lt.call("MatmulDescSetAttribute", plan.descriptor, lt.Desc.B_SCALE_POINTER, plan.where + 8, 8)
+                plan.scaled_by = pointers
             lt.call(
                 "Matmul",
                 plan.handle,
@@ -240,8 +246,15 @@ def _set(function: str, owner: int, attribute: int, value: Any) -> None:
     lt.call(function, owner, attribute, array.ctypes.data, array.nbytes)
 
 
+def _current(tensor: torch.Tensor) -> contextlib.AbstractContextManager[object]:
+    """Makes the tensor's device the current one, where it is not."""
+    here = tensor.is_cuda and tensor.get_device() == torch.cuda.current_device()
+    return _HERE if here else torch.cuda.device_of(tensor)
+
+
 def _stream(device: torch.device) -> int:
-    return torch.cuda.current_stream(device).cuda_stream
+    """The current one's address, at a tenth of the host's time that `torch.cuda.current_stream` takes."""
+    return int(torch._C._cuda_getCurrentRawStream(device.index))
 
 
 def uncut(problem: Problem, recipe: Recipe, *, fast: bool) -> list[int]:
