@@ -3,6 +3,7 @@ import os
 import shutil
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -16,8 +17,10 @@ from torch._inductor import codecache, config
 from torch._inductor.custom_graph_pass import CustomGraphPass
 
 import loka
-from loka.compiler import install, joint_pass
+from loka.compiler import install, joint_pass, notes
 from loka.compiler.joint_pass import RegionPass
+from loka.core.recording import record
+from loka.nn.site import sites_of
 
 ROOT = Path(__file__).parents[2]
 
@@ -58,6 +61,42 @@ def test_a_training_step_by_inductor():
     assert [set(region) for region in listed.applied] == [{"gate", "up", "down"}]
     counts = loka.health_of(joined)
     assert all(counts[f"{site}/{gemm}"]["runs"] == 1 for site in fp8_sites(plan) for gemm in ("output", "grad_weight"))
+
+
+def test_steps_that_the_host_launches_are_told(monkeypatch):
+    model = made("relu")
+    joined = converted(model, plan_for(model, torch.randn(64, 64)))
+    run(torch.compile(joined, backend=JointBackend()), torch.randn(64, 64))
+    assert "the host launched" not in str(loka.regions(joined))
+    _, text = notes._RECORDS[next(iter(sites_of(joined).values())).health.data_ptr()]
+    for launches, captures, told in ((21, 0, True), (20, 0, False), (40, 1, False), (41, 1, True)):
+        monkeypatch.setattr(notes, "_LAUNCHES", Counter({(text, False): launches, (text, True): captures}))
+        listed = loka.regions(joined)
+        assert (listed.launched, listed.captured) == (launches, captures)
+        assert (f"the host launched graphs {launches} times" in str(listed)) is told
+
+
+@pytest.mark.gpu
+def test_launches_are_counted_and_replays_are_not():
+    device = torch.device("cuda", 0)
+    model, x = made("relu").to(device), torch.randn(64, 64, device=device)
+    with loka.Probe(model, every=1, effect_samples=0) as probe:
+        model(x).sum().backward()
+    candidate = "torch_fast:rowwise_e4m3_pow2"
+    report = loka.measure(probe.stats(), candidates=[candidate], errors_only=True)
+    loka.convert(model, loka.plan(report, force={"*": candidate}))
+    step, stream = torch.compile(model), torch.cuda.Stream(device)
+    with torch.cuda.stream(stream):
+        for _ in range(5):
+            step(x).sum().backward()
+    listed = loka.regions(model)
+    assert listed.applied
+    assert (listed.launched, listed.captured) == (10, 0), "forward and backward"
+    recording, _ = record(lambda: step(x).sum().backward(), device, stream)
+    for _ in range(3):
+        recording.replay()
+    listed = loka.regions(model)
+    assert (listed.launched, listed.captured) == (10, 2)
 
 
 @pytest.mark.slow

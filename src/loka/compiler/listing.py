@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from loka.compiler.joint_sites import unjoined
-from loka.compiler.notes import record_of
+from loka.compiler.notes import launches_of, record_of
 from loka.core.records.report import HP
 from loka.core.table import format_table
 from loka.kernels.quantize.side import RUNS
@@ -23,6 +23,13 @@ _BYPASSED = (
 )
 
 
+_WARM_UP = 20  # launches by the host, before a graph is captured and for each that is
+_BY_HOST = (
+    "the host launched graphs {} times op after op, which takes it longer than in bf16: use "
+    'torch.compile(model, mode="reduce-overhead"), or a CUDA graph of the whole step (docs/graphs.md)'
+)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Regions:
     """Which planned sites ran in regions, and which did not.
@@ -34,12 +41,16 @@ class Regions:
         apart: why each other planned site is in no region.
         breaks: why Dynamo broke graphs, which makes regions smaller. The list covers this process so far, and is filled
             where more than one region ran, or a site in none.
+        launched, captured: how often graphs with these regions were launched on a GPU by the host, op after op, and
+            into a CUDA graph, of which replays do not count.
     """
 
     planned: tuple[str, ...]
     applied: tuple[tuple[str, ...], ...]
     apart: Mapping[str, str]
     breaks: tuple[str, ...] = ()
+    launched: int = 0
+    captured: int = 0
 
     @property
     def complete(self) -> bool:
@@ -55,6 +66,8 @@ class Regions:
             format_table(("site", "region", "why not"), rows),
         ]
         lines += [f"graph break: {reason}" for reason in self.breaks]
+        if self.launched > _WARM_UP * (1 + self.captured):
+            lines.append(_BY_HOST.format(self.launched))
         return "\n".join(lines)
 
 
@@ -81,7 +94,11 @@ def regions(model: nn.Module) -> Regions:
     not_run = _BYPASSED if any(map(_ran, sites.values())) else _NOT_RUN
     apart = {name: told.get(name) or _reason(site, not_run) for name, site in planned.items() if name not in joined}
     breaks = _breaks() if apart or len(applied) > 1 else ()
-    return Regions(planned=tuple(planned), applied=tuple(applied), apart=apart, breaks=breaks)
+    launches = [launches_of(site.health) for name, site in planned.items() if name in joined]
+    launched, captured = max(launches, default=(0, 0))
+    return Regions(
+        planned=tuple(planned), applied=tuple(applied), apart=apart, breaks=breaks, launched=launched, captured=captured
+    )
 
 
 def _wanted(site: Site) -> bool:

@@ -12,6 +12,7 @@ remembers it by the counters' address, so that a graph out of a compiler's cache
 import functools
 import json
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
@@ -23,6 +24,7 @@ from loka.kernels.quantize.side import RUNS
 
 FLAGS = 3  # columns of a site's counters
 _RECORDS: dict[int, tuple[StorageWeakRef, str]] = {}  # by the address of a site's counters, as long as they live
+_LAUNCHES: Counter[tuple[str, bool]] = Counter()  # on GPUs, by the record of a graph and whether into a CUDA graph
 _HERE = threading.local()
 
 
@@ -68,6 +70,7 @@ def _note_sites(
     if getattr(_HERE, "uncounted", False):
         return scales[0].new_empty(1)
     if healths[0].is_cuda:
+        _LAUNCHES[record, torch.cuda.is_current_stream_capturing()] += 1
         from loka.kernels.triton.notes import note_fused
 
         note_fused(healths, scales, places)
@@ -100,6 +103,13 @@ def record_of(health: torch.Tensor) -> tuple[list[list[str]], dict[str, str]] | 
     """The regions of the graph that last ran the site with these counters, and the reasons; None if no graph did."""
     counters, text = _RECORDS.get(health.data_ptr(), (None, ""))
     return None if counters is None or counters.expired() else _parsed(text)
+
+
+def launches_of(health: torch.Tensor) -> tuple[int, int]:
+    """How often graphs like the one that last ran the site with these counters were launched on a GPU: by the host, op
+    after op, and into a CUDA graph."""
+    _, text = _RECORDS.get(health.data_ptr(), (None, ""))
+    return _LAUNCHES[text, False], _LAUNCHES[text, True]
 
 
 def _remember(health: torch.Tensor, record: str) -> None:
