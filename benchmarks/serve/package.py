@@ -29,11 +29,13 @@ from race import ratio
 from records import append
 from running import require_known
 from shared import planned
+from torch import nn
 
+import loka
 from loka.core.device import fingerprint
 from loka.core.recording import record
+from loka.core.signature import ModelSignature
 from loka.core.timing import warm_up
-from loka.nn.linears import signature
 from loka.serve import Server, freeze
 from loka.serve.rows import leaves
 
@@ -60,7 +62,8 @@ def _raced(name: str, told: argparse.Namespace, device: torch.device) -> None:
     cell = replace(CELLS[f"serve_{name}_2048"], rows=512, name=name)
     model = cell.model(device, tiny=told.tiny).bfloat16().eval()
     requests, _ = cell.batch(device, tiny=told.tiny)
-    server = freeze(model, planned(signature(model), told, device), calibration=[requests], buckets=told.buckets)
+    plan = planned(_sites_of(model, requests), told, device)
+    server = freeze(model, plan, calibration=[requests], buckets=told.buckets)
     with tempfile.TemporaryDirectory() as folder:
         began = time.monotonic()
         found = server.package(Path(folder) / "model.pt2", batch=(1, told.buckets[-1]))
@@ -74,6 +77,15 @@ def _raced(name: str, told: argparse.Namespace, device: torch.device) -> None:
         line |= _bucket(server, loaded, rows, told.rounds, device)
         append(told.out, line)
         print(json.dumps(line), flush=True)
+
+
+def _sites_of(model: nn.Module, requests: list[torch.Tensor]) -> ModelSignature:
+    """Of all products with parameters, those of raw ones too."""
+    with loka.Probe(model, every=1, effect_samples=0) as probe:
+        model(*requests).float().sum().backward()
+    for parameter in model.parameters():
+        parameter.grad = None
+    return probe.stats().model
 
 
 @torch.no_grad()
