@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from loka.compiler.emit import VIEW, Emitter
 from loka.compiler.gemms import TOKEN, operands_recipe, region_gemm
 from loka.compiler.joint_pass import RegionPass
-from loka.compiler.nodes import WRITTEN, args_of, value_of
+from loka.compiler.nodes import WRITTEN, args_of, is_tensor, value_of
 from loka.compiler.normed import normed_gemm
 from loka.core.exceptions import LokaError
 from loka.core.numerics.reference import Quantized
@@ -72,25 +72,27 @@ def write_out(graph: Graph) -> None:
     for node in list(graph.nodes):
         if getattr(node.target, "namespace", None) == "loka":
             for read in node.all_input_nodes:
-                _store_before_view(emitter, read)
+                _store_before_view(emitter, node, read)
             _inline(emitter, node)
     graph.eliminate_dead_code()
 
 
-def _store_before_view(emitter: Emitter, view: Node) -> None:
-    """Has the value behind a view written in its own shape. Inductor would write it in the loops of the view: a norm
-    over the last side of [B, n, d], read as [B, n d], is then computed by one kernel and applied by another, which
-    took 1.6 ms instead of 0.3 in Wukong. And it would write it once for each argument of a kernel that it is.
+def _store_before_view(emitter: Emitter, reader: Node, read: Node) -> None:
+    """Has a value that `reader` reads in another shape, by a view or by itself, written in its own, once. Inductor
+    would write it in the loops of the view: a norm over the last side of [B, n, d], read as [B, n d], is then computed
+    by one kernel and applied by another, which took 1.6 ms instead of 0.3 in Wukong. And it would write it for each
+    argument of a kernel that it is: 36 times, 0.54 ms for 0.05, a concatenation that three cross layers read.
     """
-    if view.target is not VIEW:
+    shown, viewer = (args_of(read)[0], read) if read.target is VIEW else (read, reader)
+    if shown.op in ("placeholder", "get_attr") or not is_tensor(shown) or not value_of(shown).is_contiguous():
         return
-    shown = args_of(view)[0]
     value = value_of(shown)
-    if shown.op in ("placeholder", "get_attr") or not value.is_contiguous():
-        return
-    if all(type(stride) is int for stride in value.stride()):
-        with emitter.like(view):
-            view.replace_input_with(shown, emitter.call(_STORED, shown, list(value.stride())))
+    if (viewer is read or value.dim() > 2) and all(type(stride) is int for stride in value.stride()):
+        stored = next((user for user in shown.users if user.target is _STORED), None)  # each would be a copy
+        if stored is None:
+            with emitter.graph.inserting_after(shown):
+                stored = emitter.call(_STORED, shown, list(value.stride()))
+        viewer.replace_input_with(shown, stored)
 
 
 def _inline(emitter: Emitter, node: Node) -> None:

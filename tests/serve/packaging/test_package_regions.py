@@ -177,3 +177,43 @@ def test_constants_of_kernels_have_one_value_each():
                     assert known.setdefault(name, value) is value, name
                     waiting.append(value)
         assert len(seen) > 5
+
+
+class Crossed(nn.Module):
+    """x [B, 16] -> [B]: a concatenation of tokens that all cross layers read, flat."""
+
+    def __init__(self):
+        super().__init__()
+        self.down = nn.ModuleList(nn.Linear(64, 32, bias=False) for _ in range(2))
+        self.up = nn.ModuleList(nn.Linear(32, 64) for _ in range(2))
+
+    def forward(self, x):
+        first = torch.cat([torch.relu(x).unsqueeze(1), x.view(-1, 1, 16).expand(-1, 3, 16)], dim=1).flatten(1)
+        y = first
+        for down, up in zip(self.down, self.up, strict=True):
+            y = first * up(down(y)) + y
+        return y.sum(1).float()
+
+
+def test_what_kernels_read_in_another_shape_is_written_once(backend, monkeypatch, tmp_path):  # noqa: F811
+    """It was written once for each argument of a kernel that its view is, which took a package twice the time."""
+    model = Crossed().eval()
+    plan = plan_for(model, dict.fromkeys(("down.0", "up.0", "down.1", "up.1"), POW2))
+    server = freeze(model, plan, calibration=[inputs(40)], autocast=torch.bfloat16, buckets=(16,))
+    assert server.apart() == {}
+    monkeypatch.undo()  # the real Inductor
+    torch._dynamo.reset()
+    found, real = [], packaged.write_out
+
+    def stopped(graph):
+        (cat,) = graph.find_nodes(op="call_function", target=torch.ops.aten.cat.default)
+        edges = [user for user in cat.users if user.target is torch.ops.loka.edge.default]
+        real(graph)
+        stored = [user for user in cat.users if user.target is torch.ops.prims.inductor_force_stride_order.default]
+        found.append((len(edges), len(stored), len(stored[0].users) >= len(edges)))
+        raise RuntimeError("seen")
+
+    monkeypatch.setattr(packaged, "write_out", stopped)
+    with pytest.raises(ServeRefused, match="seen"):
+        server.package(tmp_path / "ranker.pt2", batch=(1, 16))
+    assert found == [(2, 1, True)]
