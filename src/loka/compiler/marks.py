@@ -7,9 +7,9 @@ from loka.compiler.emit import Emitter
 from loka.compiler.gemms import TOKEN, Weight, region_gemm
 from loka.compiler.joint_sites import JointSite
 from loka.compiler.normed import normed_gemm
-from loka.compiler.notes import FINITE, FLAGS, SCALES, note_sites
+from loka.compiler.notes import FINITE, SCALES, note_sites
 from loka.core.recipe import Gemm
-from loka.kernels.quantize.side import BAD_A, BAD_B
+from loka.kernels.quantize.side import BAD_A, BAD_B, place_in_health
 
 
 def mark_runs(
@@ -30,8 +30,8 @@ def mark_runs(
         entry
         for site in sites
         for entry in (
-            (site.health, low[site.node].finite, _place(Gemm.OUTPUT, BAD_A), _shown(low[site.node])),
-            (site.health, weights[site.node].row_scale, _place(Gemm.OUTPUT, BAD_B), 0),
+            (site.health, low[site.node].finite, place_in_health(Gemm.OUTPUT, BAD_A), _shown(low[site.node])),
+            (site.health, weights[site.node].row_scale, place_in_health(Gemm.OUTPUT, BAD_B), 0),
         )
     ]
     _noted(emitter, last[0], forward, record)
@@ -42,13 +42,13 @@ def mark_runs(
         r = scales[site.node]
         if site.wants_input:
             backward += [
-                (site.health, r, _place(Gemm.GRAD_INPUT, BAD_A), 0),
-                (site.health, weights[site.node].column_scale, _place(Gemm.GRAD_INPUT, BAD_B), 0),
+                (site.health, r, place_in_health(Gemm.GRAD_INPUT, BAD_A), 0),
+                (site.health, weights[site.node].column_scale, place_in_health(Gemm.GRAD_INPUT, BAD_B), 0),
             ]
         if site.wants_weight:
             backward += [
-                (site.health, r, _place(Gemm.GRAD_WEIGHT, BAD_A), 0),
-                (site.health, low[site.node].finite, _place(Gemm.GRAD_WEIGHT, BAD_B), 0),
+                (site.health, r, place_in_health(Gemm.GRAD_WEIGHT, BAD_A), 0),
+                (site.health, low[site.node].finite, place_in_health(Gemm.GRAD_WEIGHT, BAD_B), 0),
             ]
     if last[1] is not None:
         _noted(emitter, last[1], backward, record)
@@ -63,10 +63,6 @@ def _noted(emitter: Emitter, gemm: Node, entries: list[tuple[Node, Node, int, in
 def _shown(low: Low) -> int:
     """Behind a norm in a GEMM's own kernel the one scale is known, and rows have an inverse rms."""
     return SCALES if low.finite is low.scale else FINITE
-
-
-def _place(gemm: Gemm, slot: int) -> int:
-    return FLAGS * list(Gemm).index(gemm) + slot
 
 
 def connected(sites: list[JointSite]) -> list[list[str]]:

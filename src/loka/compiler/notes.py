@@ -20,9 +20,8 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from loka.kernels.custom_op import registered
-from loka.kernels.quantize.side import RUNS
+from loka.kernels.quantize.side import run_place
 
-FLAGS = 3  # columns of a site's counters
 _RECORDS: dict[int, tuple[StorageWeakRef, str]] = {}  # by the address of a site's counters, as long as they live
 _LAUNCHES: Counter[tuple[str, bool]] = Counter()  # on GPUs, by the record of a graph and whether into a CUDA graph
 _HERE = threading.local()
@@ -77,15 +76,11 @@ def _note_sites(
         return scales[0].new_empty(1)
     for health, scale, place in zip(healths, scales, places, strict=True):
         flat = health.data.view(-1)
-        if counts_run(place):
-            flat[place // FLAGS * FLAGS + RUNS] += 1
+        if (run := run_place(place)) >= 0:
+            flat[run] += 1
         if not bool(scale.isfinite().all()):
             flat[place] = 1
     return scales[0].new_zeros(1)
-
-
-def counts_run(place: int) -> bool:
-    return place % FLAGS == 1
 
 
 def _note_sites_fake(scales: list[torch.Tensor]) -> torch.Tensor:

@@ -23,6 +23,7 @@ from loka.core.records.report import HP, Report, SiteReport, site_name
 from loka.core.records.stats import LinearStats, Stats
 from loka.core.timing import Race, median_interval, time_interleaved
 from loka.kernels.gemm.registry import candidate_named
+from loka.kernels.quantize.side import new_health
 from loka.measurement.operands import Operands, any_columns, rotated_operands, with_weight_cast
 from loka.measurement.times.compile_ahead import compile_ahead
 from loka.measurement.times.site_times import site_call
@@ -125,7 +126,7 @@ def layer_call(names: str, sets: Sequence[Operands]) -> Call:
     parts = parted(names)
     candidates = (parts[0], parts[0], parts[0]) if len(parts) == 1 else (parts[0], parts[1], parts[2])
     turn = itertools.cycle([with_weight_cast(s) if names == HP else s for s in sets])
-    health = torch.zeros(3, 3, dtype=torch.int64, device=sets[0]["input"].device)
+    health = new_health(sets[0]["input"].device)
     centred = candidates[0] != HP and candidate_named(candidates[0]).recipe.centred
     hot = any_columns(candidates[0], health.device)
     centre = torch.zeros(sets[0]["input"].shape[1], device=health.device) if centred else None

@@ -23,9 +23,9 @@ from loka.core.problem import FLOATS
 from loka.core.recipe import Gemm
 from loka.core.records.report import HP, site_name
 from loka.core.signature import child_path
-from loka.kernels.quantize.side import BAD_A, BAD_B, RUNS
+from loka.kernels.quantize.side import BAD_A, BAD_B, RUNS, new_health
 from loka.nn.site_gemms import multiply
-from loka.nn.site_ops import GEMMS, Candidates
+from loka.nn.site_ops import Candidates
 from loka.nn.unwrap import named_modules
 
 # What a site computes in. Autocast recasts these too, and leaves every other dtype alone.
@@ -47,7 +47,7 @@ class Site:
     `join`: torch.compile may join it with other sites (loka/compiler).
     `centre` float32 [K] is taken off the input and put back (core/numerics/centring.py), `hot` int64 [32] are
     the columns of a hot recipe (core/numerics/hot_columns.py); the plan holds both.
-    `health` int64 [3, 3] (kernels/quantize/quantizer.py) is no buffer: DistributedDataParallel would
+    `health` int64 [3, 3] (kernels/quantize/side.py) is no buffer: DistributedDataParallel would
     overwrite every rank's flags with those of rank 0, and the model's buffers are the user's.
     """
 
@@ -65,7 +65,7 @@ class Site:
         self.candidates = candidates
         self.join = join
         with torch.inference_mode(False):  # an inference tensor could not be counted in later
-            self.health = torch.zeros(len(GEMMS), 3, dtype=torch.int64, device=device)
+            self.health = new_health(device)
             # A device without memory would lose what the plan gave; the first call moves it.
             self.centre, self.hot = centre, hot
             if device.type != "meta":
@@ -250,7 +250,7 @@ def health_of(model: nn.Module) -> dict[str, dict[str, int | bool]]:
     """
     found: dict[str, dict[str, int | bool]] = {}
     for name, site in sites_of(model).items():
-        for gemm, candidate, counts in zip(GEMMS, site.candidates, site.health.tolist(), strict=True):
+        for gemm, candidate, counts in zip(Gemm, site.candidates, site.health.tolist(), strict=True):
             if candidate != HP:
                 found[site_name(name, gemm)] = {
                     "runs": counts[RUNS],

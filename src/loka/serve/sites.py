@@ -27,10 +27,10 @@ from loka.kernels.gemm.run import fit, run_gemm, scaled_gemm
 from loka.kernels.quantize.fp8_weights import fp8_weights
 from loka.kernels.quantize.int8_weights import CAST as INT8
 from loka.kernels.quantize.quantizer import quantize_pair
-from loka.kernels.quantize.side import Side
+from loka.kernels.quantize.side import Side, new_health
 from loka.nn.fp8_weight import CAST, dequantized
 from loka.nn.site import DTYPES, site_forwards
-from loka.nn.site_ops import GEMMS, Candidates, site_forward
+from loka.nn.site_ops import Candidates, site_forward
 
 _ROWS = 16  # of the problem by which a weight's padding is asked; it does not depend on the rows
 
@@ -153,7 +153,7 @@ class FrozenSite:
         self.name, self.candidate, self.in_hp = name, candidate, frozenset(in_hp)
         self.traced_in_hp = False
         self.weight, self.input_scale = weight, input_scale
-        self.health = torch.zeros(len(GEMMS), 3, dtype=torch.int64, device=weight.low.data.device)
+        self.health = new_health(weight.low.data.device)
 
     def __call__(self, x: torch.Tensor, weight: torch.Tensor | None = None) -> torch.Tensor:
         """x [..., K] -> [..., N] in the dtype of x, or autocast's where that is on."""

@@ -1,6 +1,6 @@
 """What one quantized copy of a tensor is to be: its cast, its padding, where its scales lie.
 
-`health` int64 of a site counts [runs, non-finite A seen, non-finite B seen].
+`health` int64 [3, 3] of a site counts for each GEMM [runs, non-finite A seen, non-finite B seen].
 """
 
 from dataclasses import dataclass
@@ -9,9 +9,24 @@ import torch
 
 from loka.core.numerics.reference import Quantized
 from loka.core.problem import round_up
-from loka.core.recipe import Cast, Granularity
+from loka.core.recipe import Cast, Gemm, Granularity
 
 RUNS, BAD_A, BAD_B = 0, 1, 2
+_GEMMS = tuple(Gemm)
+
+
+def new_health(device: torch.device | str) -> torch.Tensor:
+    return torch.zeros(len(_GEMMS), 3, dtype=torch.int64, device=device)
+
+
+def place_in_health(gemm: Gemm, flag: int) -> int:
+    """Of BAD_A or BAD_B, in `health` read row by row."""
+    return 3 * _GEMMS.index(gemm) + flag
+
+
+def run_place(flag: int) -> int:
+    """Where the run is counted that sets the flag at this place: operand A's counts it, B's none, which is -1."""
+    return flag - BAD_A + RUNS if flag % 3 == BAD_A else -1
 
 
 @dataclass(frozen=True, kw_only=True)
