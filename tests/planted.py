@@ -31,7 +31,7 @@ def registered(*kernels, alone=False):
 def time_on_cpu(monkeypatch):
     """`measure` takes the CPU for a device that can be timed, and compiles no regions ahead."""
     measure = sys.modules["loka.measurement.measure"]
-    monkeypatch.setattr(measure, "timeable", lambda device: True)
+    monkeypatch.setattr(measure, "has_graphs", lambda device: True)
     monkeypatch.setattr(measure, "compile_regions_ahead", lambda *cells: [])
 
 

@@ -84,7 +84,7 @@ def backend(monkeypatch):
     monkeypatch.setattr(torch, "compile", lambda model, **options: compile_(model, **{"backend": made} | options))
     monkeypatch.setattr("torch._inductor.compile_fx.compile_fx", made)
     monkeypatch.setattr(graphs, "record", recorded)
-    monkeypatch.setattr(graphs, "_has_graphs", lambda device: True)
+    monkeypatch.setattr(graphs, "has_graphs", lambda device: True)
     monkeypatch.setattr(graphs, "bind", lambda *trees: (bound.append(trees), bind(*trees)))
     monkeypatch.setattr(graphs, "_plan_for", lambda *of: (planned.append(of), plan_rows(*of)))
     yield made

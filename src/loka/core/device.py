@@ -140,6 +140,11 @@ def peak_of(function: Callable[[], object], device: torch.device) -> int:
         return torch.cuda.max_memory_allocated(device) - before
 
 
+def has_graphs(device: torch.device) -> bool:
+    """Whether it has CUDA graphs, under which steps run fastest and kernels are timed."""
+    return device.type == "cuda"
+
+
 def require_device(device: torch.device, named: str) -> None:
     """Raises LokaError for a GPU where torch sees none; `named` is how the user asked for it."""
     if device.type == "cuda" and not torch.cuda.is_available():

@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 
 from loka.compiler.joint_sites import ARMS
-from loka.core.device import default_device, fingerprint, require_device
+from loka.core.device import default_device, fingerprint, has_graphs, require_device
 from loka.core.error import Estimate
 from loka.core.exceptions import LokaError, first_line, require_kind
 from loka.core.problem import Problem
@@ -98,8 +98,8 @@ def measure(
     require_device(device, f"device={device}")
     settings = settings or Settings()
     names = _candidates(candidates, device)
-    timed = timeable(device) and not errors_only
-    untimed = {ERRORS_ONLY: True} if errors_only and timeable(device) else {}
+    timed = has_graphs(device) and not errors_only
+    untimed = {ERRORS_ONLY: True} if errors_only and has_graphs(device) else {}
     report = Report(
         model=stats.model,
         machine=fingerprint(device),
@@ -141,11 +141,6 @@ def measure(
     return work.report
 
 
-def timeable(device: torch.device) -> bool:
-    """Times are taken under CUDA graphs."""
-    return device.type == "cuda"
-
-
 def _candidates(names: Sequence[str] | None, device: torch.device) -> tuple[str, ...]:
     if isinstance(names, str):
         raise LokaError(f"candidates is {names!r}; it must be a list of names", way_out=f"candidates=[{names!r}]")
@@ -180,7 +175,7 @@ class _Work:
 
     @property
     def wants_times(self) -> bool:
-        return timeable(self.timer.device) and not self.report.settings.get(ERRORS_ONLY)
+        return has_graphs(self.timer.device) and not self.report.settings.get(ERRORS_ONLY)
 
     def _noted(self) -> Report:
         report = self.report

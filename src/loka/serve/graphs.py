@@ -25,6 +25,7 @@ from torch import nn
 from loka.compiler import install
 from loka.compiler.joint_sites import misfit, unjoined
 from loka.compiler.notes import record_of, uncounted, watched_by
+from loka.core.device import has_graphs
 from loka.core.exceptions import ServeRefused, WrongResults, truncated
 from loka.core.recording import Recording, record, synced
 from loka.core.timing import elapsed, timed_replay
@@ -230,7 +231,7 @@ def wants_graphs(asked: bool | None, device: torch.device, scratch: Sequence[str
 
     Raises ServeRefused where graphs were asked for and are impossible.
     """
-    if asked and not _has_graphs(device):
+    if asked and not has_graphs(device):
         raise ServeRefused(
             f"CUDA graphs need a CUDA device; the model is on {device}",
             way_out="graphs=False, or model.to('cuda') first",
@@ -241,11 +242,7 @@ def wants_graphs(asked: bool | None, device: torch.device, scratch: Sequence[str
             why=scratch,
             way_out="graphs=False",
         )
-    return _has_graphs(device) and not scratch if asked is None else asked
-
-
-def _has_graphs(device: torch.device) -> bool:
-    return device.type == "cuda"
+    return has_graphs(device) and not scratch if asked is None else asked
 
 
 def _stream(device: torch.device) -> torch.cuda.Stream | None:

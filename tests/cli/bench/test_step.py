@@ -71,7 +71,7 @@ def steps(monkeypatch):
     """The CPU passes for a device with CUDA graphs; probing and measuring are real."""
     fake = FakeSteps()
     monkeypatch.setattr(step, "time_steps", fake)
-    monkeypatch.setattr(step_time, "has_graphs", lambda device: True)
+    monkeypatch.setattr(step, "has_graphs", lambda device: True)
     return fake
 
 
@@ -245,6 +245,7 @@ def test_without_torchao_its_arms_say_how_to_get_it(data, tmp_path, monkeypatch)
 
     monkeypatch.setattr(step_time, "time_interleaved", race)
     monkeypatch.setattr(step_time, "has_graphs", lambda device: True)
+    monkeypatch.setattr(step, "has_graphs", lambda device: True)
     found = run_step_bench(config, data)
     assert found["bf16"].failure is None
     table = step.step_table(found)

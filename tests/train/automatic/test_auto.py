@@ -316,7 +316,7 @@ def test_a_plan_that_cannot_run_is_said_and_bf16_goes_on(monkeypatch):
 def test_measuring_ends_after_a_minute_and_without_times_bf16_goes_on(monkeypatch):
     measure = module.measure
     monkeypatch.setattr(module, "measure", lambda *a, time_limit, **o: measure(*a, time_limit=time_limit - 45, **o))
-    monkeypatch.setattr(module, "timeable", lambda device: True)
+    monkeypatch.setattr(module, "has_graphs", lambda device: True)
     _, auto, _, said = run()
     assert auto.phase == "bf16"
     assert "bf16: nothing was timed" in said[-1]

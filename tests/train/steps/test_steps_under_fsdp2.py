@@ -92,7 +92,7 @@ class Job:
             for where, what, instead in (
                 (extent, "has_graphs", lambda device: True),
                 (step_module, "compiled", lambda model, replayed: model),
-                (module, "_has_graphs", lambda device: True),
+                (module, "has_graphs", lambda device: True),
                 (module, "record", fake),
             ):
                 held.enter_context(mock.patch.object(where, what, instead))

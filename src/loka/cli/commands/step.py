@@ -17,7 +17,7 @@ from loka.cli.inputs import Data, effects_by
 from loka.cli.models import Show, build_model, show_line, takes_mods
 from loka.cli.terminal import say
 from loka.core.budget import Budget
-from loka.core.device import fingerprint
+from loka.core.device import fingerprint, has_graphs
 from loka.core.exceptions import LokaError, MissingLibrary, PlanMismatch, UnknownName
 from loka.core.records.plan import Plan
 from loka.core.records.report import HP, Report
@@ -36,7 +36,6 @@ from loka.planner import plan as plan_report
 from loka.probe import Probe
 from loka.report.progress import ProgressBars
 from loka.train import TrainConfig, train
-from loka.train.steps import step_time
 from loka.train.steps.step_time import ROUNDS, Arm, StepTime, time_steps
 
 DISPATCH = "dispatch (plan)"
@@ -67,7 +66,7 @@ class StepConfig:
 
 
 def run_step_bench(config: StepConfig, data: Data) -> dict[str, StepTime]:
-    if not step_time.has_graphs(torch.device(config.device)):
+    if not has_graphs(torch.device(config.device)):
         raise LokaError(
             f"steps are timed under CUDA graphs, and {config.device} has none",
             way_out="run this on a machine with a GPU",

@@ -24,6 +24,7 @@ from typing import Any, Literal
 import torch
 
 from loka.core.budget import Budget
+from loka.core.device import has_graphs
 from loka.core.error import Estimate
 from loka.core.exceptions import CheckpointRefused, EffectUnknown, NoKernelFits, PlanMismatch, WrongResults
 from loka.core.exchange import rank_of, ranks_of
@@ -37,7 +38,6 @@ from loka.core.records.stats_bytes import from_bytes, to_bytes
 from loka.core.storage.codec import decode, encode
 from loka.core.storage.files import require_writable
 from loka.measurement import measure
-from loka.measurement.measure import timeable
 from loka.nn.fsdp_units import gathered_throughout
 from loka.nn.unwrap import unwrap
 from loka.planner import agree
@@ -295,20 +295,20 @@ class Auto(Callback):
 
     def _planned(self, run: Run, alive: Callable[[], object]) -> Plan:
         assert self._stats is not None
-        if not timeable(run.device):
+        if not has_graphs(run.device):
             self._tell("nothing is timed on a CPU: the plan goes by errors alone, and no speed is claimed")
         config, folder = self.config, self._folder
         report = measure(
             self._stats,
             device=run.device,
-            candidates=config.candidates or (_WITHIN_A_MINUTE if timeable(run.device) else None),
+            candidates=config.candidates or (_WITHIN_A_MINUTE if has_graphs(run.device) else None),
             settings=config.settings,
             out=folder / "report.json" if folder else None,
             cache=config.cache,
             time_limit=config.measure_seconds,
             track=self._tracked(run, alive),
         )
-        if timeable(run.device) and not report.timed:  # a plan would go by errors, and may be slower
+        if has_graphs(run.device) and not report.timed:  # a plan would go by errors, and may be slower
             raise NoKernelFits("nothing was timed", why=report.notes, way_out="a larger measure_seconds, or a cache")
         budget = config.budget or self._default_budget()
         if run.config.step == "eager" or left_as_written(unwrap(run.model)):  # by themselves: by sites' own times

@@ -6,13 +6,13 @@ from dataclasses import dataclass
 
 from torch import nn
 
+from loka.core.device import has_graphs
 from loka.distributed.dense_sharding import is_sharded
 from loka.distributed.tables.sharded_tables import sharded_modules
 from loka.nn.fsdp_units import share_unit
 from loka.nn.unwrap import device_of
 from loka.train.config import TrainConfig
 from loka.train.steps.graphed import GATHERS, REPLICAS
-from loka.train.steps.step_time import has_graphs
 from loka.zoo import dense_part
 
 _BY_BLOCK = "what is compiled of them is CUDA graphs of its own"

@@ -23,7 +23,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from loka.core.device import moved
+from loka.core.device import has_graphs, moved
 from loka.core.exceptions import first_line
 from loka.core.exchange import gather, ranks_of
 from loka.core.recording import Recording, capture_stream, record, synced
@@ -293,7 +293,7 @@ class GraphedStep:
         return found
 
     def _unfit(self) -> str | None:
-        if not _has_graphs(self._device):
+        if not has_graphs(self._device):
             return f"CUDA graphs need a CUDA device; the parameters are on {self._device}"
         if elsewhere := {p.device for p in self._parameters} - {self._device}:
             return f"the parameters are on several devices: {self._device} and {', '.join(map(str, elsewhere))}"
@@ -365,10 +365,6 @@ def _exchanges(model: nn.Module) -> str | None:
     if any(isinstance(module, nn.parallel.DistributedDataParallel) for module in model.modules()):
         return REPLICAS
     return GATHERS if units_of(model) else None
-
-
-def _has_graphs(device: torch.device) -> bool:
-    return device.type == "cuda"
 
 
 def _difference(old: Mapping[str, Any], new: Mapping[str, Any]) -> tuple[str, str]:

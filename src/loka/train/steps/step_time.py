@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
+from loka.core.device import has_graphs
 from loka.core.error import Estimate
 from loka.core.exceptions import LokaError, first_line
 from loka.core.timing import time_interleaved
@@ -85,10 +86,6 @@ def time_steps(
 def _reason(error: Exception) -> str:
     way_out = error.way_out if isinstance(error, LokaError) else ""
     return f"{first_line(error)} ({way_out})" if way_out else first_line(error)
-
-
-def has_graphs(device: torch.device) -> bool:
-    return device.type == "cuda"
 
 
 def _against(
