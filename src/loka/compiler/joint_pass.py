@@ -6,7 +6,6 @@ cuBLASLt's algorithms computes it follows from times on the GPU, by whose name c
 """
 
 import functools
-import hashlib
 import logging
 from collections.abc import Callable
 from pathlib import Path
@@ -17,6 +16,7 @@ from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch.fx import Graph
 
 from loka.compiler.lower import join_sites
+from loka.core.storage.files import PACKAGE, digest_of, digest_of_sources
 from loka.kernels.gemm.adapters import cublaslt_c
 
 log = logging.getLogger(__name__)
@@ -46,16 +46,10 @@ class RegionPass(CustomGraphPass):
 
 
 @functools.cache
-def _digest(package: Path = Path(__file__).parents[1]) -> str:
+def _digest(package: Path = PACKAGE) -> str:
     """A digest of everything that decides what the pass writes: this package, the ops that it emits, and the versions,
     of cuBLASLt too, in whose order algorithms are numbered. torch keeps graphs without gradients by it and by what they
     were before the pass.
     """
-    files = sorted(file for part in ("compiler", "kernels") for file in (package / part).rglob("*.py"))
-    content = hashlib.sha256()
-    for file in files:
-        content.update(file.read_bytes())
-    content.update(torch.__version__.encode())
-    if cublaslt_c.why_missing() is None:
-        content.update(str(cublaslt_c.version()).encode())
-    return content.hexdigest()
+    cublaslt = cublaslt_c.version() if cublaslt_c.why_missing() is None else None
+    return digest_of([digest_of_sources("compiler", "kernels", package=package), torch.__version__, cublaslt])

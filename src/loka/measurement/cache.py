@@ -7,19 +7,19 @@ their times. One JSON record a key; a damaged one is measured again, and the rep
 """
 
 import functools
-import hashlib
 import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import loka.kernels
 from loka.core.exceptions import FileRefused
 from loka.core.storage.codec import decode, encode
-from loka.core.storage.files import canonical, digest_of, read_record, write_record
+from loka.core.storage.files import canonical, digest_of, digest_of_sources, read_record, write_record
 
 _KIND, _VERSION = "loka-times", 1
-_OTHER_SOURCES = (
+_SOURCES = (
+    "kernels",
+    "compiler",
     "core/timing.py",
     "core/numerics/reference.py",
     "core/recipe.py",
@@ -39,14 +39,7 @@ def default_folder() -> Path:
 
 @functools.cache
 def sources_digest() -> str:
-    kernels = Path(loka.kernels.__file__).parent
-    compiler = (kernels.parent / "compiler").rglob("*.py")
-    files = [*kernels.rglob("*.py"), *compiler, *(kernels.parent / name for name in _OTHER_SOURCES)]
-    digest = hashlib.sha256()
-    for file in sorted(files):
-        digest.update(file.relative_to(kernels.parent).as_posix().encode())
-        digest.update(file.read_bytes())
-    return digest.hexdigest()
+    return digest_of_sources(*_SOURCES)
 
 
 class TimesCache:

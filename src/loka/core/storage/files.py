@@ -34,6 +34,7 @@ T = TypeVar("T")
 
 _LIMITS = Limits()
 _UNFINISHED = ".unfinished"
+PACKAGE = Path(__file__).parents[2]
 _PACKERS: dict[str, Callable[[bytes], bytes]] = {
     ".gz": functools.partial(gzip.compress, mtime=0),  # the same record makes the same bytes
     ".xz": lzma.compress,
@@ -46,6 +47,16 @@ def sha256_of_file(path: Path) -> str:
     with open_regular(path) as file:
         while block := file.read(1 << 20):
             digest.update(block)
+    return digest.hexdigest()
+
+
+def digest_of_sources(*parts: str, package: Path = PACKAGE) -> str:
+    """sha256 of LoKA's own Python files and their names; `parts` are folders and files of the package."""
+    digest = hashlib.sha256()
+    paths = [package / part for part in parts]
+    for file in sorted(file for path in paths for file in ([path] if path.suffix else path.rglob("*.py"))):
+        digest.update(file.relative_to(package).as_posix().encode())
+        digest.update(file.read_bytes())
     return digest.hexdigest()
 
 

@@ -29,7 +29,7 @@ import torch
 from torch import nn
 
 from loka.core.exceptions import first_line
-from loka.core.storage.files import digest_of
+from loka.core.storage.files import PACKAGE, digest_of, digest_of_sources
 from loka.nn.site import site_forwards
 from loka.nn.unwrap import kind_of, named_modules
 from loka.serve.run import Runner
@@ -151,11 +151,9 @@ def _digest_of(tree: nn.Module) -> str:
 
 
 @functools.cache
-def _known(package: Path = Path(__file__).parents[2]) -> tuple[str, ...]:
+def _known(package: Path = PACKAGE) -> tuple[str, ...]:
     """Stands for the code that `_is_known`: versions of Python and torch, and what calls run of LoKA's files."""
-    files = sorted(file for part in ("nn", "serve", "core/numerics") for file in (package / part).rglob("*.py"))
-    sources = hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
-    return sys.version, torch.__version__, sources
+    return sys.version, torch.__version__, digest_of_sources("nn", "serve", "core/numerics", package=package)
 
 
 def _of(value: Any, seen: _Seen, depth: int = 0) -> str:
