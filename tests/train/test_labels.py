@@ -6,8 +6,9 @@ from hypothesis import strategies as st
 from small_run import RandomRows, SmallModel
 
 from loka.core.exceptions import DataRefused
+from loka.core.numerics.label_rate import LabelRate
 from loka.train import TrainConfig
-from loka.train.labels import Labels, count_labels, require_both
+from loka.train.labels import count_labels, require_both
 from loka.validation.arms import ArmSpec
 from loka.validation.validate import validate
 
@@ -29,16 +30,16 @@ class Labelled(RandomRows):
 def test_labels_are_counted(rows, share, batch_size):
     source = Labelled(rows=rows, positive=round(share * rows))
     found = count_labels(source, batch_size=batch_size)["label"]
-    assert (found.positive, found.rows) == (source.positive, rows)
-    assert found.rate == (source.positive / rows if 0 < source.positive < rows else None)
+    assert (found.positives, found.rows) == (source.positive, rows)
+    assert (found.share, found.varies) == (source.positive / rows, 0 < source.positive < rows)
     part = count_labels(source, batch_size=batch_size, most=50)["label"]
     assert min(rows, 50) <= part.rows < min(rows, 50) + batch_size
 
 
 def test_what_they_say():
-    assert str(Labels(positive=0, rows=40)) == "all 40 labels read are 0"
-    assert str(Labels(positive=40, rows=40)) == "all 40 labels read are 1"
-    assert str(Labels(positive=120, rows=100_000)).endswith("a share of 0.0012 +- 0.0002")
+    assert str(LabelRate(positives=0, rows=40)) == "all 40 labels read are 0"
+    assert str(LabelRate(positives=40, rows=40)) == "all 40 labels read are 1"
+    assert str(LabelRate(positives=120, rows=100_000)).endswith("a share of 0.0012 +- 0.0002")
 
 
 @pytest.mark.parametrize("positive", [0, 300])

@@ -99,7 +99,7 @@ def test_a_run_has_no_one_ne_and_says_where_each_is():
     assert list(result.reading_by_task) == list(TASKS)
     click, buy = (result.reading_by_task[task].lifetime for task in TASKS)
     assert (click.base_rate, buy.base_rate) == tuple(
-        labels.rate for labels in count_labels(TwoLabels(512), batch_size=64).values()
+        labels.share for labels in count_labels(TwoLabels(512), batch_size=64).values()
     )
     for read in (lambda: result.train_ne, lambda: result.quality, lambda: lines[-1].ne, lambda: lines[-1].recent_ne):
         with pytest.raises(LokaError, match="2 tasks, click, buy") as refused:

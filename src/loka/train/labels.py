@@ -6,40 +6,19 @@ A model at the start of training predicts anything: at one positive in a thousan
 thirty times off, and KL/H would be wrong by as much.
 """
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 
 import torch
 
-from loka.core.error import Z95
 from loka.core.exceptions import DataRefused
+from loka.core.numerics.label_rate import LabelRate
 from loka.data.batch import Batch, Source, tasks_of
 
 MOST_ROWS = 1_000_000
 """Read for the share; it is known to 1 % of itself from ten thousand positive ones."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Labels:
-    """`positive` of `rows` labels that were read."""
-
-    positive: int
-    rows: int
-
-    @property
-    def rate(self) -> float | None:
-        """None where all labels are equal, and NE is not defined."""
-        return self.positive / self.rows if 0 < self.positive < self.rows else None
-
-    def __str__(self) -> str:
-        if self.rate is None:
-            return f"all {self.rows} labels read are {int(self.positive > 0)}"
-        error = math.sqrt(self.rate * (1 - self.rate) / self.rows)
-        return f"{self.positive} of {self.rows} labels are positive: a share of {self.rate:.3g} +- {Z95 * error:.1g}"
-
-
-def count_labels(source: Source, *, batch_size: int, most: int = MOST_ROWS) -> dict[str, Labels]:
+def count_labels(source: Source, *, batch_size: int, most: int = MOST_ROWS) -> dict[str, LabelRate]:
     """Reads the first `most` rows in whole batches, and counts their labels by task."""
     for found in _counted(source, batch_size):
         if next(iter(found.values())).rows >= most:
@@ -47,8 +26,8 @@ def count_labels(source: Source, *, batch_size: int, most: int = MOST_ROWS) -> d
     return found
 
 
-def _counted(source: Source, batch_size: int) -> Iterator[dict[str, Labels]]:
-    found = dict.fromkeys(tasks_of(source), Labels(positive=0, rows=0))
+def _counted(source: Source, batch_size: int) -> Iterator[dict[str, LabelRate]]:
+    found = dict.fromkeys(tasks_of(source), LabelRate(positives=0, rows=0))
     yield found
     for batch in source.batches(batch_size):
         columns = batch.label.reshape(len(batch), -1).unbind(1)
@@ -56,8 +35,8 @@ def _counted(source: Source, batch_size: int) -> Iterator[dict[str, Labels]]:
         yield found
 
 
-def _and(labels: Labels, column: torch.Tensor) -> Labels:
-    return Labels(positive=labels.positive + int((column > 0.5).sum()), rows=labels.rows + len(column))
+def _and(labels: LabelRate, column: torch.Tensor) -> LabelRate:
+    return LabelRate(positives=labels.positives + int((column > 0.5).sum()), rows=labels.rows + len(column))
 
 
 def require_both(source: Source, *, batch_size: int, what: str) -> None:
@@ -67,10 +46,10 @@ def require_both(source: Source, *, batch_size: int, what: str) -> None:
         DataRefused: all labels of a task are equal.
     """
     for found in _counted(source, batch_size):
-        if all(labels.rate is not None for labels in found.values()):
+        if all(labels.varies for labels in found.values()):
             return
     which = "" if len(found) == 1 else "{}: "
-    alike = [which.format(name) + str(labels) for name, labels in found.items() if labels.rate is None]
+    alike = [which.format(name) + str(labels) for name, labels in found.items() if not labels.varies]
     raise DataRefused(
         f"{what}: {'; '.join(alike)}",
         why=["NE is the loss over the entropy of the labels, which is 0 here, and the AUC needs both classes"],
@@ -99,17 +78,16 @@ def require_clicks(batch: Batch, tasks: Sequence[str]) -> None:
     )
 
 
-def by_name(labels: Mapping[str, Labels]) -> str:
+def by_name(labels: Mapping[str, LabelRate]) -> str:
     """A line of text for each task; a single task has no name in it."""
     if len(labels) == 1:
         return str(next(iter(labels.values())))
     return "; ".join(f"{name}: {each}" for name, each in labels.items())
 
 
-def shares(labels: Mapping[str, Labels]) -> float | tuple[float, ...] | None:
+def shares(labels: Mapping[str, LabelRate]) -> float | tuple[float, ...] | None:
     """The base rate of each task; None where all labels of a task are equal, since its NE is not defined."""
-    rates = [each.rate for each in labels.values()]
-    known = tuple(rate for rate in rates if rate is not None)
-    if len(known) < len(rates):
+    if not all(each.varies for each in labels.values()):
         return None
+    known = tuple(each.share for each in labels.values())
     return known[0] if len(known) == 1 else known

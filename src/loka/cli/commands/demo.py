@@ -30,6 +30,7 @@ from loka.cli.terminal import printable, say
 from loka.cli.torchrun import require_alone
 from loka.core.budget import Budget
 from loka.core.exceptions import FileRefused, LokaError
+from loka.core.numerics.label_rate import Shares
 from loka.core.records.plan import Plan
 from loka.core.records.report import HP
 from loka.core.records.stats import Stats
@@ -43,7 +44,7 @@ from loka.probe import Probe
 from loka.report.progress import ProgressBars
 from loka.report.quality import quality_table
 from loka.train import TrainConfig, newest_step
-from loka.train.labels import count_labels, require_both
+from loka.train.labels import count_labels, require_both, shares
 from loka.validation import paired_difference
 from loka.validation.arms import ArmSpec, by_plan, nudged
 from loka.validation.compare import Arm, Comparison, Pair
@@ -188,7 +189,7 @@ def _run_model(name: str, config: DemoConfig, data: Data, out: Path, details: De
 
     builder = modded_builder(name, show=show)
     bars = ProgressBars(name)
-    (labels,) = count_labels(data.train, batch_size=config.batch_size).values()
+    base_rate = shares(count_labels(data.train, batch_size=config.batch_size))
     bench = Bench(
         build=functools.partial(builder, data.train),
         train=data.train,
@@ -205,7 +206,7 @@ def _run_model(name: str, config: DemoConfig, data: Data, out: Path, details: De
         track=bars,
     )
     every = max(1, data.train.rows // config.batch_size // 20)
-    probed = functools.partial(_probed, out / "stats", every, labels.rate)
+    probed = functools.partial(_probed, out / "stats", every, base_rate)
     pairs: list[Pair] = []
     control = noise = None
     decided: Plan | None = None
@@ -256,7 +257,7 @@ def _arm(bench: Bench, spec: ArmSpec, seed: int, watch: Watch | None = None) -> 
 
 @contextlib.contextmanager
 def _probed(
-    folder: Path, every: int, base_rate: float | None, model: nn.Module, config: TrainConfig, checkpoints: Path
+    folder: Path, every: int, base_rate: Shares | None, model: nn.Module, config: TrainConfig, checkpoints: Path
 ) -> Iterator[Callable[[int], None]]:
     """Statistics are saved with every checkpoint, so that both resume together."""
     _drop_unwatched(checkpoints, folder)

@@ -10,6 +10,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from loka.core.error import Z95
+
 LEAST = 10
 """Positive rows, and negative ones, without which the rate counts as unknown."""
 
@@ -25,9 +27,20 @@ class LabelRate:
         if not 0 <= self.positives <= self.rows:
             raise ValueError(f"{self.positives} positives of {self.rows} rows cannot be")
 
+    def __str__(self) -> str:
+        if not self.varies:
+            return f"all {self.rows} labels read are {int(self.positives > 0)}"
+        error = Z95 * math.sqrt(self.share * (1 - self.share) / self.rows)
+        return f"{self.positives} of {self.rows} labels are positive: a share of {self.share:.3g} +- {error:.1g}"
+
     @property
     def share(self) -> float:
         return self.positives / self.rows if self.rows else math.nan
+
+    @property
+    def varies(self) -> bool:
+        """Whether there are labels of both kinds; else H is 0, and NE is not defined."""
+        return 0 < self.positives < self.rows
 
     @property
     def unsupported(self) -> str:
