@@ -156,3 +156,9 @@ def moved(tensor: torch.Tensor, device: torch.device | str) -> torch.Tensor:
     CPU may read it at once.
     """
     return tensor.to(device, non_blocking=torch.device(device).type != "cpu")
+
+
+def value_bytes(tensor: torch.Tensor) -> memoryview:
+    """The bytes of its values, row by row, on the host."""
+    values = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
+    return values.reshape(-1).view(torch.uint8).numpy().data

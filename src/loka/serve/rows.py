@@ -17,7 +17,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from loka.core.device import moved
+from loka.core.device import moved, value_bytes
 from loka.core.exceptions import ServeRefused
 from loka.core.problem import dtype_name
 from loka.core.storage.codec import sparse
@@ -311,6 +311,5 @@ def digest(batches: Iterable[Sequence[torch.Tensor]]) -> str:
     for batch in batches:
         for tensor in batch:
             found.update(f"{tensor.dtype}{tuple(tensor.shape)}".encode())
-            values = tensor.detach().cpu().contiguous().reshape(-1)
-            found.update(values.view(torch.uint8).numpy().tobytes())
+            found.update(value_bytes(tensor))
     return found.hexdigest()

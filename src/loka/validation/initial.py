@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from loka.core.device import value_bytes
 from loka.core.exceptions import truncated
 from loka.nn.unwrap import require_initialized
 from loka.train.checkpointing.identity import layout
@@ -31,7 +32,7 @@ def initial_state(model: nn.Module) -> dict[str, Any]:
     require_initialized(model)
     values = {name: _described(buffer) for name, buffer in model.named_buffers()}
     held = model.named_parameters(remove_duplicate=False)
-    values |= {name: f"{_described(value)}, {_digest(value.detach())}" for name, value in held}
+    values |= {name: f"{_described(value)}, {_digest(value)}" for name, value in held}
     return {**layout(model), "values": values}
 
 
@@ -51,11 +52,7 @@ def _described(tensor: torch.Tensor) -> str:
 
 
 def _digest(tensor: torch.Tensor) -> str:
-    if tensor.is_meta:
-        return "without values"
-    values = tensor.to_dense().cpu().resolve_conj().resolve_neg().contiguous()
-    values = torch.view_as_real(values) if values.is_complex() else values
-    return hashlib.sha256(values.reshape(-1).view(torch.uint8).numpy().data).hexdigest()[:16]
+    return "without values" if tensor.is_meta else hashlib.sha256(value_bytes(tensor.to_dense())).hexdigest()[:16]
 
 
 def _flat(state: Any) -> dict[str, Any]:

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from loka.core.device import value_bytes
 from loka.core.exceptions import LokaError, require_kind
 from loka.core.numerics.effect import Effect
 from loka.core.problem import DTYPES
@@ -132,7 +133,7 @@ class Stats:
         digest = hashlib.sha256(canonical(content))
         for name in sorted(tensors):
             digest.update(name.encode())
-            digest.update(tensors[name].detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
+            digest.update(value_bytes(tensors[name]))
         return digest.hexdigest()
 
     def without_effect(self) -> dict[str, str]:

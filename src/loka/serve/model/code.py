@@ -28,6 +28,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from loka.core.device import value_bytes
 from loka.core.exceptions import first_line
 from loka.core.storage.files import PACKAGE, digest_of, digest_of_sources
 from loka.nn.site import site_forwards
@@ -257,8 +258,7 @@ def _values(value: torch.Tensor) -> str:
         return ""
     if value.is_meta or value.is_quantized or value.is_nested:
         return ""
-    flat = value.detach().resolve_conj().resolve_neg().cpu().contiguous().reshape(-1)
-    return hashlib.sha256(flat.view(torch.uint8).numpy().tobytes()).hexdigest()
+    return hashlib.sha256(value_bytes(value)).hexdigest()
 
 
 def _name(value: Any) -> str:
