@@ -46,8 +46,20 @@ class Estimate:
         """The estimate of `function` of the value. `function` never falls."""
         return Estimate(function(self.value), function(self.low), function(self.high))
 
+    def under(self, number: float) -> Estimate:
+        """`number` over a positive time or ratio: the ends change places."""
+        return Estimate(number / self.value, number / self.high, number / max(self.low, 1e-9))
+
     def shown(self, form: str, unit: str = "") -> str:
         return f"{self.value:{form}}{unit} [{self.low:{form}}, {self.high:{form}}]"
+
+
+def around(value: float, half: float) -> Estimate:
+    return Estimate(value, value - half, value + half)
+
+
+def exactly(value: float) -> Estimate:
+    return Estimate(value, value, value)
 
 
 def student_t_95(freedom: int) -> float:
@@ -74,7 +86,7 @@ def estimate_mean(samples: Sequence[float]) -> Estimate:
         return Estimate(mean, -math.inf if math.isfinite(mean) else mean, math.inf)
     variance = math.fsum((sample - mean) ** 2 for sample in samples) / (count - 1)
     half = student_t_95(count - 1) * math.sqrt(variance / count)
-    return Estimate(mean, mean - half, mean + half)
+    return around(mean, half)
 
 
 def estimate_jackknife(value: float, left_out: Sequence[float]) -> Estimate:
@@ -88,8 +100,7 @@ def estimate_jackknife(value: float, left_out: Sequence[float]) -> Estimate:
         return Estimate(value, -math.inf, math.inf)
     mean = math.fsum(left_out) / count
     variance = (count - 1) / count * math.fsum((one - mean) ** 2 for one in left_out)
-    half = student_t_95(count - 1) * math.sqrt(variance)
-    return Estimate(value, value - half, value + half)
+    return around(value, student_t_95(count - 1) * math.sqrt(variance))
 
 
 def decibels(noise: float, signal: float) -> float:

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from loka.core.error import Estimate
+from loka.core.error import Estimate, exactly
 from loka.core.numerics.centring import restore, subtract
 from loka.core.progress import Track, untracked
 from loka.core.recipe import Gemm
@@ -159,7 +159,7 @@ def _ratio(found: Race, name: str, arms: Mapping[str, str]) -> Estimate | None:
     """The time of `name` over that of the choice, in the rounds of both; None where either has no times."""
     choice = arms[CHOICE]
     if name == choice and name in found.samples:
-        return Estimate(1.0, 1.0, 1.0)
+        return exactly(1.0)
     if name not in found.samples or choice not in found.samples:
         return None
     paired = zip(found.samples[name], found.samples[choice], strict=True)

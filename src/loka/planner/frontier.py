@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from loka.core.budget import Budget, upper_bound
-from loka.core.error import Estimate
+from loka.core.error import Estimate, exactly
 from loka.core.exceptions import LokaError
 from loka.core.records.parts import WHOLE, tasks_in
 from loka.core.records.plan import Plan
@@ -145,7 +145,7 @@ def _most(found: Plan, report: Report, parts: Sequence[str]) -> tuple[Estimate, 
     """The loss of the part that spends most, by the sum, and what it spends."""
     spent = {part: spent_of(found, report, part) for part in parts}
     dearest = max(parts, key=spent.__getitem__)
-    return found.kl_of(dearest) or Estimate(0.0, 0.0, 0.0), spent[dearest]
+    return found.kl_of(dearest) or exactly(0.0), spent[dearest]
 
 
 def _knee(points: Sequence[Point]) -> Point:

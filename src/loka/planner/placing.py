@@ -62,5 +62,4 @@ def _mixed(cell: Estimate, chain: Estimate, share: float) -> Estimate:
 
 
 def _measurement(time: Estimate, hp: float, arm: str) -> Measurement:
-    ratios = Estimate(hp / time.value, hp / time.high, hp / time.low)
-    return Measurement(microseconds=time, speedup=None if arm == HP else ratios)
+    return Measurement(microseconds=time, speedup=None if arm == HP else time.under(hp))

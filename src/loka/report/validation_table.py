@@ -1,8 +1,10 @@
 """A validation as text: the runs, each pair, and the verdicts with what would decide the open ones."""
 
 import math
+from functools import partial
+from operator import mul
 
-from loka.core.error import Z95, Estimate
+from loka.core.error import Z95, Estimate, around
 from loka.core.table import format_table
 from loka.report.quality import HEADER, NO_SEGMENTS, quality_cells
 from loka.validation.power import contributions, deviation_by_rows
@@ -54,9 +56,9 @@ def _calibrations(validation: Validation) -> list[str]:
         rate, rows = found[0].base_rate, found[0].rows  # alike: all are judged on the same rows
         off = math.fsum(q.calibration - 1 for q in found) / len(found)
         half = Z95 * math.sqrt((1 - rate) / (rate * rows))
-        more = Estimate(100 * off, 100 * (off - half), 100 * (off + half))
+        more = around(off, half).mapped(partial(mul, 100))
         price = _SHIFT * rate / (math.fsum(q.logloss for q in found) / len(found))
-        moved = Estimate(price * more.value, price * more.low, price * more.high)
+        moved = more.mapped(partial(mul, price))
         lines.append(
             f"{runs[0].title} predicts {percent(more)} more than the labels' rate: what shifts all logits by "
             f"{_SHIFT:g} changes NE by {percent(moved)} of first order, which KL/H does not tell"

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Iterable, Mapping, Sequence
 
-from loka.core.error import Estimate
+from loka.core.error import Estimate, around, exactly
 from loka.core.recipe import Gemm
 from loka.core.records.scale import Answer, LayerTimes, Origin, SiteTimes
 from loka.core.timing import TIE
@@ -22,7 +22,6 @@ _FAR = "far from every measured shape"
 _KEPT = "kept in bf16: a prediction layer"
 _STACKED = "one of several weights that bf16 multiplies in one launch"
 _ODD = "bf16 was measured without padding, which torch.compile adds: compiled, it gains less"
-_ONE = Estimate(1.0, 1.0, 1.0)
 
 Found = Mapping[Shape, tuple[Estimate, Origin]]
 
@@ -63,7 +62,7 @@ def _found(shapes: Sequence[Shape], points: Mapping[Shape, Estimate], surface: S
     }
     near = [shape for shape in shapes if shape not in found and within_reach(shape, points)]
     for shape, (mean, half) in zip(near, predict(base_of(points, surface), near), strict=True):
-        found[shape] = (_of_logs(mean, half), "interpolated")
+        found[shape] = (around(mean, half).mapped(math.exp), "interpolated")
     return found
 
 
@@ -74,10 +73,6 @@ def within_reach(shape: Shape, points: Iterable[Shape]) -> bool:
 
 def _octaves(one: Shape, other: Shape) -> float:
     return max(abs(math.log2(a / b)) for a, b in zip(one.sides, other.sides, strict=True))
-
-
-def _of_logs(mean: float, half: float) -> Estimate:
-    return Estimate(math.exp(mean), math.exp(mean - half), math.exp(mean + half))
 
 
 def _layer(
@@ -102,7 +97,7 @@ def _layer(
         whole = together[0] if together else None
         same = raced.get(_key(call))
         if kept:
-            speedup = _ONE
+            speedup = exactly(1.0)
         elif same is not None and kernels in same.by_sites and len(singles) == len(Gemm):
             speedup = same.by_sites[kernels]
         else:

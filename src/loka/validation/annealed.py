@@ -23,7 +23,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from loka.core.annealing import ANNEALED_RATE
-from loka.core.error import Z95, Estimate
+from loka.core.error import Z95, Estimate, around
 from loka.core.storage.codec import record
 from loka.train.metrics import checked, log_losses, probabilities
 from loka.validation.runs import HeldOut
@@ -93,7 +93,7 @@ def annealed(final_rate: float, held_out: Sequence[HeldOut] = ()) -> Annealed:
     return Annealed(
         final_rate=final_rate,
         runs=count,
-        gain=Estimate(mean, mean - half, mean + half),
+        gain=around(mean, half),
         first_order=float(np.mean(first)),
         divergence=mean - float(np.mean(first)),
     )

@@ -26,7 +26,7 @@ from typing import Literal
 import numpy as np
 import numpy.typing as npt
 
-from loka.core.error import Estimate, estimate_mean, student_t_95
+from loka.core.error import Estimate, around, estimate_mean, student_t_95
 from loka.core.storage.codec import record, sparse
 from loka.train.metrics import Floats, Placements, checked, divergences, log_losses, probabilities
 
@@ -131,7 +131,7 @@ def _ratio(difference: Floats, base: Floats) -> Estimate:
     scale = float(base.mean())
     value = float(difference.mean()) / scale
     deviation = float((difference - value * base).std(ddof=1)) / scale
-    return _around(value, deviation / len(base) ** 0.5, freedom=len(base) - 1)
+    return around(value, student_t_95(len(base) - 1) * (deviation / len(base) ** 0.5))
 
 
 def _auc(a: Placements, b: Placements) -> Estimate:
@@ -143,9 +143,4 @@ def _auc(a: Placements, b: Placements) -> Estimate:
     dv, dw = gains / (2 * others), losses / (2 * clicks)
     variance = float(dv.var(ddof=1)) / clicks + float(dw.var(ddof=1)) / others
     # The smaller class says how well the variance is known; that of both together would be a little more.
-    return _around(value, math.sqrt(variance), freedom=min(clicks, others) - 1)
-
-
-def _around(value: float, error: float, *, freedom: int) -> Estimate:
-    half = student_t_95(freedom) * error
-    return Estimate(value, value - half, value + half)
+    return around(value, student_t_95(min(clicks, others) - 1) * math.sqrt(variance))

@@ -43,7 +43,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from loka.core.error import Estimate
+from loka.core.error import Estimate, around
 from loka.core.storage.codec import sparse
 from loka.train.metrics import Floats
 from loka.validation.paired import PairedDifference
@@ -136,13 +136,12 @@ class PairVariance:
 
     def interval(self, tail: float) -> Estimate:
         """Of other seeds and other rows: what a verdict needs."""
-        half = self.half_width(tail)
-        return Estimate(self.mean, self.mean - half, self.mean + half)
+        return around(self.mean, self.half_width(tail))
 
     def over_seeds(self, tail: float) -> Estimate:
         """Of other seeds on the very same rows: without the rows' part."""
         half = self._seeds_half(tail, self.pairs) if math.isfinite(self.between_pairs) else math.inf
-        return Estimate(self.mean, self.mean - half, self.mean + half)
+        return around(self.mean, half)
 
     def pairs_to(self, margin: float, tail: float) -> int | None:
         """The smallest number of pairs, MIN_PAIRS at least, whose half-width is at most `margin`.

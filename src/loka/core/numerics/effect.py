@@ -37,7 +37,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from loka.core.error import Estimate, student_t_95
+from loka.core.error import Estimate, exactly, student_t_95
 from loka.core.numerics.label_rate import entropy
 from loka.core.storage.codec import record, sparse
 
@@ -141,13 +141,13 @@ class Effect:
     def loss(self) -> Estimate:
         """The mean loss added, in nats a sample, with its 95 % interval."""
         if self.count == 0:
-            return Estimate(math.nan, math.nan, math.nan)
+            return exactly(math.nan)
         mean = self.total / self.count
         samples = self.samples
         if samples < 2 or 0 < self.squares / self.count <= mean**2 * (1 + 1e-9):  # copies of a row are one
             return Estimate(mean, 0.0, math.inf)
         if mean == 0:
-            return Estimate(0.0, 0.0, 0.0)
+            return exactly(0.0)
         t = student_t_95(math.floor(samples) - 1)
         by_samples, beyond = t * math.sqrt(self.sampling_variance), t * math.sqrt(self.log_variance)
         above = max(by_samples, math.log(_upper(by_samples, self.skewness / math.sqrt(samples), t)))
@@ -158,7 +158,7 @@ class Effect:
         """KL/H, absolute, with its 95 % interval; nan where predictions have no entropy."""
         loss, entropy = self.loss(), self.entropy
         if not entropy > 0:
-            return Estimate(math.nan, math.nan, math.nan)
+            return exactly(math.nan)
         return loss.mapped(lambda lost: lost / entropy)
 
     def common(self) -> tuple[float, ...]:

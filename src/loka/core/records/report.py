@@ -55,10 +55,7 @@ class Measurement:
 
     def beside(self, hp: Estimate) -> Estimate | None:
         """Microseconds by the clock at which high precision took `hp`'s median; None where nothing was raced."""
-        ratio = self.speedup
-        if ratio is None:
-            return None
-        return Estimate(hp.value / ratio.value, hp.value / ratio.high, hp.value / max(ratio.low, 1e-9))
+        return self.speedup.under(hp.value) if self.speedup is not None else None
 
     def kl_of(self, part: str) -> Estimate | None:
         """The predicted KL/H of a part; None where it is not known."""

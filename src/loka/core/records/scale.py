@@ -10,7 +10,7 @@ from typing import Literal, get_args
 
 from loka.core.budget import Budget
 from loka.core.device import Fingerprint
-from loka.core.error import Estimate
+from loka.core.error import Estimate, exactly
 from loka.core.records.coverage import Coverage, Uncovered
 from loka.core.storage.codec import sparse
 from loka.core.storage.record_file import RecordFile
@@ -191,7 +191,7 @@ _HEADER = ("layer", "GEMM", "MxNxK", "FLOPs", "bf16 us", "FP8 us", "speed-up", "
 
 def _sum(times: Iterable[Estimate]) -> Estimate:
     ends = [(time.value, time.low, time.high) for time in times]
-    return Estimate(*(sum(each) for each in zip(*ends, strict=True))) if ends else Estimate(0.0, 0.0, 0.0)
+    return Estimate(*(sum(each) for each in zip(*ends, strict=True))) if ends else exactly(0.0)
 
 
 _KERNELS = {"all": "the fastest of all libraries at each shape", "torch": "torch's own"}
@@ -263,7 +263,7 @@ def _three(value: float) -> str:
 
 
 def _factor(speedup: Estimate) -> str:
-    if speedup == Estimate(1.0, 1.0, 1.0):
+    if speedup == exactly(1.0):
         return "1"
     return speedup.shown(".2f", "x")
 

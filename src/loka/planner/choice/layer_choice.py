@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from loka.compiler.joint_sites import ARMS
-from loka.core.error import Estimate
+from loka.core.error import Estimate, exactly
 from loka.core.recipe import SHARED_OPERANDS, Gemm
 from loka.core.records.plan import Decision
 from loka.core.records.report import HP, REGION, Measurement, SiteReport
@@ -90,7 +90,7 @@ def option_of(site: SiteReport, name: str) -> Option | None:
     if hp is None:
         return None
     if name == HP:
-        return Option(name=HP, time=Estimate(hp.value, hp.value, hp.value), casts=None)
+        return Option(name=HP, time=exactly(hp.value), casts=None)
     time = measured.beside(hp)
     if time is None:
         return None
@@ -178,8 +178,7 @@ def speedup_of(choice: Choice, gemm: Gemm, hp: Option) -> Estimate:
         time.low - sum(s.high for s in savings),
         time.high - sum(s.low for s in savings),
     )
-    ratios = [hp.time.value / max(added, 1e-9) for added in (adds.value, adds.high, adds.low)]
-    return Estimate(*ratios)
+    return adds.mapped(lambda added: max(added, 1e-9)).under(hp.time.value)
 
 
 def earns(choice: Choice, gemm: Gemm, hp: Option, min_speedup: float) -> bool:

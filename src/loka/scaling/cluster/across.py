@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import nn
 
-from loka.core.error import Estimate
+from loka.core.error import Estimate, exactly
 from loka.core.exceptions import LokaError, PlanMismatch, UnknownName, truncated
 from loka.core.records.across import Across, AcrossRow, Swing
 from loka.core.records.network import Network, Quantity
@@ -297,7 +297,7 @@ def _row(steps: Steps, formats: Formats, inputs: Mapping[str, Any]) -> AcrossRow
         return steps.us(formats, ends, planned=True)
 
     speedup, swings = _ratio(lambda ends: bf16(ends) / planned(ends), inputs)
-    gain = Estimate(1.0, 1.0, 1.0)
+    gain = exactly(1.0)
     if formats != plain:
         gain, _ = _ratio(lambda ends: steps.us(plain, ends, planned=True) / planned(ends), inputs)
     return AcrossRow(

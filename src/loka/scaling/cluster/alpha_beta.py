@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from statistics import fmean
 from typing import Literal
 
-from loka.core.error import Estimate
+from loka.core.error import Estimate, exactly
 from loka.core.exceptions import LokaError
 from loka.core.records.network import Fitted, Link, Network, Op, Own, Quantity
 from loka.scaling.cluster.collectives import Wire, carried_us, latency, volumes, wire_us
@@ -122,10 +122,10 @@ def _fitted(network: Network, samples: Sequence[Sample], held_out: Sequence[Samp
         own[line.op] = Own(
             latency=max(line.fixed, _LEAST) / said, bandwidth=gbps / bandwidth.value, carried=found.points
         )
-    link = Link(alpha_us=_exactly(alpha, how + where), bandwidth_gbps=bandwidth, own=own)
+    link = Link(alpha_us=quantity_of(exactly(alpha), how + where), bandwidth_gbps=bandwidth, own=own)
     fitted = replace(network, between=link) if outer else replace(network, inside=link)
     if not known:
-        fitted = replace(fitted, launch_us=_exactly(launch, f"besides hops and bytes; {where}"))
+        fitted = replace(fitted, launch_us=quantity_of(exactly(launch), f"besides hops and bytes; {where}"))
     return _widened(fitted, [*samples, *held_out], link, split)
 
 
@@ -169,7 +169,7 @@ def _bandwidth(reached: Mapping[_Line, _Reached], where: str) -> Quantity:
     shown = {line: one.gbps for line, one in reached.items() if one.points}
     held_up = {line: one.gbps for line, one in reached.items() if not one.points}
     if not held_up:
-        return _exactly(_middle([*shown.values()]), f"middle of what collectives reached; {where}")
+        return quantity_of(exactly(_middle([*shown.values()])), f"middle of what collectives reached; {where}")
     if not shown:
         least = max(held_up.values())
         comment = f"at least; the link inside holds up every collective, so high is open, {_OPEN:g} times as much; "
@@ -238,10 +238,6 @@ def _middle(values: Sequence[float]) -> float:
 def quantity_of(ends: Estimate, comment: str, origin: Literal["measured", "assumed"] = "measured") -> Quantity:
     """A number of a network file with its ends, where it comes from, and what to say of it."""
     return Quantity(value=ends.value, low=ends.low, high=ends.high, origin=origin, comment=comment)
-
-
-def _exactly(value: float, comment: str) -> Quantity:
-    return quantity_of(Estimate(value, value, value), comment)
 
 
 def _scaled(quantity: Quantity, low: float, high: float) -> Quantity:

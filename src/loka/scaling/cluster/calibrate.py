@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from loka.core.device import fingerprint
-from loka.core.error import Estimate
+from loka.core.error import Estimate, exactly
 from loka.core.exceptions import LokaError
 from loka.core.exchange import broadcast_json, gather_json, ranks_of
 from loka.core.records.network import Calibration, Link, Network
@@ -151,7 +151,7 @@ def _measured(
 
 
 def _template(base: Network | None, *, inner: int, nodes: int, memory: Estimate) -> Network:
-    idle = quantity_of(Estimate(1.0, 1.0, 1.0), "one rank a node: nothing goes over it", "assumed")
+    idle = quantity_of(exactly(1.0), "one rank a node: nothing goes over it", "assumed")
     share = "1 is eager code; what torch.compile leaves depends on the model: a guess"
     return Network(
         name="",

@@ -9,7 +9,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from loka.core.error import Estimate
+from loka.core.error import Estimate, exactly
 from loka.core.exceptions import LokaError, PlanMismatch, truncated
 from loka.core.recipe import Gemm
 from loka.core.records.plan import Plan
@@ -83,7 +83,7 @@ def _gemm_time(layer: LayerTimes, gemm: str, bf16: Estimate | None, gain: Estima
         k=site.k,
         flops=2.0 * site.m * site.n * site.k,
         bf16=bf16,
-        gain=gain or Estimate(1.0, 1.0, 1.0),
+        gain=gain or exactly(1.0),
         origin=origin,
     )
 
@@ -120,7 +120,7 @@ def planned_times(found: Scale, plan: Plan) -> tuple[GemmTime, ...]:
             if hp is None or (us is None and decision.candidate != HP):
                 wrong.append(f"{name}: no time was measured")
                 continue
-            gain = Estimate(1.0, 1.0, 1.0)
+            gain = exactly(1.0)
             if decision.candidate != HP and us is not None:
                 gain = _gain(hp, us, decision.saved_us)
             times.append(_gemm_time(layer, gemm, hp, gain, "measured"))
@@ -136,7 +136,7 @@ def planned_times(found: Scale, plan: Plan) -> tuple[GemmTime, ...]:
 
 def _gain(hp: Estimate, us: Estimate, saved: float) -> Estimate:
     """hp / (us - saved); the ends of `us` alone, for those of `hp` move both steps."""
-    return Estimate(*(hp.value / max(end - saved, 1e-9) for end in (us.value, us.high, us.low)))
+    return us.mapped(lambda end: max(end - saved, 1e-9)).under(hp.value)
 
 
 def placed(step: EngineStep, times: Sequence[GemmTime]) -> Placed:
