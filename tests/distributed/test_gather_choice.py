@@ -9,8 +9,8 @@ from ranks import on_ranks
 from towers import alone, plan_of, uneven
 
 import loka
+from loka.core.records.report import HP
 from loka.distributed import Choice, choose_gather, fp8_all_gather
-from loka.distributed.choice import HP
 
 CHOSEN = {"0.weight", "6.weight"}
 # Microseconds in (FP8, own dtype) on the first rank and on the second, by unit.

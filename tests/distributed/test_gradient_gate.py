@@ -9,8 +9,9 @@ from torch.nn.parallel import DistributedDataParallel
 from towers import loss_of, rows, tower
 
 from loka.core.exceptions import LokaError, PlanMismatch
+from loka.core.records.report import HP
 from loka.distributed import choose_gradients
-from loka.distributed.choice import HP, time_in_turns
+from loka.distributed.choice import time_in_turns
 from loka.distributed.gradient_gate import STEPS
 
 WIDE = 128

@@ -16,10 +16,10 @@ import torch
 import torch.distributed as dist
 
 from loka.core.exchange import broadcast_json, gather_json
+from loka.core.records.report import HP
 from loka.core.storage.codec import decode, encode
 from loka.core.timing import TIE, Timing, timing_of
 
-HP = "hp"  # torch's own way, to compare with
 _ROUNDS = 11
 _CACHE_BYTES = 256 << 20  # several times the L2 of an H200; written in about 60 us
 _FILL_SECONDS, _MOST_FILLS = 60e-6, 100

@@ -18,9 +18,9 @@ from loka.core.exchange import ranks_of
 from loka.core.problem import round_up
 from loka.core.recipe import Gemm
 from loka.core.records.plan import Plan
-from loka.core.records.report import site_name
+from loka.core.records.report import HP, site_name
 from loka.core.table import format_table
-from loka.distributed.choice import HP, Choice, Timer, compared, is_faster, time_in_turns
+from loka.distributed.choice import Choice, Timer, compared, is_faster, time_in_turns
 from loka.distributed.fp8_all_gather import Exchange, fp8_all_gather
 from loka.kernels.quantize.quantizer import quantize_pair
 from loka.kernels.quantize.side import Side

@@ -28,9 +28,10 @@ from torch import nn
 
 from loka.core.exceptions import LokaError
 from loka.core.exchange import gather_json, ranks_of
+from loka.core.records.report import HP
 from loka.core.table import format_table
 from loka.core.timing import Timing
-from loka.distributed.choice import HP, Choice, Timer, compared, is_faster, time_in_turns
+from loka.distributed.choice import Choice, Timer, compared, is_faster, time_in_turns
 from loka.distributed.gradient_codec import FP32, codec_named, scattered_sum
 from loka.distributed.gradient_wire import GradientWire, Segments, Sending, agree_on_codecs, hook_gradients
 from loka.nn.unwrap import device_of

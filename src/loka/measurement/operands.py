@@ -73,7 +73,7 @@ def rotated_operands(layer: LinearStats, *, device: torch.device, seed: int) -> 
         if name in operands:
             repeats = -(-layer.rows // operands[name].shape[0])
             operands[name] = operands[name].repeat(repeats, 1)[: layer.rows]
-    size = sum(operand.numel() * operand.element_size() for operand in operands.values())
+    size = sum(operand.nbytes for operand in operands.values())
     copies = max(1, min(_ROTATION, _ROTATION_BYTES // max(size, 1)))
     others = [{name: operand.clone() for name, operand in operands.items()} for _ in range(copies - 1)]
     return [operands, *others]

@@ -62,7 +62,7 @@ class Confirmed:
             (
                 str(len(arm.layers)),
                 f"{arm.microseconds.value:.1f}" if arm.microseconds else "-",
-                _gain(arm.speedup) if arm.speedup else "-",
+                arm.speedup.shown(".3f", "x") if arm.speedup else "-",
                 f"{arm.memory:.2f}" if arm.memory is not None else "-",
                 arm.failure,
             )
@@ -243,10 +243,6 @@ def _raced(
     return Arm(layers=layers, speedup=timing.speedup, microseconds=timing.microseconds, memory=memory)
 
 
-def _gain(speedup: Estimate) -> str:
-    return f"{speedup.value:.3f}x [{speedup.low:.3f}, {speedup.high:.3f}]"
-
-
 def _fastest(arms: Sequence[Arm]) -> Arm | None:
     """The fastest of the arms that are surely faster than high precision; among ties the one with fewer layers."""
     faster = [(arm, arm.speedup) for arm in arms if arm.speedup is not None and arm.speedup.low > 1.0]
@@ -259,7 +255,7 @@ def _fastest(arms: Sequence[Arm]) -> Arm | None:
 def _confirmed(plan: Plan, kept: set[str], arms: Sequence[Arm]) -> Plan:
     """The plan with the `kept` layers alone in eight bits. Decisions taken back, and a note, say what was measured."""
     measured = "; ".join(
-        f"{len(arm.layers)} layers {_gain(arm.speedup)} with {arm.memory:.2f} of the memory"
+        f"{len(arm.layers)} layers {arm.speedup.shown('.3f', 'x')} with {arm.memory:.2f} of the memory"
         if arm.speedup
         else f"{len(arm.layers)} layers failed: {arm.failure}"
         for arm in arms

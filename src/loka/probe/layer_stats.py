@@ -119,7 +119,7 @@ def bytes_of(sites: Iterable[Site]) -> dict[str, int]:
 
 def _bytes(value: object) -> int:
     if isinstance(value, torch.Tensor):
-        return value.numel() * value.element_size()
+        return value.nbytes
     if isinstance(value, dict):
         return sum(map(_bytes, value.values()))
     if is_dataclass(value):

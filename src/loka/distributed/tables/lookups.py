@@ -231,7 +231,7 @@ def _adjacent(tables: Sequence[tuple[torch.Tensor, ...]]) -> tuple[torch.Tensor,
                 return None
             if not part.is_contiguous() or part.untyped_storage().data_ptr() != first.untyped_storage().data_ptr():
                 return None
-            at += part.numel() * part.element_size()
+            at += part.nbytes
         joined.append(first.as_strided((sum(len(part) for part in parts), *first.shape[1:]), first.stride()))
     return tuple(joined) if len({len(table) for table in tables}) == 1 else None
 

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from loka.core.exceptions import first_line
 from loka.probe.model_effects.error_projection import changes_of
 from loka.probe.model_effects.logits import NoEffect
 from loka.probe.model_effects.sample_rows import rows_of
@@ -76,14 +77,12 @@ def refuse_freed(calls: Sequence[Call]) -> None:
     """Raises NoEffect where a weight has no memory any more: a backward that reads it ends the process."""
     for call in calls:
         weight = call.weight
-        if weight.untyped_storage().nbytes() < weight.numel() * weight.element_size():
+        if weight.untyped_storage().nbytes() < weight.nbytes:
             raise NoEffect(f"the weight of {call.path} was freed after its call, as a wrapper that shards does")
 
 
 def reason_of(error: Exception) -> str:
-    text = str(error).strip()
-    first = text.splitlines()[0] if text else ""
-    return first if isinstance(error, NoEffect) else f"{type(error).__name__}: {first}"
+    return str(error) if isinstance(error, NoEffect) else first_line(error)
 
 
 def changes_at(

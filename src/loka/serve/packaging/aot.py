@@ -24,6 +24,7 @@ from loka.core.compiling import mend_compilers
 from loka.core.error import sqnr_db
 from loka.core.exceptions import LokaError, MissingLibrary, ServeRefused, WrongResults, truncated
 from loka.core.records.plan import Plan
+from loka.core.records.report import HP
 from loka.core.storage.codec import encode
 from loka.core.storage.files import file_behind, sha256_of_file, writing
 from loka.kernels.gemm.registry import candidate_named
@@ -100,7 +101,7 @@ def unpackaged(plan: Plan) -> dict[str, str]:
     """Why sites of the plan cannot go into a package, by path; empty where all can."""
     found = {}
     for path, (name, *_) in fp8_layers(plan).items():
-        if name != "hp":
+        if name != HP:
             reason = candidate_named(name).unpackaged
             if reason is not None:
                 found[path] = f"{name}: {reason}"

@@ -12,6 +12,7 @@ from torch.func import functional_call
 from loka.core.numerics.reference import Quantized, quantize
 from loka.core.recipe import Gemm
 from loka.core.records.plan import Plan
+from loka.core.records.report import HP
 from loka.core.storage.files import digest_of
 from loka.graph.attach import attach, detach
 from loka.kernels.gemm.aten import aten_gemm
@@ -200,7 +201,7 @@ def exported(frozen: nn.Module, plan: Plan, run: Runner, device: torch.device) -
     attach(
         tree,
         plan.model.layers,
-        {path: chosen for path, chosen in fp8_layers(plan).items() if chosen[0] == "hp" or path in sites},
+        {path: chosen for path, chosen in fp8_layers(plan).items() if chosen[0] == HP or path in sites},
         make=lambda name, *_, **__: sites.get(name) or HighPrecisionSite(name),
     )
     copies: dict[int, torch.Tensor] = {}
