@@ -107,8 +107,8 @@ def test_a_bad_segment_hides_in_a_good_average_and_is_found():
     )
     assert average.verdict == "pass"
     assert [segment.verdict for segment in segments] == ["fail", "pass", "pass", "pass", "pass"]
-    assert joined(average, segments) == "fail"
-    assert joined(average, segments[1:]) == "pass"
+    assert joined(each.verdict for each in (average, *segments)) == "fail"
+    assert joined(each.verdict for each in (average, *segments[1:])) == "pass"
 
 
 def test_segments_hold_together_as_often_as_they_say():

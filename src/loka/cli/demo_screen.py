@@ -95,12 +95,9 @@ def _found(model: Shown) -> tuple[str, ...]:
 
 
 def _saves(model: Shown) -> tuple[str, ...]:
-    decided = model.plan.decisions.values()
-    pairs = [(d.hp_microseconds, d.microseconds, d.saved_us) for d in decided]
-    known = [(hp.value, us.value - saved) for hp, us, saved in pairs if hp and us]
-    if not known:
+    if not model.plan.gemm_times:
         return model.name, "not known: times need a GPU; on a CPU FP8 is emulated", ""
-    before, after = (sum(column) for column in zip(*known, strict=True))
+    before, after = map(sum, zip(*model.plan.gemm_times, strict=True))
     pair = model.comparison.pairs[0]
     ratio = pair.fp8.rows_per_second / pair.bf16.rows_per_second if pair.bf16.rows_per_second else 0.0
     trained = f"training as run here: {ratio:.2f}x the rows a second of bf16" if ratio else ""

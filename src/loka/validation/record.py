@@ -70,7 +70,7 @@ class ArmVerdict:
         """Of the average and all segments together; an arm that ends in NaN fails."""
         if self.broke:
             return "fail"
-        return joined(self.average, self.segments) if self.average else "undecided"
+        return joined(each.verdict for each in (self.average, *self.segments)) if self.average else "undecided"
 
 
 @dataclass(frozen=True)
@@ -113,11 +113,7 @@ class Validation(
 
     @property
     def verdict(self) -> Verdict:
-        """fail where an arm fails, pass where all pass."""
-        verdicts = {arm.verdict for arm in self.arms}
-        if "fail" in verdicts:
-            return "fail"
-        return "pass" if verdicts == {"pass"} else "undecided"
+        return joined(arm.verdict for arm in self.arms)
 
     def band(self, arm: str, task: str = "") -> list[BandPoint]:
         """The training curves of `arm` and the control, and their difference over the finished pairs."""

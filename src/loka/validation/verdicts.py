@@ -13,6 +13,7 @@ needs an interval, not a rejected null.
 """
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from loka.core.error import Estimate
@@ -96,9 +97,9 @@ class RowsVerdict:
         return f"more than {MOST_PAIRS} pairs"
 
 
-def joined(average: RowsVerdict, segments: tuple[RowsVerdict, ...]) -> Verdict:
+def joined(verdicts: Iterable[Verdict]) -> Verdict:
     """fail where anything fails, pass where all passes: a segment cannot hide behind the average."""
-    verdicts = {average.verdict, *(segment.verdict for segment in segments)}
-    if "fail" in verdicts:
+    found = set(verdicts)
+    if "fail" in found:
         return "fail"
-    return "pass" if verdicts == {"pass"} else "undecided"
+    return "pass" if found == {"pass"} else "undecided"

@@ -169,18 +169,24 @@ class Plan(
         text = f"{low} of {len(self.decisions)} sites in {self.eight_bits}: {parts}"
         if not self.timed:
             return f"{text}. Not timed: chosen on error alone, no speed is claimed.{self._spent()}"
-        known = [(d.hp_microseconds, d.microseconds, d.saved_us) for d in self.decisions.values()]
-        before = [hp.value for hp, us, _ in known if hp and us]
-        after = [us.value - saved for hp, us, saved in known if hp and us]
-        if not after:
+        times = self.gemm_times
+        if not times:
             return f"{text}. None of what it runs was timed: no speed is claimed.{self._spent()}"
-        left = f" {len(known) - len(after)} sites were not timed." if len(after) < len(known) else ""
+        before, after = map(sum, zip(*times, strict=True))
+        untimed = len(self.decisions) - len(times)
+        left = f" {untimed} sites were not timed." if untimed else ""
         joined = any(d.reason.startswith(IN_REGION) for d in self.decisions.values())
         around = ", regions in cells of single layers: loka.confirm times whole steps" if joined else ""
         return (
-            f"{text}. Linear-layer GEMM time, quantization included: {sum(before):.0f} us in hp, "
-            f"{sum(after):.0f} us by plan ({sum(before) / max(sum(after), 1e-9):.2f}x){around}.{left}{self._spent()}"
+            f"{text}. Linear-layer GEMM time, quantization included: {before:.0f} us in hp, "
+            f"{after:.0f} us by plan ({before / max(after, 1e-9):.2f}x){around}.{left}{self._spent()}"
         )
+
+    @property
+    def gemm_times(self) -> tuple[tuple[float, float], ...]:
+        """Microseconds of each GEMM that was timed: in hp, and by the plan, less what it saves by sharing."""
+        times = ((d.hp_microseconds, d.microseconds, d.saved_us) for d in self.decisions.values())
+        return tuple((hp.value, us.value - saved) for hp, us, saved in times if hp and us)
 
     @property
     def eight_bits(self) -> str:

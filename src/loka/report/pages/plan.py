@@ -7,6 +7,7 @@ from loka.core.budget import upper_bound
 from loka.core.recipe import Gemm
 from loka.core.records.plan import Decision, Plan
 from loka.core.records.report import HP
+from loka.planner.decision import saved_us
 from loka.report.pages.html import Cell, Html, code, fold, join, number, paragraph, section, table, tag, tiles
 from loka.report.pages.svg import WIDTH
 
@@ -32,10 +33,7 @@ class LayerRow:
     @property
     def saved_us(self) -> float | None:
         """None where nothing was timed."""
-        if self.hp_us is None:
-            return None
-        timed = [(d, d.hp_microseconds, d.microseconds) for d in self.decisions.values()]
-        return sum(hp.value - us.value + d.saved_us for d, hp, us in timed if hp and us)
+        return None if self.hp_us is None else sum(map(saved_us, self.decisions.values()))
 
 
 def layer_rows(plan: Plan) -> list[LayerRow]:
@@ -94,11 +92,9 @@ def _limits(plan: Plan) -> Html:
 
 
 def _time_tiles(plan: Plan) -> Iterable[tuple[str, str, str]]:
-    timed = [(d, d.hp_microseconds, d.microseconds) for d in plan.decisions.values()]
-    before = sum(hp.value for _, hp, us in timed if hp and us)
-    after = sum(us.value - d.saved_us for d, hp, us in timed if hp and us)
-    if not plan.timed or not after:
+    if not plan.timed or not plan.gemm_times:
         return [("speed", "not timed", "")]
+    before, after = map(sum, zip(*plan.gemm_times, strict=True))
     return [
         ("GEMMs in hp", f"{before / 1000:.2f} ms", ""),
         ("GEMMs by plan", f"{after / 1000:.2f} ms, {before / after:.2f}x", ""),
