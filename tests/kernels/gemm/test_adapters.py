@@ -261,7 +261,6 @@ BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
         ("deep_gemm:blockwise_e4m3", GRAD_WEIGHT, (64, 64, 128), FP32, "sm_90", None),
         ("deep_gemm:blockwise_e4m3", GRAD_WEIGHT, (32, 64, 128), FP32, "sm_90", "M=32"),
         ("cublaslt:tensorwise_e5m2", GRAD_INPUT, (63, 64, 64), FP32, "sm_89", None),
-        ("cublaslt:tensorwise_e5m2", OUTPUT, (64, 64, 64), FP32, "sm_89", "does not define output"),
         ("cublaslt:rowwise_e4m3", OUTPUT, (64, 64, 64), FP16, "sm_89", "on sm_90"),
         ("cublaslt:rowwise_e4m3", OUTPUT, (64, 64, 64), FP16, "sm_90", None),
         ("cublaslt:rowwise_e4m3", OUTPUT, (64, 64, 64), torch.float64, "sm_90", "float64 results"),

@@ -61,7 +61,8 @@ class Kernel:
     Attributes:
         library: whose kernel it is: "torch", "torchao", "fbgemm", "deep_gemm", "cublaslt", "emulated".
         unsupported: why this problem, with its exact sides, cannot run on its target under this
-            recipe, or None. Answers on any machine for any target; nothing is executed or imported.
+            recipe, which defines its GEMM, or None. Answers on any machine for any target; nothing is
+            executed or imported.
         multiples: what to pad M, N and K to beforehand (zeros are exact). Where padding cures
             `unsupported`, LoKA pads.
         run: computes; only called for what `unsupported` accepts.

@@ -5,6 +5,7 @@ import torch
 from loka.core.numerics.reference import too_long
 from loka.core.problem import Problem, capability
 from loka.core.recipe import Format, Gemm, Granularity, Recipe
+from loka.kernels.gemm.kernel import Multiples
 
 
 def granularities(problem: Problem, recipe: Recipe) -> tuple[Granularity, Granularity]:
@@ -12,12 +13,6 @@ def granularities(problem: Problem, recipe: Recipe) -> tuple[Granularity, Granul
     casts = recipe.casts(problem.gemm)
     assert casts is not None, f"{recipe.name} does not define {problem.gemm}"
     return casts[0].granularity, casts[1].granularity
-
-
-def undefined(problem: Problem, recipe: Recipe) -> str | None:
-    if recipe.casts(problem.gemm) is None:
-        return f"{recipe.name} does not define {problem.gemm}"
-    return None
 
 
 def overflows(problem: Problem, recipe: Recipe) -> str | None:
@@ -38,6 +33,13 @@ def not_hopper(target: str, what: str = "is built for sm_90") -> str | None:
     if gpu is None:
         return "needs a CUDA GPU of sm_90"
     return None if gpu == (9, 0) else f"{what}, not for {target}"
+
+
+def cublaslt_multiples(problem: Problem, recipe: Recipe) -> Multiples:
+    """`Kernel.multiples` of cuBLASLt on a GPU, called by itself or by torch."""
+    if Granularity.GROUP_1X128 in granularities(problem, recipe):
+        return (4, 16, 128)  # M: 1x128 scales lie in columns of M floats, each at 16 bytes
+    return (1, 16, 16)
 
 
 def no_fp8(target: str) -> str | None:

@@ -28,16 +28,16 @@ from loka.core.numerics.reference import Quantized
 from loka.core.problem import DTYPES, Problem
 from loka.core.recipe import Granularity, Recipe
 from loka.kernels.gemm.adapters import cublaslt_c as lt
-from loka.kernels.gemm.kernel import Kernel, Multiples
+from loka.kernels.gemm.kernel import Kernel
 from loka.kernels.gemm.layouts import column_major, padded_rows, single, vector
 from loka.kernels.gemm.legality import (
     before_cuda_12_9,
+    cublaslt_multiples,
     granularities,
     misaligned,
     no_fp8,
     not_float64,
     not_hopper,
-    undefined,
 )
 
 _FAST_RECIPES = ("tensorwise_e4m3", "tensorwise_e5m2", "rowwise_e4m3", "rowwise_e4m3_pow2")
@@ -65,22 +65,15 @@ _HERE = contextlib.nullcontext()
 
 
 def _unsupported(problem: Problem, recipe: Recipe) -> str | None:
-    refused = undefined(problem, recipe) or no_fp8(problem.target) or not_float64(problem)
-    if refused:
+    if refused := no_fp8(problem.target) or not_float64(problem):
         return refused
     both = granularities(problem, recipe)
     if both != (Granularity.TENSOR, Granularity.TENSOR):
         refused = not_hopper(problem.target, "takes row and block scales on sm_90") or before_cuda_12_9()
     if Granularity.GROUP_1X128 in both and problem.dtype not in ("bfloat16", "float32"):
         refused = refused or f"{problem.dtype} results; with block scales it writes bfloat16 or float32"
-    m, n, k = _multiples(problem, recipe)
+    m, n, k = cublaslt_multiples(problem, recipe)
     return refused or misaligned(problem, m=m, n=n, k=k)
-
-
-def _multiples(problem: Problem, recipe: Recipe) -> Multiples:
-    if Granularity.GROUP_1X128 in granularities(problem, recipe):
-        return (4, 16, 128)  # M: 1x128 scales lie in columns of M floats, each at 16 bytes
-    return (1, 16, 16)
 
 
 class _Key(NamedTuple):
@@ -271,7 +264,7 @@ def _algorithms(problem: Problem, recipe: Recipe, *, fast: bool) -> int:
 
 
 def _usual_plan(problem: Problem, recipe: Recipe, *, fast: bool) -> _Plan:
-    padded = problem.padded(_multiples(problem, recipe))
+    padded = problem.padded(cublaslt_multiples(problem, recipe))
     casts = recipe.casts(problem.gemm)
     assert casts is not None
     types = casts[0].format.dtype, casts[1].format.dtype, DTYPES[problem.dtype]
@@ -287,7 +280,7 @@ CUBLASLT, CUBLASLT_FAST = (
         library="cublaslt",
         recipes=_FAST_RECIPES if fast else (*_FAST_RECIPES, "blockwise_e4m3"),
         unsupported=_unsupported,
-        multiples=_multiples,
+        multiples=cublaslt_multiples,
         run=functools.partial(_run, fast=fast),
         missing=lt.why_missing,
         algorithms=functools.partial(_algorithms, fast=fast),

@@ -24,7 +24,7 @@ from loka.core.problem import DTYPES, Problem
 from loka.core.recipe import RECIPES, Cast, Gemm, Granularity, Recipe
 from loka.kernels.gemm.kernel import Kernel, Multiples
 from loka.kernels.gemm.layouts import column_major, row_major
-from loka.kernels.gemm.legality import misaligned, not_bfloat16, not_e4m3, not_hopper, undefined
+from loka.kernels.gemm.legality import misaligned, not_bfloat16, not_e4m3, not_hopper
 from loka.kernels.gemm.libraries import why_missing
 from loka.kernels.quantize.side import empty_scale
 
@@ -37,8 +37,7 @@ _compiled: set[Problem] = set()
 def _unsupported(problem: Problem, recipe: Recipe) -> str | None:
     m, n, k = _multiples(problem, recipe)
     return (
-        undefined(problem, recipe)
-        or not_hopper(problem.target)
+        not_hopper(problem.target)
         or not_e4m3(problem, recipe)
         or not_bfloat16(problem)
         or misaligned(problem, m=m, n=n, k=k)

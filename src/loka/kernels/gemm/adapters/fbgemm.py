@@ -23,7 +23,6 @@ from loka.kernels.gemm.legality import (
     not_bfloat16,
     not_e4m3,
     not_hopper,
-    undefined,
 )
 from loka.kernels.gemm.libraries import why_missing
 
@@ -32,10 +31,7 @@ _BLOCKS = (Granularity.GROUP_1X128, Granularity.BLOCK_128X128)
 
 
 def unsupported(problem: Problem, recipe: Recipe) -> str | None:
-    refused = (
-        undefined(problem, recipe) or not_hopper(problem.target) or not_e4m3(problem, recipe) or not_bfloat16(problem)
-    )
-    if refused:
+    if refused := not_hopper(problem.target) or not_e4m3(problem, recipe) or not_bfloat16(problem):
         return refused
     both = granularities(problem, recipe)
     if both == (Granularity.GROUP_1X128, Granularity.GROUP_1X128):

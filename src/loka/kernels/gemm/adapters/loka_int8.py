@@ -9,18 +9,15 @@ from loka.core.numerics.reference import Quantized
 from loka.core.problem import Problem
 from loka.core.recipe import Recipe
 from loka.kernels.gemm.kernel import Kernel, PaddedTo
-from loka.kernels.gemm.legality import misaligned, not_float64, not_hopper, undefined
+from loka.kernels.gemm.legality import misaligned, not_float64, not_hopper
 from loka.kernels.gemm.libraries import no_triton
 
 _ALIGNED = 16  # bytes: the rows of what the tensor memory accelerator loads, whatever M and N are
 
 
 def _unsupported(problem: Problem, recipe: Recipe) -> str | None:
-    refused = undefined(problem, recipe) or not_float64(problem)
-    if refused:
-        return refused
     slow = "is built for the INT8 tensor cores of sm_90"  # later GPUs have few, as the B300
-    return not_hopper(problem.target, slow) or misaligned(problem, k=_ALIGNED)
+    return not_float64(problem) or not_hopper(problem.target, slow) or misaligned(problem, k=_ALIGNED)
 
 
 def _run(a: Quantized, b: Quantized, dtype: torch.dtype, *, algorithm: int = 0) -> torch.Tensor:

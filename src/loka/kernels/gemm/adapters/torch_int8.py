@@ -17,13 +17,13 @@ from loka.core.numerics.reference import Quantized, scale_sums
 from loka.core.problem import Problem, capability
 from loka.core.recipe import Recipe
 from loka.kernels.gemm.kernel import Kernel, Multiples
-from loka.kernels.gemm.legality import misaligned, not_float64, undefined
+from loka.kernels.gemm.legality import misaligned, not_float64
 
 _FEW_ROWS = 16  # CUDA takes more
 
 
 def _unsupported(problem: Problem, recipe: Recipe) -> str | None:
-    if reason := undefined(problem, recipe) or not_float64(problem):
+    if reason := not_float64(problem):
         return reason
     if problem.target == "cpu":
         return "K=1, where torch's CPU kernel is wrong" if problem.k == 1 else None

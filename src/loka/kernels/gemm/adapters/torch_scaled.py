@@ -19,7 +19,7 @@ from loka.core.problem import Problem, capability
 from loka.core.recipe import Format, Gemm, Granularity, Recipe
 from loka.kernels.gemm.kernel import Into, Kernel, Multiples
 from loka.kernels.gemm.layouts import column_major, padded_rows, scalar, vector
-from loka.kernels.gemm.legality import before_cuda_12_9, granularities, misaligned, no_fp8, not_float64, undefined
+from loka.kernels.gemm.legality import before_cuda_12_9, cublaslt_multiples, misaligned, no_fp8, not_float64
 
 _RECIPES = ("tensorwise_e4m3", "tensorwise_e5m2", "rowwise_e4m3", "rowwise_e4m3_pow2", "blockwise_e4m3")
 _HOT = ("rowwise_e4m3_hot32", "rowwise_e4m3_centred_hot32")
@@ -32,8 +32,7 @@ _PACKAGED = ("tensorwise_e4m3", "rowwise_e4m3", "rowwise_e4m3_pow2")
 
 def _unsupported(problem: Problem, recipe: Recipe, *, fast: bool) -> str | None:
     casts = recipe.casts(problem.gemm)
-    if casts is None:
-        return undefined(problem, recipe)
+    assert casts is not None
     blocks = any(cast.granularity not in _WHOLE_K for cast in casts)
     if refused := not_float64(problem):
         return refused
@@ -64,11 +63,7 @@ def _unsupported(problem: Problem, recipe: Recipe, *, fast: bool) -> str | None:
 
 
 def _multiples(problem: Problem, recipe: Recipe) -> Multiples:
-    if problem.target == "cpu":
-        return (1, 1, 1)
-    if Granularity.GROUP_1X128 in granularities(problem, recipe):
-        return (4, 16, 128)
-    return (1, 16, 16)
+    return (1, 1, 1) if problem.target == "cpu" else cublaslt_multiples(problem, recipe)
 
 
 def _run(a: Quantized, b: Quantized, dtype: torch.dtype, *, algorithm: int = 0, fast: bool) -> torch.Tensor:

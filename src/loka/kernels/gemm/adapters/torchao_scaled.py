@@ -18,15 +18,7 @@ from loka.core.problem import Problem, round_up
 from loka.core.recipe import Granularity, Recipe
 from loka.kernels.gemm.kernel import Kernel, PaddedTo
 from loka.kernels.gemm.layouts import column_major, row_major, scalar, vector
-from loka.kernels.gemm.legality import (
-    bfloat16_on_the_way,
-    granularities,
-    misaligned,
-    no_fp8,
-    not_bfloat16,
-    not_float64,
-    undefined,
-)
+from loka.kernels.gemm.legality import bfloat16_on_the_way, granularities, misaligned, no_fp8, not_bfloat16, not_float64
 from loka.kernels.gemm.libraries import why_missing
 
 _RECIPES = ("tensorwise_e4m3", "tensorwise_e5m2", "rowwise_e4m3")
@@ -34,7 +26,7 @@ _TALLEST_TILE = 256  # of the Triton kernels' configurations
 
 
 def _unsupported(problem: Problem, recipe: Recipe) -> str | None:
-    refused = undefined(problem, recipe) or no_fp8(problem.target) or misaligned(problem, n=16, k=16)
+    refused = no_fp8(problem.target) or misaligned(problem, n=16, k=16)
     if refused:
         return refused
     if granularities(problem, recipe)[0] is Granularity.ROW:
@@ -61,8 +53,7 @@ def _run(a: Quantized, b: Quantized, dtype: torch.dtype, *, algorithm: int = 0, 
 
 
 def _unsupported_block(problem: Problem, recipe: Recipe) -> str | None:
-    refused = undefined(problem, recipe) or no_fp8(problem.target) or misaligned(problem, k=128)
-    return refused or not_float64(problem)
+    return no_fp8(problem.target) or misaligned(problem, k=128) or not_float64(problem)
 
 
 def _run_block(a: Quantized, b: Quantized, dtype: torch.dtype, *, algorithm: int = 0) -> torch.Tensor:
