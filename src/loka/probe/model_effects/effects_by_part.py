@@ -11,7 +11,7 @@ import torch
 from loka.core.numerics.effect import Effect
 from loka.core.numerics.label_rate import BaseRate, LabelRate, TaskRates, task_rates
 from loka.core.records.parts import Part, judged
-from loka.probe.model_effects.alike import PAIRS, alike
+from loka.probe.model_effects.alike import PAIRS, Together, alike
 from loka.probe.model_effects.calls import Found
 from loka.probe.model_effects.error_projection import effects_of
 from loka.probe.model_effects.movement import widened
@@ -124,23 +124,40 @@ def _effects(
     signed: torch.Tensor,
     rates: TaskRates | None,
     pairs: int,
-) -> tuple[dict[str, dict[str, Effect]], dict[str, dict[str, float]]]:
+) -> tuple[dict[str, dict[str, Effect]], Together]:
     """A part's effects by layer and recipe, without layers of which its rows say nothing; and their correlations.
 
     `z` and `signed`: logits and signed weights of all probed rows [m, T]. `several`: whether there are several
     tasks, of which each has changes of its own. `pairs`: how many correlations are kept at most.
     """
     column = slice(one.task, one.task + 1)
-    predicted = z[one.rows][:, column].sigmoid()
-    if rates is not None:
-        predicted = torch.full(predicted.shape, rates.shares[0], dtype=torch.float64)
     groups = None if rows.groups is None else rows.groups[one.rows].unique(return_inverse=True)[1]
     weighing = None if rows.weights is None else rows.weights[one.rows]
     changes = [over_batches(rows.found, path, one.task if several else None).cpu()[one.rows] for path in paths]
-    found = effects_of(changes, predicted, signed[one.rows][:, column], groups, weighing)
+    logits, weighed = z[one.rows][:, column], signed[one.rows][:, column]
+    return effects_of_rows(paths, changes, logits, weighed, rates, groups, weighing, pairs)
+
+
+def effects_of_rows(
+    paths: Sequence[str],
+    changes: Sequence[torch.Tensor],
+    z: torch.Tensor,
+    signed: torch.Tensor,
+    rates: TaskRates | None,
+    groups: torch.Tensor | None,
+    weighing: torch.Tensor | None,
+    pairs: int = PAIRS,
+) -> tuple[dict[str, dict[str, Effect]], Together]:
+    """Effects by layer and recipe, without layers of which the rows say nothing; and correlations of all `paths`.
+
+    Of the rows of `changes`, `z` and `signed`. `rates`: of positive labels, whose entropy H then is; None: H is that of
+    the mean prediction.
+    """
+    predicted = z.sigmoid() if rates is None else torch.tensor(rates.shares, dtype=torch.float64).expand(z.shape)
+    found = effects_of(changes, predicted, signed, groups, weighing)
     named = {path: dict(zip(CASTS, each, strict=True)) for path, each in zip(paths, found, strict=True)}
     known = {path: each for path, each in named.items() if any(effect.count for effect in each.values())}
-    return known, alike(paths, changes, weighing, pairs)
+    return known, alike(paths, [each.cpu() for each in changes], weighing, pairs)
 
 
 def over_batches(found: Sequence[Found], path: str, task: int | None = None) -> torch.Tensor:

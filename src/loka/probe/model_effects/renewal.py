@@ -29,10 +29,8 @@ from loka.nn.linears import signature
 from loka.nn.site import site_forwards
 from loka.nn.unwrap import unwrap
 from loka.probe.layer_stats import with_effects, without_effects
-from loka.probe.model_effects.alike import alike
 from loka.probe.model_effects.calls import Found
-from loka.probe.model_effects.effects_by_part import ProbedRows, effects_by_part, over_batches
-from loka.probe.model_effects.error_projection import effects_of
+from loka.probe.model_effects.effects_by_part import ProbedRows, effects_by_part, effects_of_rows, over_batches
 from loka.probe.model_effects.fresh_rows import Clusters, Forward, FreshRows, Labels, Reading, Weights, read_batches
 from loka.probe.model_effects.logits import Logits, NoEffect, refuse
 from loka.probe.model_effects.movement import Horizon, added_variance, widened
@@ -40,7 +38,6 @@ from loka.probe.model_effects.promise import no_promise
 from loka.probe.model_effects.sample_rows import require_weights
 from loka.probe.model_effects.segment_rows import SEGMENT_ROWS, SegmentRows
 from loka.probe.refusals import refuse_other_model
-from loka.statistics.effect_casts import CASTS
 from loka.statistics.effect_depths import Tables, columns_in, merge_tables, tables_of
 
 T = TypeVar("T")
@@ -240,24 +237,14 @@ class _ModelEffects:
 
 
 def _model_effects(rows: FreshRows, paths: list[str], rates: TaskRates | None) -> _ModelEffects:
-    """`rates`: of positive labels, whose entropy H then is; None: H is that of the mean prediction."""
     found = _of_all_rows(rows.found, rows)
     z = torch.cat([each.logits for each in found])
-    predicted = z.sigmoid()
-    if rates is not None:
-        predicted = torch.tensor(rates.shares, dtype=torch.float64).expand(z.shape)
     signed = torch.cat([each.signed for each in found])
     clusters, weights = _of_all_rows(rows.clusters, rows), _of_all_rows(rows.weights, rows)
     groups = torch.cat(clusters).unique(return_inverse=True)[1] if clusters else None
     weighing = require_weights(torch.cat(weights)) if weights else None
     changes = [over_batches(found, path) for path in paths]
-    effects = effects_of(changes, predicted, signed, groups, weighing)
-    by_recipe = {path: dict(zip(CASTS, each, strict=True)) for path, each in zip(paths, effects, strict=True)}
-    return _ModelEffects(
-        paths=paths,
-        known={path: each for path, each in by_recipe.items() if any(e.count for e in each.values())},
-        alike=alike(paths, [each.cpu() for each in changes], weighing),
-    )
+    return _ModelEffects(paths, *effects_of_rows(paths, changes, z, signed, rates, groups, weighing))
 
 
 def _of_all_rows(values: Sequence[T], rows: FreshRows) -> list[T]:
