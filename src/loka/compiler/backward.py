@@ -206,10 +206,7 @@ def _emit_edge(
     theirs = edges[transposes.node].outputs if transposes is not None else {}
     mine.outputs = writer.run(emitter, program, site.rows, scale, theirs.get("r"), theirs.get("tops"))
     for index, total in enumerate(mine.sums):
-        val = total.meta["val"]
-        value = emitter.call(aten.view.default, mine.outputs[f"sum{index}"], [emitter.side(each) for each in val.shape])
-        value = emitter.call(prims.convert_element_type.default, value, val.dtype)
-        emitter.replace(total, value)
+        emitter.replace(total, emitter.as_like(mine.outputs[f"sum{index}"], total))
 
 
 def _transpose(emitter: Emitter, site: JointSite, mine: Edge, own: Low) -> dict[str, Node]:

@@ -16,6 +16,7 @@ from loka.compiler.nodes import BACKWARD, in_backward
 
 SIZE = torch.ops.aten.sym_size.int
 VIEW = torch.ops.aten.view.default
+CONVERT = torch.ops.prims.convert_element_type.default
 COPY = torch.ops.aten.clone.default
 
 # What marks a node as to be recomputed, and as forward or backward.
@@ -119,6 +120,12 @@ class Emitter:
                         with self.graph.inserting_after(node):
                             return self.call(SIZE, node, index)
         return None
+
+    def as_like(self, node: Node, like: Node) -> Node:
+        """The node in the shape and the dtype of another one, which has as many elements."""
+        value = like.meta["val"]
+        found = self.call(VIEW, node, [self.side(size) for size in value.shape])
+        return found if found.meta["val"].dtype == value.dtype else self.call(CONVERT, found, value.dtype)
 
     def item(self, node: Node, index: int) -> Node:
         return self.call(operator.getitem, node, index)

@@ -144,7 +144,7 @@ def normed_output(emitter: Emitter, product: Product, joined: set[Node]) -> Prod
         epilogue, keep = replace(fitting[1], dtype=value_of(x).dtype), product.site.backward is not None
         data, _, _, product = _emitted(emitter, product, epilogue, writer, keep=keep)
         with emitter.like(x):
-            data = _like(emitter, data, x)
+            data = emitter.as_like(data, x)
         compared = _compared(x, joined) if keep else []
         emitter.replace(x, data)
         for node in compared:  # the bytes, which backward reads anyway, have the signs too
@@ -242,7 +242,7 @@ def _emitted(
         )  # fmt: skip
         data, inverse, values, steps, scales = (emitter.item(op, index) for index in range(5))
         for statistic in writer.cone.given:
-            emitter.replace(statistic, _like(emitter, inverse, statistic))
+            emitter.replace(statistic, emitter.as_like(inverse, statistic))
         if not keep:
             return data, inverse, scales, replace(product, gemm=op)
         y = _restored(emitter, values, steps, like=product.y)
@@ -261,11 +261,3 @@ def _restored(emitter: Emitter, values: Node, steps: Node, *, like: Node) -> Nod
     product = emitter.call(aten.mul.Tensor, apart, each)
     whole = emitter.call(aten.view.default, product, [rows, columns])
     return emitter.call(prims.convert_element_type.default, whole, value_of(like).dtype)
-
-
-def _like(emitter: Emitter, node: Node, like: Node) -> Node:
-    """The node in the shape and the dtype of another one, which has as many elements."""
-    value = emitter.call(aten.view.default, node, [emitter.side(each) for each in value_of(like).shape])
-    if value_of(value).dtype == value_of(like).dtype:
-        return value
-    return emitter.call(prims.convert_element_type.default, value, value_of(like).dtype)
