@@ -47,6 +47,19 @@ def truncated(lines: Sequence[str], most: int) -> list[str]:
     return [*lines[:most], *([f"and {len(lines) - most} more"] if len(lines) > most else [])]
 
 
+def differing(there: Mapping[str, object], now: Mapping[str, object]) -> list[str]:
+    """A line for each of the names in `now` that has another value `there`."""
+
+    def shown(value: object) -> str:
+        return text if len(text := str(value)) < 120 else f"{text[:120]}..."
+
+    return [
+        f"{name}: {shown(there.get(name))} there, {shown(value)} now"
+        for name, value in now.items()
+        if there.get(name) != value
+    ]
+
+
 def first_line(error: BaseException) -> str:
     """The kind of `error` and the first line of its message, for an error or a table that names causes."""
     text = str(error).strip()

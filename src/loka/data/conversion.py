@@ -13,7 +13,7 @@ from pathlib import Path
 from threading import Event
 from typing import Any
 
-from loka.core.exceptions import DataRefused, FileRefused, LokaError, NotWritten
+from loka.core.exceptions import DataRefused, FileRefused, LokaError, NotWritten, differing
 from loka.core.progress import Track, untracked
 from loka.core.storage.alone import alone_in
 from loka.core.storage.files import digest_of
@@ -198,10 +198,9 @@ def _earlier(folder: Path, settings: dict[str, Any], digest: str) -> dict[int, S
     except FileRefused as error:
         raise FileRefused(error.what, why=error.why, way_out=f"delete {folder} and convert again") from error
     if manifest.digest != digest:
-        changed = [name for name in settings if settings[name] != manifest.settings.get(name)]
         raise DataRefused(
             f"{folder} holds another conversion",
-            why=[_difference(name, manifest.settings.get(name), settings[name]) for name in changed],
+            why=differing(manifest.settings, settings),
             way_out="choose another folder, or delete this one",
         )
     return {number: shard for number, shard in manifest.shards.items() if _as_written(folder, shard)}
@@ -217,11 +216,6 @@ def _as_written(folder: Path, shard: Shard) -> bool:
         return bool(parquet.read_metadata(folder / shard.file).num_rows == shard.rows)
     except (DataRefused, OSError, ValueError):
         return False
-
-
-def _difference(name: str, before: Any, now: Any) -> str:
-    shown = [text if len(text) < 120 else f"{text[:120]}..." for text in (str(before), str(now))]
-    return f"{name}: {shown[0]} there, {shown[1]} now"
 
 
 def _vocabulary(

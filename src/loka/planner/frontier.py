@@ -8,7 +8,6 @@ halved in eight bits (planner/choice/ne_budget.py).
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 from loka.core.budget import Budget, upper_bound
 from loka.core.error import Estimate, exactly
@@ -16,8 +15,8 @@ from loka.core.exceptions import LokaError
 from loka.core.records.parts import WHOLE, tasks_in
 from loka.core.records.plan import Plan
 from loka.core.records.report import HP, Report
-from loka.core.storage.codec import encode, named, sparse
-from loka.core.storage.files import write_record
+from loka.core.storage.codec import named, sparse
+from loka.core.storage.record_file import RecordFile
 from loka.core.table import format_table
 from loka.planner.choice.limits import WAY_OUT, spent_of
 from loka.planner.decision import saved_us
@@ -42,7 +41,7 @@ class Point:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Frontier:
+class Frontier(RecordFile, kind="loka-frontier", version=1, way_out="run `loka plan --frontier` again"):
     """`points` by rising budget, each faster than the one before; the first spends nothing.
 
     `base` is the time in hp, in `unit`: "us", or "FLOPs" of what was not timed. Of `tasks` each has
@@ -89,9 +88,6 @@ class Frontier:
         if self.tasks:
             note += f" Each of {', '.join(self.tasks)} has the budget; KL/H is that of the one that spends most."
         return f"{title}\n{format_table(header, rows)}\n{note}"
-
-    def save(self, path: Path | str) -> None:
-        write_record(Path(path), kind="loka-frontier", version=1, content=encode(self))
 
 
 def frontier(

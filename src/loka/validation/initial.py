@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from loka.core.device import value_bytes
-from loka.core.exceptions import truncated
+from loka.core.exceptions import differing, truncated
 from loka.nn.unwrap import require_initialized
 from loka.train.checkpointing.identity import layout
 
@@ -39,12 +39,8 @@ def initial_state(model: nn.Module) -> dict[str, Any]:
 def differences(there: Any, now: Mapping[str, Any]) -> list[str]:
     """Lines for readers; `there` comes from a file."""
     before, after = _flat(there), _flat(now)
-    lines = [
-        f"{name}: {before.get(name, 'nothing')} there, {after.get(name, 'nothing')} now"
-        for name in {**before, **after}
-        if before.get(name) != after.get(name)
-    ]
-    return truncated(lines, _SHOWN)
+    names = dict.fromkeys({**before, **after}, "nothing")
+    return truncated(differing({**names, **before}, {**names, **after}), _SHOWN)
 
 
 def _described(tensor: torch.Tensor) -> str:

@@ -29,7 +29,7 @@ from loka.cli.options import DataFile, Device, ScheduleName, SchemaFile, Seed, T
 from loka.cli.terminal import printable, say
 from loka.cli.torchrun import require_alone
 from loka.core.budget import Budget
-from loka.core.exceptions import FileRefused, LokaError
+from loka.core.exceptions import FileRefused, LokaError, differing
 from loka.core.numerics.label_rate import Shares
 from loka.core.records.plan import Plan
 from loka.core.records.report import HP
@@ -171,8 +171,7 @@ def _claim(out: Path, config: DemoConfig) -> None:
             found = dict(parse_json(read_bounded(file, Limits()), Limits()))
         except (ValueError, TypeError, OSError, RecursionError) as error:
             raise LokaError(f"{file} is damaged ({error})", way_out="choose another --out") from error
-        different = [f"{k}: {found.get(k)} there, {wanted[k]} now" for k in wanted if found.get(k) != wanted[k]]
-        if different:
+        if different := differing(found, wanted):
             raise LokaError(
                 f"{out} holds another demo", why=different, way_out="choose another --out, or remove that folder"
             )

@@ -18,7 +18,7 @@ from loka.cli.models import Show, build_model, show_line, takes_mods
 from loka.cli.terminal import say
 from loka.core.budget import Budget
 from loka.core.device import fingerprint, has_graphs
-from loka.core.exceptions import LokaError, MissingLibrary, PlanMismatch, UnknownName
+from loka.core.exceptions import LokaError, MissingLibrary, PlanMismatch, UnknownName, differing
 from loka.core.records.plan import Plan
 from loka.core.records.report import HP, Report
 from loka.core.records.stats import Stats
@@ -178,8 +178,7 @@ def _probed_before(config: StepConfig, data: Data) -> bool:
         return False
     there = read_record(path, kind=_PROBED_KIND, version=1, way_out="choose another --out", parse=dict)
     there.setdefault("mods", True)  # until 2026-11-28 every model had them
-    differs = [f"{what}: {there.get(what)} there, {now[what]} now" for what in now if there.get(what) != now[what]]
-    if differs:
+    if differs := differing(there, now):
         raise PlanMismatch(
             f"the statistics in {config.out} are of another run",
             why=differs,
