@@ -22,7 +22,7 @@ import torch
 from loka.core.records.stats import Distribution
 from loka.statistics.gaussian import compress
 from loka.statistics.row_picks import sent
-from loka.statistics.tails import octaves
+from loka.statistics.tails import finite_rows, octaves
 
 FACTOR, TOTALS = "sample_factor", "tail_sample_sums"
 _DIRECTIONS, _FACTOR_ELEMENTS = 8, 1 << 20  # r, and r N K at most: 4 MiB
@@ -86,9 +86,7 @@ def samples_of(x: torch.Tensor, g: torch.Tensor, *, all_rows: int | None = None)
 
     `all_rows`: how many rows each has, if more than are given.
     """
-    x, g = x.detach().float(), g.detach().float()
-    good = (torch.isfinite(x).all(dim=2) & torch.isfinite(g).all(dim=2)).unsqueeze(2)
-    x, g = torch.where(good, x, 0), torch.where(good, g, 0)
+    x, g, good = finite_rows(x, g)
     products = (g.transpose(1, 2) @ x).flatten(1)
     x_energy, g_energy = (v.double().square().sum(dim=2) for v in (x, g))
     alive = ((x_energy > 0) & (g_energy > 0)).double()

@@ -89,10 +89,15 @@ def merge_tails(a: Tails, b: Tails) -> Tails:
 
 def cross_of(hp: torch.Tensor, grad_output: torch.Tensor) -> Cross:
     """C of the rows `hp` [m, K] and `grad_output` [m, N], the same rows of both; nothing waits."""
-    x, g = hp.detach().float(), grad_output.detach().float()
-    good = (torch.isfinite(x).all(dim=1) & torch.isfinite(g).all(dim=1)).unsqueeze(1)
-    x, g = torch.where(good, x, 0), torch.where(good, g, 0)
+    x, g, good = finite_rows(hp, grad_output)
     return Cross(count=good.sum().double(), sum=g.t() @ x)
+
+
+def finite_rows(x: torch.Tensor, g: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """x [.., K] and g [.., N] in float32, with zeros for rows that are not finite in both; and which are, [.., 1]."""
+    x, g = x.detach().float(), g.detach().float()
+    good = (torch.isfinite(x).all(dim=-1) & torch.isfinite(g).all(dim=-1)).unsqueeze(-1)
+    return torch.where(good, x, 0), torch.where(good, g, 0), good
 
 
 def merge_cross(a: Cross, b: Cross) -> Cross:

@@ -21,7 +21,7 @@ import torch
 
 from loka.core.recipe import Cast, Format, Granularity
 
-_TINY = torch.finfo(torch.float32).tiny
+TINY = torch.finfo(torch.float32).tiny
 LARGEST_STEP = torch.finfo(torch.float32).max / 127 * (1 - 2.0**-23)  # of INT8
 
 
@@ -76,7 +76,7 @@ def scale_of(amax: torch.Tensor, cast: Cast) -> torch.Tensor:
     fmax = cast.format.max
     # By a tensor: on a GPU torch multiplies by the inverse of a number, an ulp away. FP8 has its own kernel.
     divisor = amax.new_full((), fmax, dtype=torch.float32) if cast.format.uniform else fmax
-    scale = amax.float().clamp_min(_TINY * fmax) / divisor
+    scale = amax.float().clamp_min(TINY * fmax) / divisor
     if cast.format.uniform:  # 127 times it stays a float32
         scale = scale.where(~(scale > LARGEST_STEP) | scale.isinf(), LARGEST_STEP)
     if cast.power_of_two:

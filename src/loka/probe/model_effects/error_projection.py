@@ -15,14 +15,13 @@ import torch
 from loka.core.numerics.centring import centre_of_rows, subtract
 from loka.core.numerics.effect import Effect
 from loka.core.numerics.hot_columns import hottest, in_units
-from loka.core.numerics.reference import scale_of
+from loka.core.numerics.reference import TINY, scale_of
 from loka.core.recipe import Cast, Casts, Format
 from loka.statistics.depth_scales import sample_scales, sides_of
 from loka.statistics.effect_depths import NOTHING, Learnt
 
 _PART = 1 << 24  # elements of stacked weights, and of stacked rows, at a time
 _LOOKED_AT = 1 << 18  # elements of the input
-_TINY = torch.finfo(torch.float32).tiny
 
 
 def changes_of(
@@ -167,7 +166,7 @@ def _scale_for(cast_format: Format, scale: torch.Tensor) -> torch.Tensor:
     smallest normal."""
     if cast_format is not Format.E5M2:
         return scale
-    return (scale * (Format.E4M3.max / cast_format.max)).clamp_min(_TINY)
+    return (scale * (Format.E4M3.max / cast_format.max)).clamp_min(TINY)
 
 
 def _runs(numbers: Sequence[int]) -> Iterator[tuple[int, int]]:

@@ -10,11 +10,8 @@ from pathlib import Path
 import torch
 
 from loka.core.device import synchronize
-from loka.core.storage.codec import decode, encode
-from loka.core.storage.files import read_record, write_record
+from loka.core.storage.record_file import RecordFile
 from loka.core.table import format_table
-
-_KIND, _VERSION = "training timeline", 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,6 +24,11 @@ class Event:
     rows: int
     seconds: float
     note: str = ""
+
+
+@dataclass(frozen=True)
+class _Phases(RecordFile, kind="training timeline", version=1, way_out="it is written anew by the run's next phase"):
+    events: tuple[Event, ...]
 
 
 def paces(events: Sequence[Event]) -> list[tuple[float | None, float | None]]:
@@ -62,7 +64,7 @@ class Timeline:
         if self._file is None:
             return
         try:
-            write_record(self._file, kind=_KIND, version=_VERSION, content={"events": encode(self.events)})
+            _Phases(tuple(self.events)).save(self._file)
         except OSError as error:
             warnings.warn(f"{self._file} was not written: {error}", RuntimeWarning, stacklevel=2)
 
@@ -84,10 +86,4 @@ class Timeline:
 
 def load_timeline(path: Path) -> tuple[Event, ...]:
     """Reads a timeline. Raises FileRefused for a file that is missing, truncated or edited."""
-    return read_record(
-        path,
-        kind=_KIND,
-        version=_VERSION,
-        way_out="it is written anew by the run's next phase",
-        parse=lambda content: decode(tuple[Event, ...], content["events"], at="events"),
-    )
+    return _Phases.load(path).events

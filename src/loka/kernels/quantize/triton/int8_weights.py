@@ -10,12 +10,12 @@ import torch
 import triton
 import triton.language as tl
 
+from loka.core.numerics.reference import TINY
 from loka.kernels.quantize.triton.cast_kernels import scale_of, scaled
 from loka.kernels.quantize.triton.fp8_weights import HIGH_PRECISION, is_aligned, numbers, plain, starts
 from loka.kernels.triton.launch import cdiv, launching_on
 from loka.kernels.triton.pack import integer, magnitude_bits
 
-_TINY = torch.finfo(torch.float32).tiny
 _TILE = 4096  # elements that a program holds at a time
 _WIDE = 1024  # columns of them, at most
 
@@ -88,7 +88,7 @@ def quantize_rows_fused(weights: Sequence[torch.Tensor], copies: Sequence[Sequen
             WEIGHTS=len(weights),
             WEIGHT=HIGH_PRECISION[weights[0].dtype],
             ALIGN=align,
-            TINY=_TINY,
+            TINY=TINY,
             HIGH=high,
             WIDE=wide,
         )

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 import torch
 import triton.language as tl
 
-from loka.core.numerics.reference import Quantized
+from loka.core.numerics.reference import TINY, Quantized
 from loka.core.recipe import Cast, Granularity
 from loka.kernels.quantize.side import Copies, Operand, Side, empty_scale
 from loka.kernels.quantize.triton.cast_kernels import (
@@ -38,7 +38,6 @@ from loka.kernels.quantize.triton.cast_kernels import (
 from loka.kernels.triton.launch import Recording, allocated, cdiv, launch, launching_on, recorded
 from loka.kernels.triton.pack import CVT, INTERPRETED, TRITON_TYPES
 
-_TINY = torch.finfo(torch.float32).tiny
 _ROWS_TILE = 4096  # elements that a program of `quantize_rows` holds at a time
 _AMAX_PROGRAMS = 2048  # enough to fill 132 multiprocessors several times over
 
@@ -214,7 +213,7 @@ def _cast_tiles(
         (column_copy.scale.shape[1] if column_copy else 0) - 1,
     )
     constants = {
-        "TINY": _TINY,
+        "TINY": TINY,
         **_constants("ROW", row, given is not None, health is not None),
         **_constants("COLUMN", column, given is not None, health is not None),
         "WORDS": column is not None and column.padded[1] % 4 == 0,
@@ -302,7 +301,7 @@ def _rows(hp: torch.Tensor, side: Side, tensor_amax: torch.Tensor | None, health
     )
     constants = {
         "FMAX": side.cast.format.max,
-        "TINY": _TINY,
+        "TINY": TINY,
         "POWER_OF_TWO": side.cast.power_of_two,
         "OUT": TRITON_TYPES[side.cast.format.dtype],
         "TENSOR_AMAX": tensor_amax is not None,
