@@ -14,10 +14,11 @@ from loka.core.error import sqnr_db
 from loka.core.exceptions import LokaError
 from loka.core.numerics.reference import dequantize, quantize
 from loka.core.recipe import RECIPES, Gemm
-from loka.measurement.operands import draw_operands, layer_samplers
+from loka.measurement.operands import draw_operands
 from loka.probe import Probe
 from loka.probe.merging import merge_stats
 from loka.statistics.depths import operand_errors
+from loka.statistics.draw import samplers
 
 
 def test_training_with_a_probe_gives_the_same_bits():
@@ -349,7 +350,7 @@ def test_draws_keep_the_tails_that_a_probe_saw():
     device, generator = torch.device("cpu"), torch.Generator().manual_seed(1)
     draws = {}
     for keep in (True, False):
-        drawn = draw_operands(layer, layer_samplers(layer, device, keep_tails=keep), 2048, generator)
+        drawn = draw_operands(layer, samplers(layer.operands, device, keep_tails=keep), 2048, generator)
         zeros = (drawn["input"] == 0).float().mean().item()
         together = (drawn["input"][:, :8] * drawn["grad_output"]).mean().item()
         draws[keep] = zeros, together

@@ -142,7 +142,7 @@ def model_builder(name: str) -> Build:
         given: dict[str, Any] = {"dense_features": source.dense_features, "vocab_sizes": source.vocab_sizes}
         if len(tasks_of(source)) > 1:
             given["tasks"] = len(tasks_of(source))
-        if (history := history_of(source)) is not None and _has_parameter(factory, "history"):
+        if (history := history_of(source)) is not None and _takes_history(factory):
             given["history"] = history  # one that takes none may know how many ids there are
         try:
             model = factory(**given)
@@ -159,12 +159,12 @@ def model_builder(name: str) -> Build:
     return built
 
 
-def _has_parameter(function: Callable[..., Any], name: str) -> bool:
+def _takes_history(function: Callable[..., Any]) -> bool:
     try:
         parameters = inspect.signature(function).parameters
     except ValueError:  # of one that is written in C
         return False
-    return name in parameters or any(found.kind is found.VAR_KEYWORD for found in parameters.values())
+    return "history" in parameters or any(found.kind is found.VAR_KEYWORD for found in parameters.values())
 
 
 def find_function(name: str, *, way_out: str) -> Callable[..., Any]:

@@ -34,13 +34,13 @@ def show_line(changes: Changes) -> None:
     say(line_of(changes))
 
 
-def apply_mods(model: nn.Module, name: str, asked: bool | None, *, show: Show = show_line) -> None:
+def apply_mods(model: nn.Module, name: str, asked: bool | None, *, show: Show) -> None:
     """Applies the mods to the model, in place, where `takes_mods` says so; `show` receives what they changed."""
     if takes_mods(name, asked):
         show(mods.apply(model, MODS))
 
 
-def modded_builder(name: str, *, with_mods: bool | None = None, show: Show = show_line) -> Build:
+def modded_builder(name: str, *, with_mods: bool | None = None, show: Show) -> Build:
     """`model_builder(name)`, and `apply_mods` to each model that it builds."""
     builder = model_builder(name)
 

@@ -56,7 +56,7 @@ def compile_in_place(module: Module, frame: CodeType | None = None, *, replayed:
     return _called_by(module, _compiled_alone(_own_call(module, frame), replayed=replayed))
 
 
-def compile_forward(module: Module, *, replayed: bool = False) -> Module:
+def compile_forward(module: Module, *, replayed: bool) -> Module:
     """As `compile_in_place`, but only for the forward of the module: its hooks run as they are written, around the
     compiled code.
     """

@@ -47,7 +47,7 @@ def gemm_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], is_weight:
     if func in _LINEAR:
         return _linear(*args, is_weight=is_weight, **kwargs)
     if func in _PRODUCTS:
-        a, b = _two(args, kwargs, ("input", "self"), ("other", "mat2", "vec"))
+        a, b = (*args, *(kwargs[name] for name in ("input", "self", "other", "mat2", "vec") if name in kwargs))[:2]
         return None if func in _VECTORS and is_weight(a) else _product(a, b, None, is_weight)
     if func in _REVERSED:
         return _product(args[1], args[0], None, is_weight)
@@ -88,13 +88,6 @@ def _same(tensor: torch.Tensor) -> torch.Tensor:
 
 def _last_swapped(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.transpose(-1, -2)
-
-
-def _two(
-    args: tuple[Any, ...], kwargs: dict[str, Any], first: tuple[str, ...], second: tuple[str, ...]
-) -> tuple[Any, Any]:
-    given = [*args, *(kwargs[name] for name in (*first, *second) if name in kwargs)]
-    return given[0], given[1]
 
 
 def _linear(

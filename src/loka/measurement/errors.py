@@ -27,10 +27,11 @@ from loka.core.records.stats import LinearStats
 from loka.core.timing import is_broken
 from loka.kernels.gemm.registry import candidate_named
 from loka.kernels.gemm.run import run_gemm
-from loka.measurement.operands import Operands, draw_operands, hot_of_input, layer_samplers, sides
+from loka.measurement.operands import Operands, draw_operands, hot_of_input, sides
 from loka.measurement.predicted_kl import predicted_kl
 from loka.measurement.settings import Settings
 from loka.statistics.depths import depth_histogram, operand_errors
+from loka.statistics.draw import samplers
 from loka.statistics.effect_depths import centre_of_input
 
 
@@ -69,7 +70,7 @@ def draw_errors(
 
     What "hp" raises, and an error after which CUDA is unusable, is raised.
     """
-    samplers = layer_samplers(layer, device, keep_tails=settings.keep_tails)
+    by_name = samplers(layer.operands, device, keep_tails=settings.keep_tails)
     generator = torch.Generator(device).manual_seed(settings.seed)
     draws = _Draws(
         problems=problems,
@@ -80,7 +81,7 @@ def draw_errors(
     )
     rows = min(layer.rows, settings.rows)
     for count in itertools.count(1):
-        operands = draw_operands(layer, samplers, rows, generator)
+        operands = draw_operands(layer, by_name, rows, generator)
         _compare(operands, draws, device)
         if count >= settings.max_draws or (count >= settings.min_draws and _narrow(draws.drawn, settings)):
             break

@@ -20,18 +20,12 @@ _ROTATION_BYTES = 1 << 30  # copies of the operands to rotate, so that none stay
 _ROTATION = 8  # as many calls as a graph holds at most
 
 
-def layer_samplers(layer: LinearStats, device: torch.device, *, keep_tails: bool = True) -> dict[str, Sampler]:
-    """A sampler for each operand. With `keep_tails`, draws have the tails that were learnt (statistics/tails.py), if
-    any were."""
-    return samplers(layer.operands, device, keep_tails=keep_tails)
-
-
 def draw_operands(
-    layer: LinearStats, samplers: Mapping[str, Sampler], rows: int, generator: torch.Generator
+    layer: LinearStats, by_name: Mapping[str, Sampler], rows: int, generator: torch.Generator
 ) -> Operands:
     """One draw of `rows` rows, in the dtypes that the model uses."""
     dtypes = {"input": layer.dtype, "weight": layer.weight_dtype, "grad_output": layer.dtype}
-    return {name: draw(rows, generator).to(DTYPES[dtypes[name]]) for name, draw in samplers.items()}
+    return {name: draw(rows, generator).to(DTYPES[dtypes[name]]) for name, draw in by_name.items()}
 
 
 def hot_of_input(layer: LinearStats, candidate: str, device: torch.device | str = "cpu") -> torch.Tensor | None:
@@ -67,7 +61,7 @@ def with_weight_cast(operands: Operands) -> Operands:
 def rotated_operands(layer: LinearStats, *, device: torch.device, seed: int) -> list[Operands]:
     """Operands of the true size in up to 8 copies, fewer where those would fill a gigabyte."""
     generator = torch.Generator(device).manual_seed(seed)
-    plain = layer_samplers(layer, device, keep_tails=False)  # times do not depend on tails
+    plain = samplers(layer.operands, device, keep_tails=False)  # times do not depend on tails
     operands = draw_operands(layer, plain, min(layer.rows, _TIMED_ROWS), generator)
     for name in ("input", "grad_output"):
         if name in operands:

@@ -24,7 +24,7 @@ _NEEDED_BY = {
 }
 
 
-def diagnose(target: str | None = None) -> str:
+def diagnose(target: str | None) -> str:
     device = default_device()
     here = fingerprint(device)
     asked = target or here.target

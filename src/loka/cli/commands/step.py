@@ -228,9 +228,7 @@ def _everywhere(report: Report, name: str) -> Plan:
     return plan_report(report, force=force)
 
 
-def _torchao(
-    fresh: Callable[[], nn.Module], batch: Batch, recipe: str, *, filtered: bool = False
-) -> Callable[[], nn.Module]:
+def _torchao(fresh: Callable[[], nn.Module], batch: Batch, recipe: str, *, filtered: bool) -> Callable[[], nn.Module]:
     def build() -> nn.Module:
         try:
             from torchao.float8 import Float8LinearConfig, _auto_filter_for_recipe, convert_to_float8_training

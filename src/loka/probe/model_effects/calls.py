@@ -11,7 +11,7 @@ from loka.probe.model_effects.logits import NoEffect
 from loka.probe.model_effects.sample_rows import rows_of
 from loka.probe.trace import unseen
 from loka.statistics.effect_casts import CASTS
-from loka.statistics.effect_depths import NOTHING, Learnt, Tables, effect_tables
+from loka.statistics.effect_depths import Learnt, Tables, effect_tables
 
 
 @dataclass(eq=False)
@@ -93,8 +93,8 @@ def changes_at(
     generator: torch.Generator,
     *,
     of_all: bool = False,
-    tables: bool = True,
-    learnt: Learnt = NOTHING,
+    tables: bool,
+    learnt: Learnt,
 ) -> tuple[torch.Tensor, Tables]:
     """s [m, recipes] float32: what each recipe's error changes v by, to first order; and, with `tables`,
     histograms. Notes in the step whether a gradient reaches the call: cat and stack send zeros to what the logits

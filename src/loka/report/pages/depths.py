@@ -113,7 +113,7 @@ def depths_section(stats: Stats) -> Html:
             "zero.",
         ),
         _strips(found),
-        _table(stats, found),
+        _table(found),
         tag("h3", "The three layers with the deepest operands"),
         *(_layer(path, by_layer[path], stats) for path in first),
         fold(
@@ -205,7 +205,7 @@ def _strip(operand: Operand, y: float) -> list[Html]:
 _SHORT = {"input": "input", "weight": "weight", "grad_output": "grad"}
 
 
-def _table(stats: Stats, found: list[Operand]) -> Html:
+def _table(found: list[Operand]) -> Html:
     header = ("layer", "operand", "past e4m3 normal", "flushed", "error e4m3", "with row scales", "error e5m2", "zeros")
     rows = []
     for operand in found:

@@ -61,7 +61,7 @@ def answers_of(
     device: torch.device,
     *,
     folder: Path,
-    weights: Mapping[str, torch.Tensor] | None = None,
+    weights: Mapping[str, torch.Tensor] | None,
 ) -> tuple[dict[str, torch.Tensor], list[str]]:
     """Outputs by "ROWS/PLACE", for columns by "ROWS/PLACE", and the names of the package's constants. Files that it
     exchanges lie in `folder`. `weights`: constants by name, of which it loads those that the package has first.

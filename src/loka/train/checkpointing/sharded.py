@@ -122,7 +122,7 @@ def save_sharded(
     tensors: Mapping[str, torch.Tensor],
     own: Mapping[str, Any],
     identity: Mapping[str, Any],
-    keep: int = 2,
+    keep: int,
 ) -> None:
     """Writes `folder/step-...`, and removes all but the newest `keep` up to this step. A collective.
 

@@ -43,7 +43,7 @@ _AMAX_PROGRAMS = 2048  # enough to fill 132 multiprocessors several times over
 
 
 def quantize_fused(
-    operands: Sequence[Operand], *, given: torch.Tensor | None = None, health: torch.Tensor | None = None
+    operands: Sequence[Operand], *, given: torch.Tensor | None, health: torch.Tensor | None
 ) -> list[Copies]:
     """Quantizes each hp [R, C] and hp^T [C, R] in one pass over it; see kernels/quantize/quantizer.py.
 
