@@ -99,12 +99,6 @@ class RunningQuality:
         _, loss, click, _ = self._sums[0].tolist()
         return loss, click
 
-    def ne(self) -> float:
-        return self.lifetime().ne
-
-    def lifetime(self) -> Quality:
-        return _quality(self._sums[0].tolist(), self._histogram)
-
     def read(self) -> Reading:
         by_kind = self._sums.tolist()
         names = (*self._segments.names, OTHER) if self._segments else ()
