@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
 from typing import Protocol
 
@@ -49,6 +49,19 @@ class Batch:
         """The fields by name, without those that are absent."""
         found = {field.name: getattr(self, field.name) for field in fields(self)}
         return {name: tensor for name, tensor in found.items() if tensor is not None}
+
+
+def rows_of(batch: Batch, first: int, last: int) -> Batch:
+    """Rows [first, last) of a batch."""
+    return Batch(**{name: tensor[first:last] for name, tensor in batch.tensors().items()})
+
+
+def joined(batches: Sequence[Batch]) -> Batch:
+    """The rows of all batches, one after the other."""
+    if len(batches) == 1:
+        return batches[0]
+    parts = [batch.tensors() for batch in batches]
+    return Batch(**{name: torch.cat([part[name] for part in parts]) for name in parts[0]})
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -18,10 +18,8 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 
-import torch
-
 from loka.core.exceptions import DataRefused
-from loka.data.batch import Batch, Source, at_epoch, history_of, tasks_of
+from loka.data.batch import Batch, Source, at_epoch, history_of, joined, rows_of, tasks_of
 
 
 class Dealt:
@@ -100,8 +98,7 @@ class Dealt:
         last = first + every // self._ranks
         if len(batches) == 1 and (first, last) == (0, each):
             return batches[0]
-        fields = [batch.tensors() for batch in batches]
-        return Batch(**{name: torch.cat([one[name] for one in fields])[first:last] for name in fields[0]})
+        return rows_of(joined(batches), first, last)
 
 
 def _nothing() -> None: ...

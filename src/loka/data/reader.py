@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from loka.core.exceptions import DataRefused
-from loka.data.batch import Batch, History, tasks_of
+from loka.data.batch import Batch, History, joined, tasks_of
 from loka.data.block import Block, check_batching, merged, training_rows
 from loka.data.content import identity_of
 from loka.data.order import Order, Shuffle, order_of
@@ -229,7 +229,4 @@ def _gathered(block: Block, rows: slice | np.ndarray, *, pin: bool) -> Batch:
 
 
 def _joined(parts: list[Batch], *, pin: bool) -> Batch:
-    if len(parts) == 1:
-        return parts[0]
-    tensors = {name: torch.cat([part.tensors()[name] for part in parts]) for name in parts[0].tensors()}
-    return Batch(**{name: tensor.pin_memory() if pin else tensor for name, tensor in tensors.items()})
+    return joined(parts).pinned() if pin and len(parts) > 1 else joined(parts)

@@ -8,9 +8,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from loka.core.exceptions import DataRefused
-from loka.data.batch import Batch, Source, at_epoch
+from loka.data.batch import Batch, Source, at_epoch, rows_of
 from loka.train.config import TrainConfig
-from loka.train.steps.forward import rows_of
 
 
 @dataclass(frozen=True)

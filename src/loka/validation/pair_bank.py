@@ -26,7 +26,7 @@ from loka.core.storage.record_file import RecordFile
 from loka.validation.arms import NUDGED, title_of
 from loka.validation.power import Rates, deviation_by_rows, rates
 from loka.validation.record import Validation
-from loka.validation.variance import MIN_PAIRS, Expected, PairVariance
+from loka.validation.variance import MIN_PAIRS, Expected, PairVariance, deviation
 from loka.validation.verdicts import ERROR
 
 _DRAWS = 4000
@@ -84,7 +84,7 @@ class BankedArm:
             mean=float(np.mean(values)),
             pairs=len(values),
             rows=self.rows,
-            between_pairs=float(np.std(values, ddof=1)) if len(values) > 1 else float("nan"),
+            between_pairs=deviation(values),
             rows_error=self.rows_error,
         )
 

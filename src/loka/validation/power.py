@@ -17,7 +17,7 @@ from loka.train.metrics import Floats
 from loka.validation.quantile import student_t
 from loka.validation.record import ArmVerdict, SeedPair
 from loka.validation.sequential import look_tail
-from loka.validation.variance import KL_SHARE, MIN_PAIRS, Expected, PairVariance, by_kl, seeds_half
+from loka.validation.variance import KL_SHARE, MIN_PAIRS, Expected, PairVariance, by_kl, deviation, seeds_half
 from loka.validation.verdicts import ERROR
 
 POWER = 0.8
@@ -192,7 +192,7 @@ def contributions(arm: ArmVerdict) -> list[Contribution]:
             variance,
             mean=float(np.mean(values)) if of else math.nan,
             pairs=len(of),
-            between_pairs=float(np.std(values, ddof=1)) if len(of) > 1 else math.nan,
+            between_pairs=deviation(values),
             expected=by_kl(pair.difference for pair in of) if from_pairs else settled,
         )
         return found.interval(tail)

@@ -37,7 +37,7 @@ Biometrika 73, 1986); else each row counts by itself, and the second part may be
 """
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -73,6 +73,11 @@ def by_kl(differences: Iterable[PairedDifference]) -> Expected | None:
         return None
     mean = float(np.mean(parted))
     return Expected(KL_SHARE * mean, 0, f"a third of the KL/H between the models of a pair, {mean:.3g} %")
+
+
+def deviation(values: Sequence[float]) -> float:
+    """Between pairs; nan of one."""
+    return float(np.std(values, ddof=1)) if len(values) > 1 else math.nan
 
 
 def seeds_half(own: npt.ArrayLike, pairs: int, tail: float, *, spread: npt.ArrayLike = 0.0, freedom: int = 0) -> Floats:

@@ -44,11 +44,6 @@ def predict(
     return logits.to(torch.float32, copy=True)
 
 
-def rows_of(batch: Batch, first: int, last: int) -> Batch:
-    """Rows [first, last) of a batch."""
-    return Batch(**{name: tensor[first:last] for name, tensor in batch.tensors().items()})
-
-
 @contextlib.contextmanager
 def matrix_precision(precision: Precision, device: torch.device) -> Iterator[None]:
     """Inside, float32 matrices are multiplied on a GPU as `precision` says: in TF32, or in full.

@@ -23,7 +23,7 @@ from torch.nn import functional
 from torch.optim import Optimizer
 
 from loka.core.exceptions import first_line
-from loka.data.batch import Batch
+from loka.data.batch import Batch, rows_of
 from loka.distributed.dense_sharding import average_gradients, is_sharded, replicated_tables
 from loka.distributed.tables.sharded_tables import sharded_modules
 from loka.nn import unwrap
@@ -34,7 +34,7 @@ from loka.train.config import TrainConfig
 from loka.train.steps.agreement import disagreement
 from loka.train.steps.blocks import compiled, left_as_written, uncompiled
 from loka.train.steps.extent import Extent, extent_of
-from loka.train.steps.forward import arguments, predict, rows_of, tasks_in
+from loka.train.steps.forward import arguments, predict, tasks_in
 from loka.train.steps.graphed import GraphedStep, graphed
 from loka.train.steps.pipelined import Pipelined, pipelined
 from loka.zoo import look_up
