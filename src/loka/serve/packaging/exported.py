@@ -19,6 +19,7 @@ from loka.kernels.gemm.aten import aten_gemm
 from loka.kernels.gemm.registry import candidate_named
 from loka.nn.unwrap import named_modules
 from loka.planner.convert import fp8_layers
+from loka.serve.build import share
 from loka.serve.model.code import steady_data
 from loka.serve.rows import digest
 from loka.serve.run import Runner
@@ -194,8 +195,7 @@ def exported(frozen: nn.Module, plan: Plan, run: Runner, device: torch.device) -
     sites: dict[str, Any] = {
         name: PackagedSite(site) if site.weight.joined is None else copy.copy(site) for name, site in own_sites.items()
     }
-    tensors = [*frozen.parameters(), *frozen.buffers()]
-    tree = copy.deepcopy(frozen, {id(tensor): tensor for tensor in tensors})
+    tree = share(frozen)
     detach(tree)
     # Called with a site that no row reached, tracing raises: such a path cannot be in a package.
     attach(
