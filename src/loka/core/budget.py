@@ -117,6 +117,11 @@ def upper_bound(effect: Estimate) -> float:
     return max(upper, 0.0) if math.isfinite(upper) else math.inf
 
 
+def known_effect(effect: Estimate | None) -> Estimate | None:
+    """`effect` where it has an upper end to charge a budget; None otherwise."""
+    return effect if effect is not None and math.isfinite(upper_bound(effect)) else None
+
+
 def total_effect(effects: Iterable[Estimate]) -> Estimate:
     """The sum of effects. Interval ends are added, not variances, because all sites are estimated on the same sampled
     rows.

@@ -29,13 +29,13 @@ from dataclasses import dataclass
 
 import torch
 
-from loka.core.budget import total_effect, upper_bound
+from loka.core.budget import known_effect, total_effect, upper_bound
 from loka.core.error import Estimate, student_t_95
 from loka.core.exceptions import DataRefused, PlanMismatch
 from loka.core.numerics.effect import OTHER_PARTS
 from loka.core.recipe import SHARED_OPERANDS
 from loka.core.records.parts import joined_alike, lost_together
-from loka.core.records.plan import Plan, known_effect
+from loka.core.records.plan import Plan
 from loka.core.records.recipe_drift import columns_left, off_centre
 from loka.core.records.report import HP
 from loka.core.records.stats import OPERANDS, Distribution, Stats

@@ -12,7 +12,7 @@ import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
-from loka.core.budget import total_effect, upper_bound
+from loka.core.budget import known_effect, total_effect, upper_bound
 from loka.core.error import Estimate
 from loka.core.numerics.effect import Effect
 from loka.core.storage.codec import record, sparse
@@ -155,9 +155,8 @@ def joined_alike(
 def judged(part: Part, effects: Iterable[Mapping[str, Effect]]) -> Part:
     """`part` with its width, by the effects of each layer, and with no more rows than those are of."""
     found = [by_recipe[REFERENCE] for by_recipe in effects if REFERENCE in by_recipe]
-    known = [effect.kl() for effect in found]
     # A layer without an upper end stays in high precision: what is charged is the others'.
-    total = total_effect(one for one in known if math.isfinite(upper_bound(one)))
+    total = total_effect(filter(None, (known_effect(effect.kl()) for effect in found)))
     width = upper_bound(total) / total.value if total.value > 0 else math.inf
     told = max((round(effect.count) for effect in found), default=part.rows)
     return replace(part, width=width, rows=min(part.rows, told))

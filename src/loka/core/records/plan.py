@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from loka.core.budget import Budget, total_effect, upper_bound
+from loka.core.budget import Budget, known_effect, total_effect
 from loka.core.device import Fingerprint
 from loka.core.error import Estimate
 from loka.core.exceptions import FileRefused, require_kind
@@ -220,11 +219,6 @@ class Plan(
         """What `kl_of` lacks, in words; "" for a whole sum."""
         missing = len(self.kl_unknown_of(part))
         return f", and {missing} without an estimate" if missing else ""
-
-
-def known_effect(effect: Estimate | None) -> Estimate | None:
-    """`effect` where it has an upper end to charge a budget; None otherwise."""
-    return effect if effect is not None and math.isfinite(upper_bound(effect)) else None
 
 
 def _show(estimate: Estimate | None, pattern: str) -> str:

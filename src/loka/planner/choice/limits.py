@@ -11,12 +11,12 @@ import math
 from collections.abc import Mapping
 
 from loka.compiler.joint_sites import ARMS
-from loka.core.budget import Budget, upper_bound
+from loka.core.budget import Budget, known_effect, upper_bound
 from loka.core.error import Estimate
 from loka.core.exceptions import EffectUnknown, UnknownName
 from loka.core.recipe import Gemm, recipe_in
 from loka.core.records.parts import WHOLE, lost_together, part_name, segments_in, tasks_in
-from loka.core.records.plan import Plan, known_effect
+from loka.core.records.plan import Plan
 from loka.core.records.report import HP, REGION, Measurement, Report, SiteReport
 
 WAY_OUT = "probe its effect (docs/ne.md), or plan with ne=None, on error alone"
