@@ -87,7 +87,7 @@ def banked(values, name="naive", rows_error=0.0, model="dlrm", **others):
     )
 
 
-# The planned arms of the proof (benchmarks/quality/bank.py; 10 million rows to train on, 2.5 million others).
+# The planned arms of the proof (benchmarks/quality/README.md; 10 million rows to train on, 2.5 million others).
 # Model, arm, error of rows in 1e-5 %; NE and KL/H of eight pairs in 1e-4 %.
 STORED = """
 dcnv2 plan 23 200 283 264 257 376 218 519 194 200 226 218 180 228 210 227 213
