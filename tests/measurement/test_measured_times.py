@@ -1,3 +1,4 @@
+import shutil
 import sys
 from dataclasses import replace
 
@@ -11,9 +12,9 @@ from torch import nn
 import loka
 from loka.core.device import fingerprint
 from loka.core.numerics.reference import scaled_mm
-from loka.core.storage.files import canonical
+from loka.core.storage.files import PACKAGE, canonical, digest_of_sources
 from loka.measurement import Settings
-from loka.measurement.cache import TimesCache
+from loka.measurement.cache import _SOURCES, TimesCache
 from loka.measurement.errors import draw_errors
 from loka.measurement.times import site_times
 from loka.measurement.times.layer_times import Timer, cell_key
@@ -125,6 +126,16 @@ def test_a_second_measurement_finds_its_times_in_the_cache(twins, monkeypatch, t
     count = len(timer.races)
     timed(twins, cache=tmp_path)
     assert len(timer.races) == count + 6 + 6, "an edited kernel is timed again"
+
+
+@pytest.mark.parametrize("file", ["measurement/times/hp_call.py", "nn/site.py", "core/recording.py"])
+def test_times_are_kept_by_all_code_that_is_timed(file, tmp_path):
+    package = tmp_path / "loka"
+    shutil.copytree(PACKAGE, package, ignore=shutil.ignore_patterns("*.xz", "*.csv", "__pycache__"))
+    before = digest_of_sources(*_SOURCES, package=package)
+    with (package / file).open("a") as edited:
+        edited.write("# edited\n")
+    assert digest_of_sources(*_SOURCES, package=package) != before
 
 
 def test_layers_whose_times_differ_share_no_key(twins):

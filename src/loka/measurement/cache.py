@@ -20,15 +20,16 @@ _KIND, _VERSION = "loka-times", 1
 _SOURCES = (
     "kernels",
     "compiler",
+    "nn",
     "core/timing.py",
+    "core/recording.py",
+    "core/compiling.py",
     "core/numerics/reference.py",
     "core/recipe.py",
     "statistics/draw.py",
     "measurement/errors.py",
     "measurement/operands.py",
-    "measurement/times/region_times.py",
-    "measurement/times/site_times.py",
-    "measurement/times/quantize_once_savings.py",
+    "measurement/times",
 )
 
 
