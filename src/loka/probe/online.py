@@ -49,7 +49,7 @@ from loka.probe.model_effects.sample_rows import batch_of
 from loka.probe.model_effects.sensitivity import Sensitivity
 from loka.probe.sampling_schedule import clock_of, sampling_of
 from loka.probe.site_trace import SiteCall, SiteNames, SiteTrace
-from loka.probe.trace import detach, unseen
+from loka.probe.trace import detach, uncounted, unseen
 from loka.statistics import gaussian, matrix_normal
 from loka.statistics.depths import depths_of_rows, merge
 from loka.statistics.row_picks import row_picks
@@ -244,9 +244,8 @@ class Probe:
             if self._sampled and self._steps % self._save_every == 0:
                 self._saver.offer(*self._copy())
             self._saver.poll()
-        sampled = self._sampling.due(self._steps)
         self._steps += 1
-        return sampled
+        return self._sampling.due(self._steps - 1)
 
     def _begin(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         refusals.refuse_compiling()
@@ -299,7 +298,8 @@ class Probe:
         if output is None:
             self._sensitivity.forget()
         elif sampled:
-            self._sensitivity.finish(self._model, output if returned is None else returned)
+            with uncounted():
+                self._sensitivity.finish(self._model, output if returned is None else returned)
 
     def _inside(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         if not self._elsewhere():
@@ -324,7 +324,7 @@ class Probe:
         path, weight = site.path, site.weight
         refusals.refuse_meta(path, output)
         given = torch.cat(site.x.unbind()) if site.x.is_nested else site.x
-        with unseen(), torch.no_grad(), torch.autocast(output.device.type, enabled=False):
+        with uncounted(), unseen(), torch.no_grad(), torch.autocast(output.device.type, enabled=False):
             layer = self._layers.setdefault(path, RunningLayerStats(order=len(self._layers)))
             rows = given.reshape(-1, weight.shape[1])
             layer.rows = max(layer.rows, rows.shape[0])

@@ -6,11 +6,17 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._python_dispatch import _disable_current_modes
 
 
 def unseen() -> contextlib.AbstractContextManager[None]:
     """Inside, tensors are read without any function mode seeing it."""
     return torch._C.DisableTorchFunction()
+
+
+def uncounted() -> contextlib.AbstractContextManager[object]:
+    """Inside, no dispatch mode sees what is computed: another probe would count it as the model's."""
+    return _disable_current_modes()
 
 
 def detach(handles: Iterable[Any], failing: nn.Module | None) -> list[Any]:
