@@ -49,7 +49,7 @@ from loka.probe.model_effects.sample_rows import batch_of
 from loka.probe.model_effects.sensitivity import Sensitivity
 from loka.probe.sampling_schedule import clock_of, sampling_of
 from loka.probe.site_trace import SiteCall, SiteNames, SiteTrace
-from loka.probe.trace import detach, uncounted, unseen
+from loka.probe.trace import ModelHook, detach, trains, uncounted, unseen
 from loka.statistics import gaussian, matrix_normal
 from loka.statistics.depths import depths_of_rows, merge
 from loka.statistics.row_picks import row_picks
@@ -163,8 +163,8 @@ class Probe:
             )
         if self._save_to is not None:
             self._saver = Saver(own_folder(self._save_to))
-        begin = self._model.register_forward_pre_hook(self._begin, with_kwargs=True)
-        end = self._model.register_forward_hook(self._end, always_call=True)
+        begin = self._model.register_forward_pre_hook(ModelHook(self._begin), with_kwargs=True)
+        end = self._model.register_forward_hook(ModelHook(self._end), always_call=True)
         self._root_hooks = [begin, end]
         return self
 
@@ -255,7 +255,7 @@ class Probe:
         self._detach()
         if capturing():
             return
-        if not torch.is_grad_enabled():
+        if not trains():
             self._clock.disturb()
             return
         if self._announced is None:

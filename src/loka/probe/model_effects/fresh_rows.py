@@ -25,6 +25,7 @@ from loka.probe.model_effects.segment_rows import SegmentRows
 from loka.probe.model_effects.sensitivity import Sensitivity
 from loka.probe.model_effects.untouched import as_evaluated, thawed
 from loka.probe.site_trace import SiteCall, SiteNames, SiteTrace
+from loka.probe.trace import beside_training
 from loka.statistics.effect_depths import Learnt, Tables, centre_of_input, columns_in
 
 Forward = Callable[[nn.Module, Any], Any]
@@ -218,7 +219,7 @@ def _run(batch: Any, number: int, sensitivity: Sensitivity, reading: Reading, ro
     )
     eager.acquire()
     try:
-        with as_evaluated(model), thawed(model):
+        with as_evaluated(model), thawed(model), beside_training():
             sensitivity.begin((), step=reading.seed_of(number))
             trace.start()
             try:
