@@ -44,6 +44,7 @@ from loka.probe.layer_stats import (
 )
 from loka.probe.links import Links
 from loka.probe.model_effects.calls import Call, step_seed
+from loka.probe.model_effects.extra_backward import in_extra_backward
 from loka.probe.model_effects.logits import Logits
 from loka.probe.model_effects.sample_rows import batch_of
 from loka.probe.model_effects.sensitivity import Sensitivity
@@ -156,11 +157,7 @@ class Probe:
         if self._root_hooks:  # those would stay on the model, and count each step twice
             raise LokaError("this Probe is open already", way_out="enter it once")
         refusals.refuse_converted(self._model)
-        if unwrap(self._model)._compiled_call_impl is not None:
-            raise LokaError(
-                "model.compile() compiled this module in place, so single steps cannot be watched",
-                way_out="use compiled = torch.compile(model), and Probe(compiled)",
-            )
+        refusals.refuse_compiled_in_place(self._model)
         if self._save_to is not None:
             self._saver = Saver(own_folder(self._save_to))
         begin = self._model.register_forward_pre_hook(ModelHook(self._begin), with_kwargs=True)
@@ -364,7 +361,7 @@ class Probe:
         grad: torch.Tensor,
     ) -> None:
         """`picked` are the rows taken of the input, `known` their values if few; `some` are whole samples."""
-        if Sensitivity.working:
+        if in_extra_backward():
             return
         if call is not None:
             self._sensitivity.see_gradient(call, grad)

@@ -82,6 +82,15 @@ def refuse_compiling() -> None:
         )
 
 
+def refuse_compiled_in_place(model: nn.Module) -> None:
+    """Of a module that `model.compile()` compiled: its hooks are traced, so no single step is seen."""
+    if unwrap(model)._compiled_call_impl is not None:
+        raise LokaError(
+            "model.compile() compiled this module in place, so single steps cannot be watched",
+            way_out="use compiled = torch.compile(model), and Probe(compiled)",
+        )
+
+
 def refuse_second_step() -> None:
     """Of a call in another thread than that whose forward pass is watched. Without gradients it is no step."""
     if torch.is_grad_enabled():

@@ -35,6 +35,7 @@ from loka.core.records.stats import LinearStats
 from loka.probe.model_effects.calls import Call, Found, Sink, Step, changes_at, reason_of, refuse_freed, step_seed
 from loka.probe.model_effects.click_loss import ClickLoss
 from loka.probe.model_effects.error_projection import effects_of
+from loka.probe.model_effects.extra_backward import extra_backward, in_extra_backward
 from loka.probe.model_effects.logits import Logits, NoEffect, called_logits, finite, logits_of, refuse
 from loka.probe.model_effects.promise import refuse_saturated
 from loka.probe.model_effects.sample_rows import RowsMix, batch_of
@@ -49,8 +50,6 @@ _UNREACHED = "no gradient of these logits reaches its output"
 
 class Sensitivity:
     """The effects of every site over the sampled steps.
-
-    While `working` is set, for any probe, the gradients that pass by are not those of training.
 
     What a model is sensitive to moves until late in training, so old samples fade: the weights of
     all sum up to `samples` at most, and those of a step are the latest one's times a constant for
@@ -75,8 +74,6 @@ class Sensitivity:
         learnt: what all rows so far tell of a site's input, its calls in this step included.
         shows: whether the model's output is known to show logits.
     """
-
-    working = False
 
     def __init__(
         self,
@@ -173,7 +170,7 @@ class Sensitivity:
             signed, p = self._signed(z, picks)
             grads = self._backward(model, z, picks, edges, signed)
             if self._logits is None and self._sink is None:
-                self.loss.watch(called_logits(output), z, unless=lambda: Sensitivity.working)
+                self.loss.watch(called_logits(output), z, unless=in_extra_backward)
         except Exception as error:  # user code runs in the pass, and training goes on without it
             self._drop(calls, reason_of(error))
             return
@@ -284,13 +281,9 @@ class Sensitivity:
         weight = torch.zeros_like(z)
         weight[picks.to(z.device)] = signed
         devices = [z.device] if z.device.type == "cuda" else []
-        Sensitivity.working = True
-        try:
-            # A checkpoint may draw, and move the buffers of a BatchNorm, when it recomputes.
-            with unseen(), buffers_kept(model), torch.random.fork_rng(devices=devices):
-                return torch.autograd.grad(z, edges, weight, retain_graph=True, allow_unused=True)
-        finally:
-            Sensitivity.working = False
+        # A checkpoint may draw, and move the buffers of a BatchNorm, when it recomputes.
+        with unseen(), buffers_kept(model), torch.random.fork_rng(devices=devices):
+            return extra_backward(z, edges, weight)
 
     def _add(
         self,
