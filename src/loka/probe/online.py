@@ -120,8 +120,9 @@ class Probe:
         logits: Logits | None = None,
         base_rate: Shares | None = None,
     ) -> None:
-        counts = {"rows": rows, "depth_rows": depth_rows, "rank": rank, "save_every": save_every}
-        refusals.refuse_settings({**counts, "effect_step": effect_step}, effect_samples, base_rate, logits, resume)
+        counts = {"rows": rows, "depth_rows": depth_rows, "rank": rank, "save_every": save_every, "seed": seed}
+        counts |= {"full_covariance": full_covariance, "effect_samples": effect_samples, "effect_step": effect_step}
+        refusals.refuse_settings(counts, base_rate, logits, filter, resume)
         refusals.refuse_converted(model)
         require_initialized(model)
         self._model = model

@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from loka.core.exceptions import NotConverted
+from loka.core.exceptions import NotConverted, require_kind
 from loka.core.numerics.effect import NO_PROMISE, OLD, Effect
 from loka.core.numerics.label_rate import BaseRate, TaskRates, require_shares, task_rates
 from loka.core.records.parts import WIDTH, Part, part_name
@@ -122,6 +122,7 @@ def renew_effects(
             f"samples is {samples}, per_batch {per_batch}, segment_rows {segment_rows}; each must be at "
             f"least 1, and segment_width, {segment_width}, above 1"
         )
+    require_kind(stats, Stats, "stats", way_out="probe.stats() of a Probe, or loka.Stats.load(folder)")
     _require_names(tasks, segments)
     require_shares(base_rate)
     _require_same_model(model, stats)
