@@ -55,6 +55,13 @@ def kept(stats):
     )
 
 
+def test_resuming_from_statistics_for_inference_is_refused():
+    """It went on with the rows of requests as the size of training's GEMMs, by which they are timed."""
+    stats = probed(odd_mlp(), 1)
+    with pytest.raises(LokaError, match="for inference"):
+        loka.Probe(odd_mlp(), resume=stats.for_inference(batch=4))
+
+
 @pytest.mark.slow
 def test_memory_is_bounded_and_told():
     """What is told is what the record holds, and two float64 numbers for each Gaussian; it stays."""

@@ -112,6 +112,7 @@ def _claim(stats: Stats) -> dict[str, Any]:
     layers = {}
     for path, layer in stats.layers.items():
         lines = {"computes in": layer.dtype, "keeps its weight in": layer.weight_dtype}
+        lines["quantizes its weight"] = "once (for inference)" if layer.kept_weight else "in each call"
         tasks = {len(effect.probabilities) for effect in layer.effects.values() if effect.count}
         if tasks:
             lines["has effects on"] = f"{'/'.join(map(str, sorted(tasks)))} tasks"
