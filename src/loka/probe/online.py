@@ -30,6 +30,7 @@ from loka.nn.linears import Filter, find_linears, signature
 from loka.nn.unwrap import device_of, require_initialized, unwrap
 from loka.probe import refusals
 from loka.probe.async_save import Copied, Saver, own_folder, to_host
+from loka.probe.extra_backward import in_extra_backward
 from loka.probe.force_eager import capturing, eager
 from loka.probe.layer_stats import (
     RunningLayerStats,
@@ -44,7 +45,6 @@ from loka.probe.layer_stats import (
 )
 from loka.probe.links import Links
 from loka.probe.model_effects.calls import Call, step_seed
-from loka.probe.model_effects.extra_backward import in_extra_backward
 from loka.probe.model_effects.logits import Logits
 from loka.probe.model_effects.sample_rows import batch_of
 from loka.probe.model_effects.sensitivity import Sensitivity

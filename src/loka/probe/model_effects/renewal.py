@@ -192,7 +192,8 @@ def _renewed(
         reason = NO_PROMISE + refused
         without = {p: without_effects(layer, reason) for p, layer in stats.layers.items()}
         return replace(stats, layers=without, parts={}, alike={})
-    model_effects = _model_effects(rows, [path for path in stats.layers if any(path in f.sites for f in found)], rates)
+    shown = [path for path in stats.layers if path not in rows.mixing and any(path in each.sites for each in found)]
+    model_effects = _model_effects(rows, shown, rates)
     known = model_effects.known
     moves = dict.fromkeys(known, 0.0)
     if horizon is not None:
@@ -217,6 +218,8 @@ def _renewed(
             effects = widened(known[path], of_labels + moves[path])
             layer = with_effects(without_effects(layer, ""), effects, tables, "")
             layers[path] = replace(layer, effects_by_part=by_part.get(path, {}))
+        elif path in rows.mixing:  # its old effects are of steps that hid it
+            layers[path] = without_effects(layer, rows.mixing[path])
         else:
             reason = "its effect is finite on no sample"
             if path not in model_effects.paths:

@@ -1,6 +1,7 @@
-"""The extra backward of sensitivity.py, and how hooks on gradients tell it from one of training: by its graph task.
+"""The extra backward of model_effects/sensitivity.py, and how hooks on gradients tell it from those of training.
 
-Flags would not do: another thread may train another model meanwhile, and hooks on a GPU run in threads of autograd's.
+By its graph task: a flag would not do, as another thread may train another model meanwhile, and hooks on a GPU run in
+threads of autograd's.
 """
 
 from collections.abc import Sequence
