@@ -78,6 +78,13 @@ def test_numbers_of_a_probe_that_cannot_be_are_told_before_training(stages, give
         loka.Probe(stages[0], **given)
 
 
+@pytest.mark.parametrize("rate", [float("nan"), -1.0, True, "0"])
+def test_a_final_rate_that_cannot_be_is_told(stages, rate):
+    """-1 passed for an annealed model, and statistics with True or a text could be saved, but not be read."""
+    with pytest.raises(ValueError, match=r"final_rate is .*; it is a share"):
+        renew_effects(stages[0], stages[1], [X], final_rate=rate)
+
+
 def test_a_frontier_takes_a_budget_alone(stages):
     with pytest.raises(ValueError, match=r"the budget is .*; it must be a"):
         frontier(stages[2], {"ne": 1})

@@ -11,9 +11,11 @@ the defaults) and quantizing `samples` rows once for each recipe, whatever the l
 In eval mode a BatchNorm uses its running statistics, so rows do not mix, and such models have effects too.
 """
 
+import math
 import warnings
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from numbers import Real
 from typing import Any, TypeVar
 
 import torch
@@ -115,13 +117,16 @@ def renew_effects(
         DataRefused: places of segments, labels, clusters or weights that do not fit the rows; clusters that are no
             whole numbers.
         ValueError: a base rate that is no share, another number of them than tasks, other names than logits,
-            no samples, or weights that are negative, not finite or all 0.
+            no samples, a final rate that is no share, or weights that are negative, not finite or all 0.
     """
     if samples < 1 or per_batch < 1 or segment_rows < 1 or not segment_width > 1:
         raise ValueError(
             f"samples is {samples}, per_batch {per_batch}, segment_rows {segment_rows}; each must be at "
             f"least 1, and segment_width, {segment_width}, above 1"
         )
+    number = isinstance(final_rate, Real) and not isinstance(final_rate, bool)
+    if final_rate is not None and not (number and 0 <= final_rate < math.inf):
+        raise ValueError(f"final_rate is {final_rate!r}; it is a share of the peak, 0 or more, or None")
     require_kind(stats, Stats, "stats", way_out="probe.stats() of a Probe, or loka.Stats.load(folder)")
     _require_names(tasks, segments)
     require_shares(base_rate)
