@@ -274,3 +274,24 @@ def test_times_and_rows_that_cannot_be_are_refused_before_anything_runs(stats):
     for batch in (None, "2"):
         with pytest.raises(LokaError, match=f"batch is {batch!r}; it must be a Real"):
             stats.for_inference(batch=batch)
+
+
+@pytest.mark.parametrize("moved", [False, True])
+def test_weights_of_zeros_say_nothing_of_others(moved):
+    """Quantized without an error, a layer that starts at zero, as LoRA's B does, was told to have inf dB of SQNR and to
+    cost no KL/H, and was the first that any budget gave eight bits."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 16), nn.Linear(16, 1))
+    nn.init.zeros_(model[2].weight)
+    x = torch.randn(64, 16)
+    with loka.Probe(model, every=1) as probe:
+        for _ in range(2):
+            model(x).sigmoid().sum().backward()
+            if moved:
+                model[2].weight.data.normal_(std=0.1)
+    report = loka.measure(probe.stats(), device="cpu", candidates=["emulated:rowwise_e4m3"], settings=QUICK)
+    told = {name: reason for name, reason in report.skipped.items() if "weight that was probed was zero" in reason}
+    assert set(told) == (set() if moved else {"2/output", "2/grad_input", "2/grad_weight"})
+    assert ("2/output" in report.sites) == moved
+    notes = loka.plan(report, loka.Budget(ne=1e-3)).notes
+    assert any("2/output stays in hp: every weight" in note for note in notes) != moved

@@ -53,3 +53,46 @@ def test_a_call_in_another_thread_leaves_a_sampled_step_alone(grad):
     else:
         assert torch.equal(said[0], out)
     assert not torch.overrides._get_current_function_mode_stack()
+
+
+class WaitInBackward(torch.autograd.Function):
+    """The first backward through it, which is the extra one, waits until the other thread has made a whole step."""
+
+    @staticmethod
+    def forward(ctx, x, turns):
+        ctx.turns = turns
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        inside, passed = ctx.turns
+        inside.set()
+        passed.wait(10)
+        return grad, None
+
+
+def test_an_extra_backward_in_another_thread_is_told_from_training():
+    """The other model's gradients of training went uncounted meanwhile, and after its own extra backward the rest of
+    this one counted as training: gradients came out 15 times as large."""
+    torch.manual_seed(0)
+    model, other, x = *(nn.Sequential(nn.Linear(13, 8), nn.Linear(8, 1)) for _ in range(2)), torch.randn(16, 13)
+    turns = threading.Event(), threading.Event()
+
+    model[1].register_forward_pre_hook(lambda module, given: WaitInBackward.apply(*given, turns))
+
+    def learnt(model):
+        with Probe(model, every=1) as probe:
+            model(x).sigmoid().mean().backward()
+        return probe.stats()
+
+    turns[1].set()
+    alone, found = [learnt(each).digest() for each in (model, other)], []
+    for turn in turns:
+        turn.clear()
+    thread = threading.Thread(target=lambda: found.append(learnt(model)))
+    thread.start()
+    assert turns[0].wait(10)
+    found.append(learnt(other))
+    turns[1].set()
+    thread.join()
+    assert {stats.digest() for stats in found} == set(alone)

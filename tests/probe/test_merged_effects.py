@@ -5,10 +5,13 @@ from dataclasses import replace
 
 import pytest
 import torch
+from models import odd_mlp
+from probed_models import probed
 from ranks import on_ranks
 from torch import nn
 
 import loka
+from loka.core.exceptions import PlanMismatch
 from loka.core.numerics.effect import NO_PROMISE, OTHER_PARTS
 from loka.core.recipe import RECIPES
 from loka.core.records.drift import drift
@@ -185,3 +188,15 @@ def test_a_part_that_refuses_any_promise_refuses_it_of_both():
             assert not layer.effects
             assert layer.no_effect.startswith(f"{NO_PROMISE}the logits are saturated")
             assert layer.no_effect.count("leave it out, or renew_effects after merging") == 1
+
+
+@pytest.mark.parametrize("order", [1, -1])
+def test_statistics_for_inference_do_not_merge_with_those_of_training(order):
+    """The gradients' GEMMs were measured on the rows of requests and, where inference came first, without the time that
+    quantizing weights takes."""
+    models = odd_mlp(), odd_mlp()
+    training, later = (probed(model, 1) for model in models)
+    with pytest.raises(PlanMismatch, match=r"quantizes its weight (once|in each call)"):
+        merge_stats([training, later.for_inference(batch=4)][::order])
+    both = merge_stats([training.for_inference(), later.for_inference()])
+    assert all(layer.kept_weight for layer in both.layers.values())

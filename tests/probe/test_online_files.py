@@ -55,6 +55,13 @@ def kept(stats):
     )
 
 
+def test_resuming_from_statistics_for_inference_is_refused():
+    """It went on with the rows of requests as the size of training's GEMMs, by which they are timed."""
+    stats = probed(odd_mlp(), 1)
+    with pytest.raises(LokaError, match="for inference"):
+        loka.Probe(odd_mlp(), resume=stats.for_inference(batch=4))
+
+
 @pytest.mark.slow
 def test_memory_is_bounded_and_told():
     """What is told is what the record holds, and two float64 numbers for each Gaussian; it stays."""
@@ -121,3 +128,17 @@ def test_a_folder_that_takes_no_file_is_told_before_the_first_step(tmp_path):
     with pytest.raises(NotWritten, match="cannot write"), loka.Probe(model, save_to=tmp_path / "stats"):
         pytest.fail("no step may begin")
     assert not model._forward_pre_hooks
+
+
+@pytest.mark.parametrize("inside", [False, True])
+def test_statistics_and_reports_behind_a_file_are_refused_by_name(tmp_path, inside):
+    """FileExistsError and NotADirectoryError of Python's, which say no way out."""
+    stats = probed(odd_mlp(), 1)
+    file = tmp_path / "file"
+    file.write_text("somebody's")
+    folder = file / "stats" if inside else file
+    with pytest.raises(NotWritten, match="cannot write"):
+        stats.save(folder)
+    with pytest.raises(NotWritten, match="cannot write"):
+        loka.measure(stats, device="cpu", candidates=["emulated:rowwise_e4m3"], out=folder / "report.json")
+    assert file.read_text() == "somebody's"

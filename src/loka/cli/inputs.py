@@ -10,11 +10,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-import torch
 from torch import nn
 
 from loka.cli.terminal import say
-from loka.core.device import default_device, require_device
+from loka.core.device import default_device, device_named
 from loka.core.exceptions import CheckpointRefused, LokaError, UnknownName
 from loka.core.numerics.label_rate import Shares
 from loka.data import Dealt, Reader, Schema, SyntheticClicks, history_of, open_rows, tasks_of
@@ -277,9 +276,7 @@ def _share_in_rows(source: Source, batch_size: int) -> Shares | None:
 def choose_device(name: str | None) -> str:
     """ "cuda" where there is a GPU, else "cpu"; a named one must exist."""
     device = name or default_device()
-    if device.partition(":")[0] not in ("cpu", "cuda"):
-        raise UnknownName(f"--device {device!r} is no device", way_out="cpu, cuda, or cuda:1")
-    require_device(torch.device(device), f"--device {device}")
+    device_named(device, f"--device {device}")
     return device
 
 

@@ -97,6 +97,14 @@ class Budget:
         return cls(**{**rule, **others})
 
 
+def budget_of(given: object) -> Budget:
+    """What is `given`, for None the default. Raises ValueError for another kind."""
+    budget = Budget() if given is None else given
+    if not isinstance(budget, Budget):
+        raise ValueError(f"the budget is {budget!r}; it must be a loka.Budget, such as loka.Budget(ne=1e-4)")
+    return budget
+
+
 def _finite(value: object) -> TypeGuard[float]:
     """Whether a value is a finite number of Python's own. A plan with another kind, such as numpy's float32, has no
     form in JSON.

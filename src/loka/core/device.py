@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from loka.core.exceptions import LokaError
+from loka.core.exceptions import LokaError, UnknownName
 from loka.core.problem import target_of
 
 # Libraries whose kernels a plan may name, by `Kernel.library`, and the distributions that bring
@@ -145,10 +145,20 @@ def has_graphs(device: torch.device) -> bool:
     return device.type == "cuda"
 
 
-def require_device(device: torch.device, named: str) -> None:
-    """Raises LokaError for a GPU where torch sees none; `named` is how the user asked for it."""
+def device_named(given: torch.device | str | int, named: str) -> torch.device:
+    """The device that a user asked for; `named` is how.
+
+    Raises UnknownName for what is none, and LokaError for a GPU where torch sees none.
+    """
+    try:
+        device = torch.device(given)
+    except (RuntimeError, TypeError):
+        device = None
+    if device is None or device.type not in ("cpu", "cuda"):
+        raise UnknownName(f"{named} is neither a CPU nor a GPU", way_out="cpu, cuda, or cuda:1")
     if device.type == "cuda" and not torch.cuda.is_available():
         raise LokaError(f"{named}: torch sees no GPU here", way_out="leave it out, or say cpu")
+    return device
 
 
 def moved(tensor: torch.Tensor, device: torch.device | str) -> torch.Tensor:

@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 
 from loka.compiler.joint_sites import ARMS
-from loka.core.device import default_device, fingerprint, has_graphs, require_device
+from loka.core.device import default_device, device_named, fingerprint, has_graphs
 from loka.core.error import Estimate
 from loka.core.exceptions import LokaError, first_line, require_kind
 from loka.core.problem import Problem
@@ -94,8 +94,7 @@ def measure(
     if time_limit is not None and not time_limit >= 0:
         raise LokaError(f"time_limit is {time_limit}; seconds, 0 or more", way_out="leave it out for no limit")
     deadline = None if time_limit is None else time.monotonic() + time_limit
-    device = torch.device(device or default_device())
-    require_device(device, f"device={device}")
+    device = device_named(default_device() if device is None else device, f"device={device}")
     settings = settings or Settings()
     names = _candidates(candidates, device)
     timed = has_graphs(device) and not errors_only

@@ -12,8 +12,8 @@ def gemms_of(path: str, layer: LinearStats) -> tuple[list[Gemm], dict[str, str]]
     if empty:
         reason = f"no finite row of {' or '.join(empty)} was seen, so there is nothing to draw from"
         return [], {site_name(path, gemm): reason for gemm in Gemm}
-    if _zero(layer, "input"):
-        reason = "every input that was probed was zero, which says nothing of others"
+    if zero := [name for name in ("input", "weight") if _zero(layer, name)]:
+        reason = f"every {' and '.join(zero)} that was probed was zero, which says nothing of others"
         return [], {site_name(path, gemm): reason for gemm in Gemm}
     if beyond := [name for name in layer.operands if _beyond(layer, name)]:
         reason = f"squares of {' and '.join(beyond)} are no float32 numbers (too large, or below 1e-18): scale it"
@@ -37,7 +37,10 @@ def gemms_of(path: str, layer: LinearStats) -> tuple[list[Gemm], dict[str, str]]
 
 
 def _zero(layer: LinearStats, operand: str) -> bool:
-    return layer.operands[operand].numbers.get("zero_fraction") == 1.0  # of made-up operands nobody counted zeros
+    learnt = layer.operands[operand]
+    if operand == "weight":  # such as LoRA's B before training; the mean over snapshots of others is not all zeros
+        return "mean" in learnt.tensors and not bool(learnt.tensors["mean"].any())
+    return learnt.numbers.get("zero_fraction") == 1.0  # of made-up operands nobody counted zeros
 
 
 def _beyond(layer: LinearStats, operand: str) -> bool:

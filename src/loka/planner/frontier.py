@@ -9,7 +9,7 @@ halved in eight bits (planner/choice/ne_budget.py).
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from loka.core.budget import Budget, upper_bound
+from loka.core.budget import Budget, budget_of, upper_bound
 from loka.core.error import Estimate, exactly
 from loka.core.exceptions import LokaError
 from loka.core.records.parts import WHOLE, tasks_in
@@ -101,9 +101,12 @@ def frontier(
 
     Raises:
         LokaError: no site of the report has an estimate of its KL/H, or there is no limit to plan at.
+        ValueError: a budget of another kind.
     """
-    budget = Budget() if budget is None else budget
+    budget = budget_of(budget)
     limits = None if limits is None else list(limits)
+    if not isinstance(count, int) or count < 1:
+        raise LokaError(f"count is {count!r}; it is a number of limits", way_out="1 or more, such as 24")
     if limits is not None and not limits:
         raise LokaError("limits names no limit of KL/H", way_out="some, such as (0, 1e-5, 1e-4), or leave it out")
     everything = plan(report, replace(budget, ne=_UNLIMITED))

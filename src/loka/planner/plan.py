@@ -16,7 +16,7 @@ from fnmatch import fnmatchcase
 from typing import Literal
 
 from loka.core.annealing import annealing_note
-from loka.core.budget import Budget
+from loka.core.budget import Budget, budget_of
 from loka.core.exceptions import NoKernelFits, UnknownName, require_kind
 from loka.core.recipe import Gemm, recipe_named
 from loka.core.records.parts import WHOLE
@@ -67,9 +67,7 @@ def plan(
         return plan_package(report, budget, force=force, decide=plan)
     if target != "python":
         raise UnknownName(f"no target is called {target!r}", way_out="python or package")
-    budget = Budget() if budget is None else budget
-    if not isinstance(budget, Budget):
-        raise ValueError(f"the budget is {budget!r}; it must be a loka.Budget, such as loka.Budget(ne=1e-4)")
+    budget = budget_of(budget)
     force = _checked(force)
     _check_patterns(report, {"force": tuple(force), "keep": budget.keep})
     limits = limits_of(budget, report)

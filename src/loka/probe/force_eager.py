@@ -1,27 +1,31 @@
 """Runs sampled steps eagerly: torch.compile stands aside for them, and for them only."""
 
+import threading
 from typing import Any
 
 import torch
 
 
 class _Eager:
-    """While any probe's sampled step runs; nested probes count."""
+    """While any probe's sampled step runs; nested probes, and those of other threads, count."""
 
     def __init__(self) -> None:
         self._depth = 0
         self._stance: Any = None
+        self._lock = threading.Lock()
 
     def acquire(self) -> None:
-        if self._depth == 0:
-            self._stance = torch.compiler.set_stance("force_eager")
-            self._stance.__enter__()
-        self._depth += 1
+        with self._lock:
+            if self._depth == 0:
+                self._stance = torch.compiler.set_stance("force_eager")
+                self._stance.__enter__()
+            self._depth += 1
 
     def release(self) -> None:
-        self._depth -= 1
-        if self._depth == 0:
-            self._stance.__exit__(None, None, None)
+        with self._lock:
+            self._depth -= 1
+            if self._depth == 0:
+                self._stance.__exit__(None, None, None)
 
 
 eager = _Eager()

@@ -131,6 +131,11 @@ def refuse(stats: Stats, model: ModelSignature, *, full_covariance: int) -> None
     """Raises PlanMismatch or LokaError where a probe of `model` cannot continue from `stats`."""
     refuse_other_model(stats, model)
     for path, layer in stats.layers.items():
+        if layer.kept_weight:
+            raise LokaError(
+                "these statistics are for inference, and a Probe goes on with training",
+                way_out="resume from what stats.for_inference() was called on",
+            )
         for operand, found in layer.operands.items():
             kept_in_full = "scatter" in found.tensors
             if found.kind == gaussian.KIND and kept_in_full != (found.tensors["mean"].shape[0] <= full_covariance):

@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 
 from loka.core import exchange
-from loka.core.exceptions import PlanMismatch
+from loka.core.exceptions import PlanMismatch, require_kind
 from loka.core.numerics.effect import NO_PROMISE
 from loka.core.records.parts import Part, joined, joined_alike, judged, tasks_in
 from loka.core.records.stats import Distribution, LinearStats, Stats
@@ -54,6 +54,9 @@ def merge_stats(several: Sequence[Stats]) -> Stats:
     """
     if not several:
         raise ValueError("there are no statistics to merge")
+    require_kind(several, Sequence, "several", way_out="a list of Stats, of at least one")
+    for stats in several:
+        require_kind(stats, Stats, "one of several", way_out="loka.Stats.load(folder) for each")
     claims = [_claim(stats) for stats in several]
     _refuse(_all_differences(claims, [f"statistics {at + 1}" for at in range(len(several))]))
     _refuse_twice(several)
@@ -109,6 +112,7 @@ def _claim(stats: Stats) -> dict[str, Any]:
     layers = {}
     for path, layer in stats.layers.items():
         lines = {"computes in": layer.dtype, "keeps its weight in": layer.weight_dtype}
+        lines["quantizes its weight"] = "once (for inference)" if layer.kept_weight else "in each call"
         tasks = {len(effect.probabilities) for effect in layer.effects.values() if effect.count}
         if tasks:
             lines["has effects on"] = f"{'/'.join(map(str, sorted(tasks)))} tasks"

@@ -30,6 +30,7 @@ from loka.nn.linears import Filter, find_linears, signature
 from loka.nn.unwrap import device_of, require_initialized, unwrap
 from loka.probe import refusals
 from loka.probe.async_save import Copied, Saver, own_folder, to_host
+from loka.probe.extra_backward import in_extra_backward
 from loka.probe.force_eager import capturing, eager
 from loka.probe.layer_stats import (
     RunningLayerStats,
@@ -49,7 +50,7 @@ from loka.probe.model_effects.sample_rows import batch_of
 from loka.probe.model_effects.sensitivity import Sensitivity
 from loka.probe.sampling_schedule import clock_of, sampling_of
 from loka.probe.site_trace import SiteCall, SiteNames, SiteTrace
-from loka.probe.trace import detach, unseen
+from loka.probe.trace import ModelHook, detach, trains, uncounted, unseen
 from loka.statistics import gaussian, matrix_normal
 from loka.statistics.depths import depths_of_rows, merge
 from loka.statistics.row_picks import row_picks
@@ -119,8 +120,9 @@ class Probe:
         logits: Logits | None = None,
         base_rate: Shares | None = None,
     ) -> None:
-        counts = {"rows": rows, "depth_rows": depth_rows, "rank": rank, "save_every": save_every}
-        refusals.refuse_settings({**counts, "effect_step": effect_step}, effect_samples, base_rate, logits, resume)
+        counts = {"rows": rows, "depth_rows": depth_rows, "rank": rank, "save_every": save_every, "seed": seed}
+        counts |= {"full_covariance": full_covariance, "effect_samples": effect_samples, "effect_step": effect_step}
+        refusals.refuse_settings(counts, base_rate, logits, filter, resume)
         refusals.refuse_converted(model)
         require_initialized(model)
         self._model = model
@@ -156,15 +158,11 @@ class Probe:
         if self._root_hooks:  # those would stay on the model, and count each step twice
             raise LokaError("this Probe is open already", way_out="enter it once")
         refusals.refuse_converted(self._model)
-        if unwrap(self._model)._compiled_call_impl is not None:
-            raise LokaError(
-                "model.compile() compiled this module in place, so single steps cannot be watched",
-                way_out="use compiled = torch.compile(model), and Probe(compiled)",
-            )
+        refusals.refuse_compiled_in_place(self._model)
         if self._save_to is not None:
             self._saver = Saver(own_folder(self._save_to))
-        begin = self._model.register_forward_pre_hook(self._begin, with_kwargs=True)
-        end = self._model.register_forward_hook(self._end, always_call=True)
+        begin = self._model.register_forward_pre_hook(ModelHook(self._begin), with_kwargs=True)
+        end = self._model.register_forward_hook(ModelHook(self._end), always_call=True)
         self._root_hooks = [begin, end]
         return self
 
@@ -244,9 +242,8 @@ class Probe:
             if self._sampled and self._steps % self._save_every == 0:
                 self._saver.offer(*self._copy())
             self._saver.poll()
-        sampled = self._sampling.due(self._steps)
         self._steps += 1
-        return sampled
+        return self._sampling.due(self._steps - 1)
 
     def _begin(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         refusals.refuse_compiling()
@@ -256,7 +253,7 @@ class Probe:
         self._detach()
         if capturing():
             return
-        if not torch.is_grad_enabled():
+        if not trains():
             self._clock.disturb()
             return
         if self._announced is None:
@@ -299,7 +296,8 @@ class Probe:
         if output is None:
             self._sensitivity.forget()
         elif sampled:
-            self._sensitivity.finish(self._model, output if returned is None else returned)
+            with uncounted():
+                self._sensitivity.finish(self._model, output if returned is None else returned)
 
     def _inside(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         if not self._elsewhere():
@@ -324,7 +322,7 @@ class Probe:
         path, weight = site.path, site.weight
         refusals.refuse_meta(path, output)
         given = torch.cat(site.x.unbind()) if site.x.is_nested else site.x
-        with unseen(), torch.no_grad(), torch.autocast(output.device.type, enabled=False):
+        with uncounted(), unseen(), torch.no_grad(), torch.autocast(output.device.type, enabled=False):
             layer = self._layers.setdefault(path, RunningLayerStats(order=len(self._layers)))
             rows = given.reshape(-1, weight.shape[1])
             layer.rows = max(layer.rows, rows.shape[0])
@@ -364,7 +362,7 @@ class Probe:
         grad: torch.Tensor,
     ) -> None:
         """`picked` are the rows taken of the input, `known` their values if few; `some` are whole samples."""
-        if Sensitivity.working:
+        if in_extra_backward():
             return
         if call is not None:
             self._sensitivity.see_gradient(call, grad)

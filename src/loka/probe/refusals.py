@@ -1,6 +1,8 @@
 """What a Probe refuses."""
 
+import math
 from collections.abc import Mapping
+from numbers import Integral
 
 import torch
 from torch import nn
@@ -13,25 +15,27 @@ from loka.core.signature import ModelSignature
 from loka.nn.site import site_forwards
 from loka.nn.unwrap import class_name, unwrap
 
+_LEAST = {"effect_samples": 0, "full_covariance": 0, "seed": -math.inf}  # of others 1
+
 
 def refuse_settings(
-    positive: Mapping[str, int], effect_samples: int, base_rate: Shares | None, logits: object, resume: object
+    numbers: Mapping[str, int], base_rate: Shares | None, logits: object, filter: object, resume: object
 ) -> None:
-    """Raises ValueError for what is below its least value, and LokaError for what is of another kind. `positive`:
-    numbers of at least 1, by name.
+    """Raises ValueError for `numbers`, by name, that are no whole ones or below their least value, and LokaError for
+    what is of another kind.
     """
-    for name, value, least in (
-        *((name, value, 1) for name, value in positive.items()),
-        ("effect_samples", effect_samples, 0),
-    ):
-        if value < least:
+    for name, value in numbers.items():
+        if not isinstance(value, Integral) or isinstance(value, bool):
+            raise ValueError(f"{name} is {value!r}; it must be a whole number")
+        if value < (least := _LEAST.get(name, 1)):
             raise ValueError(f"{name} is {value}; it must be at least {least}")
     require_shares(base_rate)
-    if logits is not None and not callable(logits):
-        raise LokaError(
-            f"logits is {logits!r}; it must be a function from what the model returns to its logits",
-            way_out="such as logits=lambda output: output['click']",
-        )
+    for name, given, example in (
+        ("logits", logits, "from what the model returns to its logits, such as lambda output: output['click']"),
+        ("filter", filter, "of a module and the name of a site, such as lambda module, name: 'head' not in name"),
+    ):
+        if given is not None and not callable(given):
+            raise LokaError(f"{name} is {given!r}; it must be a function", way_out=f"one {example}")
     require_kind(resume, Stats | None, "resume", way_out="loka.Stats.load(folder)")
 
 
@@ -79,6 +83,15 @@ def refuse_compiling() -> None:
         raise LokaError(
             "this Probe watches a module inside of what torch.compile compiles, whose steps it cannot watch",
             way_out="probe what you call: compiled = torch.compile(model), and Probe(compiled)",
+        )
+
+
+def refuse_compiled_in_place(model: nn.Module) -> None:
+    """Of a module that `model.compile()` compiled: its hooks are traced, so no single step is seen."""
+    if unwrap(model)._compiled_call_impl is not None:
+        raise LokaError(
+            "model.compile() compiled this module in place, so single steps cannot be watched",
+            way_out="use compiled = torch.compile(model), and Probe(compiled)",
         )
 
 

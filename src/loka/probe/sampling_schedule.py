@@ -32,6 +32,7 @@ import warnings
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable
+from numbers import Real
 from statistics import median
 from typing import Any
 
@@ -208,8 +209,8 @@ class Auto(SamplingSchedule):
 def sampling_of(every: int | str, *, overhead: float, start: int = 0) -> SamplingSchedule:
     """Raises ValueError for an `every` or an `overhead` that cannot be."""
     if every == "auto":
-        if not 0 < overhead < 1:
-            raise ValueError(f"overhead is {overhead}; a share of training time lies between 0 and 1")
+        if not (isinstance(overhead, Real) and 0 < overhead < 1):
+            raise ValueError(f"overhead is {overhead!r}; a share of training time lies between 0 and 1")
         return Auto(overhead=overhead, start=start)
     if not isinstance(every, int) or isinstance(every, bool):
         raise ValueError(f'every is {every!r}; it is a number of steps, or "auto"')

@@ -281,7 +281,7 @@ def test_buffers_move_as_often_as_without_a_probe():
     expected = learn(plain, out=lambda z: z)
     with loka.Probe(watched, every=1) as probe:
         found = learn(watched, out=lambda z: z)
-    assert probe.stats().layers["first"].effects
+    assert probe.stats().layers["head"].effects
     assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
     state = watched.state_dict()
     assert all(torch.equal(tensor, state[name]) for name, tensor in plain.state_dict().items())

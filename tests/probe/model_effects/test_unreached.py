@@ -9,6 +9,7 @@ from torch import nn
 from torch.nn import functional
 
 import loka
+from loka.core.numerics.effect import OLD
 from loka.probe import renew_effects
 
 REASON = "no gradient of these logits reaches its output"
@@ -133,3 +134,15 @@ def test_what_earlier_versions_took_for_free_is_not_after_a_resume():
         with probe:
             model(sample(3))
         assert not probe.stats().layers["buy"].effects
+
+
+def test_renewed_effects_of_a_layer_that_mixes_rows_in_training_fade():
+    """A BatchNorm mixes no rows in eval mode, by which they were renewed."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(13, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 1))
+    batches = torch.randn(4, 256, 13)
+    renewed = renew_effects(model, probed(model, batches[0]), batches)
+    count = renewed.layers["0"].effects[RECIPE].count
+    layer = probed(model, batches[0], resume=renewed, effect_step=64).layers["0"]
+    assert layer.effects[RECIPE].count == count - 64
+    assert layer.no_effect.startswith(f"{OLD}its rows mix samples")

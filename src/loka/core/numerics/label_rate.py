@@ -86,6 +86,8 @@ class TaskRates:
 
 def require_shares(base_rate: BaseRate | None) -> None:
     """Raises ValueError for what `task_rates` would refuse whatever the number of tasks, before anything runs."""
+    if isinstance(base_rate, Sequence) and not len(base_rate):
+        raise ValueError("base_rate names no share of labels; None is the mean prediction")
     if base_rate is not None:
         task_rates(base_rate, len(base_rate) if isinstance(base_rate, Sequence) else 1)
 

@@ -31,11 +31,11 @@ import torch
 
 from loka.core.budget import known_effect, total_effect, upper_bound
 from loka.core.error import Estimate, student_t_95
-from loka.core.exceptions import DataRefused, PlanMismatch
+from loka.core.exceptions import DataRefused, PlanMismatch, require_kind
 from loka.core.numerics.effect import OTHER_PARTS
 from loka.core.recipe import SHARED_OPERANDS
 from loka.core.records.parts import joined_alike, lost_together
-from loka.core.records.plan import Plan
+from loka.core.records.plan import Plan, require_plan
 from loka.core.records.recipe_drift import columns_left, off_centre
 from loka.core.records.report import HP
 from loka.core.records.stats import OPERANDS, Distribution, Stats
@@ -43,6 +43,7 @@ from loka.core.signature import MODEL_OPTIONS
 from loka.core.table import format_table
 
 GRADIENT = "grad_output"
+_WINDOW = "statistics of a window: loka.Stats.load(folder)"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -175,6 +176,9 @@ def drift(plan: Plan, after: Stats, *, before: Stats | None = None, limits: Limi
         DataRefused: statistics of no sampled step.
     """
     limits = limits or Limits()
+    require_plan(plan)
+    require_kind(after, Stats, "after", way_out=_WINDOW)
+    require_kind(before, Stats | None, "before", way_out=_WINDOW)
     for which, stats in (("before", before), ("after", after)):
         differences = stats.model.differences(plan.model) if stats is not None else []
         if differences:

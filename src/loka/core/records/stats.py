@@ -35,6 +35,7 @@ from loka.core.storage.files import (
     sha256_of_file,
     write_record,
     write_tensors,
+    writing,
 )
 
 _KIND, _VERSION, RECORD = "loka-stats", 1, "stats.json"
@@ -182,8 +183,15 @@ class Stats:
         return replace(self, layers=layers)
 
     def save(self, folder: Path | str) -> None:
-        """Writes the folder so that a reader sees the old statistics or the new, never a mix."""
+        """Writes the folder so that a reader sees the old statistics or the new, never a mix.
+
+        Raises NotWritten where the disk is full or refuses, or `folder` is a file.
+        """
         folder = Path(folder)
+        with writing(folder):
+            self._save(folder)
+
+    def _save(self, folder: Path) -> None:
         content, tensors = flatten(self)
         # The name carries the content: a reader of the old stats.json still finds its file.
         folder.mkdir(parents=True, exist_ok=True)

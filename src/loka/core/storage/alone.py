@@ -16,7 +16,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from loka.core.exceptions import LokaError
-from loka.core.storage.files import real_path, remove_unfinished
+from loka.core.storage.files import real_path, remove_unfinished, writing
 
 LOCK = ".lock"
 
@@ -31,6 +31,7 @@ def alone_in(folder: Path, doing: str) -> Iterator[None]:
 
     Raises:
         InUse: another one is, or this one already.
+        NotWritten: there can be no such folder, as where a file stands in its place.
     """
     with _alone(folder / LOCK, f"{doing} in {folder}", of=None, chosen="folder"):
         yield
@@ -57,7 +58,8 @@ def _alone(path: Path, doing: str, *, of: str | None, chosen: str) -> Iterator[N
         handle = _locked(path, doing, chosen)
     except OSError as error:
         if error.errno not in (errno.EACCES, errno.EROFS):
-            raise
+            with writing(path.parent):
+                raise
         handle = None  # nobody writes where nobody may
     else:
         remove_unfinished(path.parent, of)

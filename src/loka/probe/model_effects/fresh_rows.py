@@ -25,6 +25,7 @@ from loka.probe.model_effects.segment_rows import SegmentRows
 from loka.probe.model_effects.sensitivity import Sensitivity
 from loka.probe.model_effects.untouched import as_evaluated, thawed
 from loka.probe.site_trace import SiteCall, SiteNames, SiteTrace
+from loka.probe.trace import beside_training
 from loka.statistics.effect_depths import Learnt, Tables, centre_of_input, columns_in
 
 Forward = Callable[[nn.Module, Any], Any]
@@ -75,6 +76,7 @@ class FreshRows:
         clusters, weights: for each `Found`, of each row [m]; empty where the caller gave none.
         size: rows of the latest batch.
         missed: by site, why the latest batch that showed nothing of it did not.
+        mixing: of sites whose rows mixed samples in some batch, what was seen: others only hide it.
         count: rows of the sample of all rows so far.
         reason: why the latest forward showed nothing, if it did not.
         read: batches that were to show some of these; `dropped`: why those showed nothing that did not.
@@ -90,6 +92,7 @@ class FreshRows:
     weights: list[torch.Tensor] = field(default_factory=list)
     size: int = 0
     missed: dict[str, str] = field(default_factory=dict)
+    mixing: dict[str, str] = field(default_factory=dict)
     count: int = 0
     reason: str = ""
     read: int = 0
@@ -195,6 +198,7 @@ def _probe(
         )
     refused = {path for path, reason in rows.missed.items() if reason.startswith(NO_PROMISE)}
     rows.missed |= {path: reason for path, reason in sensitivity.missed().items() if path not in refused}
+    rows.mixing |= sensitivity.mixing
     rows.size = sensitivity.size
     rows.reason = "" if found else next(iter(sensitivity.missed().values()), "")
     return found[0] if found else None
@@ -218,7 +222,7 @@ def _run(batch: Any, number: int, sensitivity: Sensitivity, reading: Reading, ro
     )
     eager.acquire()
     try:
-        with as_evaluated(model), thawed(model):
+        with as_evaluated(model), thawed(model), beside_training():
             sensitivity.begin((), step=reading.seed_of(number))
             trace.start()
             try:

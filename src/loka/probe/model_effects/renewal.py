@@ -11,15 +11,17 @@ the defaults) and quantizing `samples` rows once for each recipe, whatever the l
 In eval mode a BatchNorm uses its running statistics, so rows do not mix, and such models have effects too.
 """
 
+import math
 import warnings
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from numbers import Real
 from typing import Any, TypeVar
 
 import torch
 from torch import nn
 
-from loka.core.exceptions import NotConverted
+from loka.core.exceptions import NotConverted, require_kind
 from loka.core.numerics.effect import NO_PROMISE, OLD, Effect
 from loka.core.numerics.label_rate import BaseRate, TaskRates, require_shares, task_rates
 from loka.core.records.parts import WIDTH, Part, part_name
@@ -112,13 +114,17 @@ def renew_effects(
         DataRefused: places of segments, labels, clusters or weights that do not fit the rows; clusters that are no
             whole numbers.
         ValueError: a base rate that is no share, another number of them than tasks, other names than logits,
-            no samples, or weights that are negative, not finite or all 0.
+            no samples, a final rate that is no share, or weights that are negative, not finite or all 0.
     """
     if samples < 1 or per_batch < 1 or segment_rows < 1 or not segment_width > 1:
         raise ValueError(
             f"samples is {samples}, per_batch {per_batch}, segment_rows {segment_rows}; each must be at "
             f"least 1, and segment_width, {segment_width}, above 1"
         )
+    number = isinstance(final_rate, Real) and not isinstance(final_rate, bool)
+    if final_rate is not None and not (number and 0 <= final_rate < math.inf):
+        raise ValueError(f"final_rate is {final_rate!r}; it is a share of the peak, 0 or more, or None")
+    require_kind(stats, Stats, "stats", way_out="probe.stats() of a Probe, or loka.Stats.load(folder)")
     _require_names(tasks, segments)
     require_shares(base_rate)
     _require_same_model(model, stats)
@@ -188,7 +194,8 @@ def _renewed(
         reason = NO_PROMISE + refused
         without = {p: without_effects(layer, reason) for p, layer in stats.layers.items()}
         return replace(stats, layers=without, parts={}, alike={})
-    model_effects = _model_effects(rows, [path for path in stats.layers if any(path in f.sites for f in found)], rates)
+    shown = [path for path in stats.layers if path not in rows.mixing and any(path in each.sites for each in found)]
+    model_effects = _model_effects(rows, shown, rates)
     known = model_effects.known
     moves = dict.fromkeys(known, 0.0)
     if horizon is not None:
@@ -213,6 +220,8 @@ def _renewed(
             effects = widened(known[path], of_labels + moves[path])
             layer = with_effects(without_effects(layer, ""), effects, tables, "")
             layers[path] = replace(layer, effects_by_part=by_part.get(path, {}))
+        elif path in rows.mixing:  # its old effects are of steps that hid it
+            layers[path] = without_effects(layer, rows.mixing[path])
         else:
             reason = "its effect is finite on no sample"
             if path not in model_effects.paths:

@@ -10,6 +10,7 @@ from loka.core.exceptions import DataRefused
 from loka.probe.model_effects.logits import NoEffect
 from loka.probe.trace import tensors_in
 
+ROWS_MIX = "its rows mix samples"
 _LEAKED = 1e-3  # of the gradient's energy that may lie on rows of other samples
 
 
@@ -59,7 +60,7 @@ def rows_of(
         rows = layout[picks]
         if energy[rows].sum().item() >= (1 - _LEAKED) * total:
             return rows
-    raise RowsMix("its rows mix samples: the gradient of a sample reaches rows that are not its own")
+    raise RowsMix(f"{ROWS_MIX}: the gradient of a sample reaches rows that are not its own")
 
 
 def clusters_of_rows(given: torch.Tensor, rows: int) -> torch.Tensor:

@@ -22,35 +22,35 @@ autograd.Function and hooks on its ctx, a checkpointed function, what unpacks sa
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from loka.core.numerics.effect import OLD, Effect, merged
+from loka.core.numerics.effect import OLD, Effect
 from loka.core.numerics.label_rate import Shares, task_rates
 from loka.core.records.stats import LinearStats
+from loka.probe.extra_backward import extra_backward, in_extra_backward
 from loka.probe.model_effects.calls import Call, Found, Sink, Step, changes_at, reason_of, refuse_freed, step_seed
 from loka.probe.model_effects.click_loss import ClickLoss
 from loka.probe.model_effects.error_projection import effects_of
+from loka.probe.model_effects.known import Known, joined_samples
 from loka.probe.model_effects.logits import Logits, NoEffect, called_logits, finite, logits_of, refuse
 from loka.probe.model_effects.promise import refuse_saturated
-from loka.probe.model_effects.sample_rows import RowsMix, batch_of
+from loka.probe.model_effects.sample_rows import ROWS_MIX, RowsMix, batch_of
 from loka.probe.model_effects.untouched import batch_norms, buffers_kept
 from loka.probe.tensor_hooks import TensorHooks
 from loka.probe.trace import unseen
 from loka.statistics.effect_casts import CASTS
-from loka.statistics.effect_depths import NOTHING, Learnt, Tables, faded_tables, merge_tables, tables_of
+from loka.statistics.effect_depths import NOTHING, Learnt, Tables, merge_tables, tables_of
 
 _UNREACHED = "no gradient of these logits reaches its output"
 
 
 class Sensitivity:
     """The effects of every site over the sampled steps.
-
-    While `working` is set, for any probe, the gradients that pass by are not those of training.
 
     What a model is sensitive to moves until late in training, so old samples fade: the weights of
     all sum up to `samples` at most, and those of a step are the latest one's times a constant for
@@ -76,8 +76,6 @@ class Sensitivity:
         shows: whether the model's output is known to show logits.
     """
 
-    working = False
-
     def __init__(
         self,
         *,
@@ -100,9 +98,11 @@ class Sensitivity:
         self._calls: list[tuple[Call, GradientEdge]] = []
         self._step, self._shown = Step(), False  # whether the output ever showed logits
         self._waiting: list[Step] = []  # with gradients of training that are not noted yet
-        self._known: dict[str, _Known] = {}
+        self._known: dict[str, Known] = {}
         self._reasons: dict[str, str] = {}
         self._missed: dict[str, str] = {}  # why the latest step says nothing, by path
+        self.mixing: dict[str, str] = {}  # of sites whose rows mixed samples in some step, what was seen then
+        self._restored: set[str] = set()  # whose effects are the record's alone, such as of eval mode
         self.loss, self.hooks = ClickLoss(), TensorHooks()
         self.size = 0  # rows of logits
 
@@ -173,7 +173,7 @@ class Sensitivity:
             signed, p = self._signed(z, picks)
             grads = self._backward(model, z, picks, edges, signed)
             if self._logits is None and self._sink is None:
-                self.loss.watch(called_logits(output), z, unless=lambda: Sensitivity.working)
+                self.loss.watch(called_logits(output), z, unless=in_extra_backward)
         except Exception as error:  # user code runs in the pass, and training goes on without it
             self._drop(calls, reason_of(error))
             return
@@ -237,9 +237,12 @@ class Sensitivity:
     def restore(self, path: str, layer: LinearStats) -> None:
         if layer.effects:
             reached = any(effect.total for effect in layer.effects.values())  # of before, all 0 meant unreached too
-            self._known[path] = _Known(dict(layer.effects), tables_of(layer), reached)
+            self._known[path] = Known(dict(layer.effects), tables_of(layer), reached)
+            self._restored.add(path)
         if layer.no_effect:
             self._reasons[path] = layer.no_effect.removeprefix(OLD)
+        if self._reasons.get(path, "").startswith(ROWS_MIX):
+            self.mixing[path] = self._reasons[path]
 
     def of(self, path: str) -> tuple[dict[str, Effect], Tables, str]:
         """The effects of a site by recipe name, its histograms, and why there are none, or old ones."""
@@ -284,13 +287,9 @@ class Sensitivity:
         weight = torch.zeros_like(z)
         weight[picks.to(z.device)] = signed
         devices = [z.device] if z.device.type == "cuda" else []
-        Sensitivity.working = True
-        try:
-            # A checkpoint may draw, and move the buffers of a BatchNorm, when it recomputes.
-            with unseen(), buffers_kept(model), torch.random.fork_rng(devices=devices):
-                return torch.autograd.grad(z, edges, weight, retain_graph=True, allow_unused=True)
-        finally:
-            Sensitivity.working = False
+        # A checkpoint may draw, and move the buffers of a BatchNorm, when it recomputes.
+        with unseen(), buffers_kept(model), torch.random.fork_rng(devices=devices):
+            return extra_backward(z, edges, weight)
 
     def _add(
         self,
@@ -314,7 +313,9 @@ class Sensitivity:
                 call, grad, picks, batch, self._generator, of_all=of_all, tables=tell, learnt=learnt
             )
         except Exception as error:  # out of memory, say; the step itself is whole
-            self._drop([call], reason_of(error) + (mixing if isinstance(error, RowsMix) else ""))
+            if isinstance(error, RowsMix):
+                self._mixes(call.path, reason_of(error) + mixing)
+            self._drop([call], self.mixing.get(call.path, reason_of(error)))
             found.pop(call.path, None)
             return
         if call.path in found:
@@ -357,43 +358,23 @@ class Sensitivity:
             predicted = torch.tensor(shares, dtype=torch.float64).expand(predicted.shape)
         known = effects_of([changes for changes, _ in found.values()], predicted, signed)
         for (path, (_, tables)), effects in zip(found.items(), known, strict=True):
-            fresh = _Known(dict(zip(CASTS, effects, strict=True)), tables, path in reached)
-            if fresh.count:
-                self._known[path] = _after(self._known.get(path), fresh, self._samples)
+            fresh = Known(dict(zip(CASTS, effects, strict=True)), tables, path in reached)
+            if path in self.mixing:
+                self._missed[path] = self.mixing[path]
+            elif fresh.count:
+                self._restored.discard(path)
+                self._known[path] = joined_samples(self._known.get(path), fresh, self._samples)
                 self._reasons.pop(path, None)
                 self._missed.pop(path, None)
             else:
                 self._missed[path] = "its effect is finite on no sample"
 
+    def _mixes(self, path: str, reason: str) -> None:
+        """The rows of a site mix samples, also in steps whose picks hide that, such as all but one of the batch."""
+        self.mixing[path] = reason
+        if path not in self._restored:
+            self._known.pop(path, None)
+
     def _drop(self, calls: Sequence[Call], reason: str) -> None:
         for call in calls:
             self._missed[call.path] = reason
-
-
-@dataclass(frozen=True)
-class _Known:
-    """`reached`: whether a gradient other than 0 is among the samples."""
-
-    effects: dict[str, Effect]
-    tables: Tables
-    reached: bool
-
-    @property
-    def count(self) -> float:
-        return max((effect.count for effect in self.effects.values()), default=0)
-
-    def faded(self, factor: float) -> _Known:
-        effects = {name: effect.faded(factor) for name, effect in self.effects.items()}
-        return _Known(effects, faded_tables(self.tables, factor), self.reached and factor > 0)
-
-
-def _after(before: _Known | None, fresh: _Known, limit: int) -> _Known:
-    """Both, the earlier samples faded so that all together weigh `limit` at most."""
-    if before is None or not before.count:
-        return fresh
-    faded = before.faded(min(max(limit - fresh.count, 0) / before.count, 1.0))
-    try:
-        effects = merged(faded.effects, fresh.effects)
-    except ValueError:  # another number of tasks: what came before was of another output
-        return fresh
-    return _Known(effects, merge_tables(faded.tables, fresh.tables), faded.reached or fresh.reached)

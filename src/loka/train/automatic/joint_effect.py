@@ -24,7 +24,7 @@ from loka.core.error import Estimate, estimate_mean
 from loka.core.exceptions import DataRefused, NonFinite, NotConverted, PlanMismatch, UnknownName
 from loka.core.numerics.label_rate import entropy, require_shares, task_rates
 from loka.core.records.parts import WHOLE
-from loka.core.records.plan import Plan
+from loka.core.records.plan import Plan, require_plan
 from loka.core.records.report import HP
 from loka.core.signature import AS_PROBED, LinearShape
 from loka.data.batch import Batch
@@ -117,6 +117,7 @@ def joint_effect(
             values lie between 0 and 1, which are probabilities; predictions without entropy.
         ValueError: a base rate that is no share.
     """
+    require_plan(plan)
     require_shares(base_rate)
     candidates = {path: f"emulated:{recipe}" for path, recipe in plan.output_recipes.items()}
     differences = signature(model, like=plan.model).differences(plan.model)
