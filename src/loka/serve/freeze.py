@@ -141,7 +141,7 @@ def freeze(
     call = partial(_run_all, batches=rows, run=run)
     tree, given, dropped, kept = _frozen(precise, plan, weights, scales, in_hp, call)
     answers = _answer_errors(given, plain)
-    check_independent(tree, precise, run, form, rows)
+    check_independent(tree, precise, run, rows)
     check_sizes(tree, precise, run, form, rows, buckets)
     read = {path: found.card(path, fp8[path], sources[path], weights[path], scales) for path in fp8 if path in weights}
     card = Card(

@@ -29,6 +29,19 @@ def test_an_output_that_is_masked_hides_no_other_numbers():
         frozen(Masks().eval(), BOTH, buckets=(1, 16))
 
 
+@pytest.mark.parametrize("of", [lambda x: x.amax(0), lambda x: x.abs().max(), lambda x: 1e-3 * x.cumsum(0)])
+def test_rows_that_are_seen_in_others_answers_alone(of):
+    """A largest number is that of the batch's copies too, and sums of rows before differ little by their places."""
+
+    class Mixes(Tower):
+        def forward(self, dense, ids):
+            return super().forward(dense - of(dense), ids)
+
+    torch.manual_seed(0)
+    with pytest.raises(ServeRefused, match="mixes rows"):
+        frozen(Mixes().eval(), BOTH)
+
+
 class Counts(Tower):
     """By how many rows there are, with an output that only notes them, and one of two places that is small."""
 
