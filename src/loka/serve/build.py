@@ -109,7 +109,8 @@ def load_precise(
                 wrong.append(f"{one} and {key} are one weight in the model, and differ")
             copies[key] = copies[one]
     if wrong:
-        wrapped = next((name for name in ("module.", "_orig_mod.") if any(key.startswith(name) for key in state)), None)
+        keys = [str(key) for key in state]
+        wrapped = next((name for name in ("module.", "_orig_mod.") if any(key.startswith(name) for key in keys)), None)
         raise ServeRefused(
             "these weights are not served",
             why=truncated(wrong, 10),

@@ -90,6 +90,8 @@ def freeze(
             writes to its inputs, is sharded, cannot be copied, holds views of weights, reads the original's in its
             copy, or fails for these rows or for rows drawn between their bounds; buckets or graphs that cannot be.
     """
+    if not isinstance(name, str):
+        raise ServeRefused(f"name={name!r} is no text", way_out='what the calibration rows are, as "clicks of Monday"')
     _check_buckets(buckets)
     check_share(shadow)
     check_plans(plan)
@@ -133,6 +135,7 @@ def freeze(
     weights = _reached(weights, found)
     scales = found.scales(fp8)
     plain = _run_all(precise, rows, run)
+    _check_outputs(plain[0])
     _errors(precise, plan, rows, run, found, weights, scales)
     chosen = planned.in_hp
     if race:
@@ -227,7 +230,7 @@ def _requests(calibration: Iterable[Request]) -> list[Request]:
     """Raises ServeRefused for a single request in the place of several, and for none."""
     if isinstance(calibration, (torch.Tensor, Mapping)):
         raise ServeRefused("calibration is one request", way_out="give a list of requests, such as [rows]")
-    found = list(calibration)
+    found = list(calibration) if isinstance(calibration, Iterable) else []
     if not found:
         raise _too_few(0)
     return found
@@ -241,6 +244,15 @@ def _check_rows(batches: Sequence[Sequence[torch.Tensor]]) -> None:
     if all(bool((column == one).all()) for batch in batches for column, one in zip(batch, first, strict=True)):
         raise ServeRefused(
             f"all {count} calibration rows are alike", way_out="give rows of the traffic that will be served"
+        )
+
+
+def _check_outputs(answer: Any) -> None:
+    low = [place for place, leaf in enumerate(leaves(answer)) if leaf.is_floating_point() and leaf.itemsize == 1]
+    if low:
+        raise ServeRefused(
+            f"outputs {', '.join(map(str, low))} are in FP8, and torch does not tell which of them are finite",
+            way_out="return them in bfloat16, and cast answers",
         )
 
 
