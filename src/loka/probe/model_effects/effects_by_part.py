@@ -133,7 +133,7 @@ def _effects(
     column = slice(one.task, one.task + 1)
     predicted = z[one.rows][:, column].sigmoid()
     if rates is not None:
-        predicted = torch.full(predicted.shape, rates.shares[0], dtype=torch.float64)
+        predicted = torch.full(predicted.shape, rates.shares[0], dtype=torch.float64, device="cpu")
     groups = None if rows.groups is None else rows.groups[one.rows].unique(return_inverse=True)[1]
     weighing = None if rows.weights is None else rows.weights[one.rows]
     changes = [over_batches(rows.found, path, one.task if several else None).cpu()[one.rows] for path in paths]

@@ -245,7 +245,7 @@ def _model_effects(rows: FreshRows, paths: list[str], rates: TaskRates | None) -
     z = torch.cat([each.logits for each in found])
     predicted = z.sigmoid()
     if rates is not None:
-        predicted = torch.tensor(rates.shares, dtype=torch.float64).expand(z.shape)
+        predicted = torch.tensor(rates.shares, dtype=torch.float64, device="cpu").expand(z.shape)
     signed = torch.cat([each.signed for each in found])
     clusters, weights = _of_all_rows(rows.clusters, rows), _of_all_rows(rows.weights, rows)
     groups = torch.cat(clusters).unique(return_inverse=True)[1] if clusters else None
@@ -267,8 +267,8 @@ def _of_all_rows(values: Sequence[T], rows: FreshRows) -> list[T]:
 
 def _probed(rows: FreshRows) -> ProbedRows:
     counts = [len(found.picks) for found in rows.found]
-    none = [torch.full((count,), -1) for count in counts]
-    uniform = [torch.full((count,), one) for count, one in zip(counts, rows.uniform, strict=True)]
+    none = [torch.full((count,), -1, device="cpu") for count in counts]
+    uniform = [torch.full((count,), one, device="cpu") for count, one in zip(counts, rows.uniform, strict=True)]
     return ProbedRows(
         found=rows.found,
         places=torch.cat(rows.places or none),
