@@ -242,6 +242,9 @@ def test_shadows_of_integers_are_counted_and_not_averaged():
     shadow = tally.shadow()
     assert (shadow.max_abs, shadow.changed, shadow.rows, shadow.nonfinite) == (0.5, 5, 8, 1)
     assert shadow.mean_abs == pytest.approx((4 * 0.5 + 3 * 0.25) / 7)
+    tally = Tally()
+    tally.note([torch.complex(y, y)], [torch.complex(y, y + 0.5)])
+    assert (tally.shadow().mean_abs, tally.shadow().changed) == (0.25, 0)
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from served import BOTH, Tower, calibration, frozen, rows
 
 from loka.core.exceptions import ServeRefused
 from loka.serve import load
+from loka.serve.model.independence import _moved
 
 
 def test_a_model_that_asks_how_many_rows_there_are_is_not_padded():
@@ -85,6 +86,21 @@ def test_rounding_is_told_by_more_than_the_first_request():
 
     torch.manual_seed(0)
     frozen(Rounds().eval(), BOTH, calibration=[one, *calibration()], buckets=(1, 16))
+
+
+def test_rounding_of_complex_numbers_is_rounding():
+    """Each is told from the other as numbers are; as whole ones, more than half of them differed."""
+
+    class Turns(Tower):
+        def forward(self, dense, ids):
+            x = torch.relu(self.norm(self.first(torch.cat([dense, self.table(ids)], dim=1))))
+            return torch.complex(self.second(x), self.logit(self.second(x)).expand(-1, 30))
+
+    torch.manual_seed(0)
+    frozen(Turns().eval(), BOTH, buckets=(1, 16))
+    turned = torch.complex(torch.ones(64, 8), torch.arange(64.0)[:, None].expand(64, 8))
+    assert not _moved(turned, turned * (1 + 1e-6), turned)
+    assert _moved(turned, turned.conj(), turned)
 
 
 def test_requests_are_not_written_to():

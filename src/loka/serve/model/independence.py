@@ -9,7 +9,7 @@ from loka.core.exceptions import ServeRefused
 from loka.serve.rows import Form, leaves, pad
 from loka.serve.run import Runner
 from loka.serve.sites import answering
-from loka.serve.watch.agreement import LEAST_DB, finite_in_both
+from loka.serve.watch.agreement import LEAST_DB, as_real, finite_in_both
 
 _COMPARED = 128  # rows that tell how large answers are
 _ALONE = 16  # of these are answered by few at a time: one tells little of what is rounding
@@ -89,6 +89,7 @@ def _moved(one: torch.Tensor, other: torch.Tensor, like: torch.Tensor) -> bool:
     numbers it moves a few by much, as of other experts, or all by little. `like` holds the answers to many rows, since
     an answer to a few rows may be near zero.
     """
+    one, other, like = map(as_real, (one, other, like))
     if not other.is_floating_point():
         return bool((one != other).double().mean() > _FEW)
     if not torch.equal(one.isfinite(), other.isfinite()):
