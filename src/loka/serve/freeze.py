@@ -144,8 +144,17 @@ def freeze(
     call = partial(_run_all, batches=rows, run=run)
     tree, given, dropped, kept = _frozen(precise, plan, weights, scales, in_hp, call)
     answers = _answer_errors(given, plain)
-    check_independent(tree, precise, run, rows)
-    check_sizes(tree, precise, run, form, rows, buckets)
+
+    def check_alone() -> None:
+        check_independent(tree, precise, run, rows)
+        check_sizes(tree, precise, run, form, rows, buckets)
+
+    tried(
+        check_alone,
+        "this model fails for calibration rows in another order, or for other numbers of them",
+        "a request may have any number of rows, and is padded to a bucket: let forward take them, in eval, under "
+        "autocast= and without gradients",
+    )
     read = {path: found.card(path, fp8[path], sources[path], weights[path], scales) for path in fp8 if path in weights}
     card = Card(
         model=class_name(model),
@@ -308,6 +317,7 @@ def _calibrate(precise: nn.Module, plan: Plan, batches: Sequence[Sequence[torch.
     """Runs the calibration rows. Raises ServeRefused where the input of a site is not finite, or is
     zero in all rows.
     """
+    run(precise, batches[0])  # without sites torch has code of its own, as of nn.TransformerEncoder
     seen: dict[str, list[torch.Tensor]] = {}
 
     def note(name: str, candidate: str, rows: torch.Tensor, weight: torch.Tensor) -> None:

@@ -43,6 +43,30 @@ def test_rows_that_are_seen_in_others_answers_alone(of):
         frozen(Mixes().eval(), BOTH)
 
 
+def test_a_model_that_takes_pairs_of_rows_alone_is_refused():
+    class Pairs(Tower):
+        def forward(self, dense, ids):
+            return super().forward(dense.view(-1, 2, 13).flatten(0, 1), ids)
+
+    torch.manual_seed(0)
+    with pytest.raises(ServeRefused, match="fails for calibration rows in another order, or for other numbers"):
+        frozen(Pairs().eval(), BOTH)
+
+
+def test_a_model_that_fails_without_sites_is_refused():
+    """As nn.TransformerEncoder in torch 2.13 on a CPU under autocast: its own fast code does not look at that."""
+
+    class Fails(Tower):
+        def forward(self, dense, ids):
+            if "forward" not in vars(self.first):
+                raise RuntimeError("expected scalar type Float but found BFloat16")
+            return super().forward(dense, ids)
+
+    torch.manual_seed(0)
+    with pytest.raises(ServeRefused, match="fails for calibration rows of the form"):
+        frozen(Fails().eval(), BOTH)
+
+
 class Counts(Tower):
     """By how many rows there are, with an output that only notes them, and one of two places that is small."""
 
