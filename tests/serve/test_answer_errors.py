@@ -242,6 +242,9 @@ def test_shadows_of_integers_are_counted_and_not_averaged():
     shadow = tally.shadow()
     assert (shadow.max_abs, shadow.changed, shadow.rows, shadow.nonfinite) == (0.5, 5, 8, 1)
     assert shadow.mean_abs == pytest.approx((4 * 0.5 + 3 * 0.25) / 7)
+    tally = Tally()
+    tally.note([torch.complex(y, y)], [torch.complex(y, y + 0.5)])
+    assert (tally.shadow().mean_abs, tally.shadow().changed) == (0.25, 0)
 
 
 @pytest.mark.parametrize(
@@ -255,6 +258,8 @@ def test_shadows_of_integers_are_counted_and_not_averaged():
         ({"autocast": "bf16"}, "autocast='bf16' casts nothing"),
         ({"autocast": torch.float32}, "casts nothing"),
         ({"calibration": {"x": X[0]}}, "calibration is one request"),
+        ({"calibration": None}, "0 calibration rows"),
+        ({"name": None}, "name=None is no text"),  # it was saved, and no process could load it
     ],
 )
 def test_arguments_that_are_none(given, said):
@@ -264,11 +269,19 @@ def test_arguments_that_are_none(given, said):
         freeze(model, **options)
 
 
+def test_outputs_in_fp8_are_refused():
+    """torch raised, as it does not tell which of them are finite."""
+    with pytest.raises(ServeRefused, match="outputs 1 are in FP8"):
+        served(Mlp(head=lambda y, x: (y, y.to(torch.float8_e4m3fn))))
+
+
 def test_weights_and_files_that_are_none(tmp_path):
     server = served(Mlp())
     wrapped = {f"module.{key}": value for key, value in Mlp().state_dict().items()}
     with pytest.raises(ServeRefused, match=r"without the 'module\.' that a wrapper puts"):
         server.refresh(wrapped)
+    with pytest.raises(ServeRefused, match="3 is not in the model"):
+        server.refresh({**Mlp().state_dict(), 3: torch.ones(1)})
     with pytest.raises(ServeRefused, match="a Mlp is no state dict"):
         server.refresh(Mlp())
     for batch in ((1,), 5, (1.0, 4.0), (4, 2)):

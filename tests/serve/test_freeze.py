@@ -386,7 +386,7 @@ def test_requests_of_another_form_are_refused(named):
     for wrong in (form(dense.double(), ids), form(dense[:, :12], ids), dense, (dense,), form(dense, ids[:3]), more):
         with pytest.raises(ServeRefused):
             server(wrong)
-    for other in (3, ids.to_sparse()):
+    for other in (3, ids.to_sparse(), ids.to("meta")):
         with pytest.raises(ServeRefused, match="is no dense tensor with rows"):
             server((dense, other))
 

@@ -281,6 +281,23 @@ def test_masks_of_infinity_are_loaded_and_refreshed(tmp_path):
             loaded.refresh(other.state_dict() | {"mask": wrong})
 
 
+def test_a_row_of_nan_that_nobody_reads_is_loaded_and_refreshed(tmp_path):
+    """It was frozen and saved, and no process could load it."""
+    model, (dense, ids) = tower(), rows(40)
+    with torch.no_grad():
+        model.table.weight[49] = torch.nan
+    ids = ids.clamp_max(48)
+    server = frozen(model, BOTH, calibration=[(dense, ids)], shadow=1.0)
+    server.save(tmp_path)
+    loaded = load(tmp_path, tower(1), shadow=1.0)
+    assert loaded.refresh(model.state_dict()) == 2
+    assert torch.equal(loaded((dense, ids)).output, server((dense, ids)).output)
+    with torch.no_grad():
+        model.table.weight[48] = torch.nan
+    with pytest.raises(ServeRefused, match=r"table\.weight holds NaN or infinity"):
+        loaded.refresh(model.state_dict())
+
+
 def test_buffers_and_shared_weights(tmp_path):
     torch.manual_seed(0)
     model, other = Moded().eval(), Moded().eval()

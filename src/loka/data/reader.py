@@ -223,7 +223,7 @@ def _gathered(block: Block, rows: slice | np.ndarray, *, pin: bool) -> Batch:
         # mode="clip" lets numpy gather without a second copy; the indices are in range.
         chosen = array[rows] if isinstance(rows, slice) else array.take(rows, axis=0, mode="clip")
         dtype = torch.float32 if name in ("dense", "label") else torch.int64
-        tensors[name] = torch.empty(chosen.shape, dtype=dtype, pin_memory=pin)
+        tensors[name] = torch.empty(chosen.shape, dtype=dtype, pin_memory=pin, device="cpu")
         np.copyto(tensors[name].numpy(), chosen)
     return Batch(**tensors)
 

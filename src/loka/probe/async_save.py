@@ -60,7 +60,7 @@ def _copy(value: Any, devices: set[torch.device]) -> Any:
         if value.device.type != "cuda":
             return value.detach().to("cpu", copy=True)
         devices.add(value.device)
-        host = torch.empty(value.shape, dtype=value.dtype, pin_memory=True)
+        host = torch.empty(value.shape, dtype=value.dtype, pin_memory=True, device="cpu")
         return host.copy_(value.detach(), non_blocking=True)
     if is_dataclass(value) and not isinstance(value, type):
         return replace(value, **{f.name: _copy(getattr(value, f.name), devices) for f in fields(value)})

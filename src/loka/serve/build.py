@@ -72,9 +72,9 @@ def load_precise(
     """A tree with copies of the weights in `state` on `device`, in the dtypes that the model had. Weights named in
     `dropped` stay absent.
 
-    Raises ServeRefused where keys or shapes differ, where integers stand for floats, where a weight holds NaN in the
-    dtype of the model, or infinity in other places than `before`, as masks do, and where modules share other tensors
-    than before.
+    Raises ServeRefused where keys or shapes differ, where integers stand for floats, where a weight holds NaN or
+    infinity in the dtype of the model in other places than `before`, as masks do, and where modules share other
+    tensors than before.
     """
     wanted = skeleton.state_dict(keep_vars=True)
     tensors = {key: value for key, value in wanted.items() if isinstance(value, torch.Tensor)}
@@ -109,7 +109,8 @@ def load_precise(
                 wrong.append(f"{one} and {key} are one weight in the model, and differ")
             copies[key] = copies[one]
     if wrong:
-        wrapped = next((name for name in ("module.", "_orig_mod.") if any(key.startswith(name) for key in state)), None)
+        keys = [str(key) for key in state]
+        wrapped = next((name for name in ("module.", "_orig_mod.") if any(key.startswith(name) for key in keys)), None)
         raise ServeRefused(
             "these weights are not served",
             why=truncated(wrong, 10),
@@ -137,7 +138,9 @@ def _form(value: torch.Tensor) -> str:
 def _finite(value: torch.Tensor, before: torch.Tensor | None) -> bool:
     if not value.is_floating_point() or bool((finite := torch.isfinite(value)).all()):
         return True
-    return before is not None and not before.is_meta and torch.equal(value[~finite], before.to(value)[~finite])
+    if before is None or before.is_meta:
+        return False
+    return torch.allclose(value[~finite], before.to(value)[~finite], rtol=0.0, atol=0.0, equal_nan=True)
 
 
 def share(model: nn.Module) -> nn.Module:

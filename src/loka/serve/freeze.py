@@ -90,6 +90,8 @@ def freeze(
             writes to its inputs, is sharded, cannot be copied, holds views of weights, reads the original's in its
             copy, or fails for these rows or for rows drawn between their bounds; buckets or graphs that cannot be.
     """
+    if not isinstance(name, str):
+        raise ServeRefused(f"name={name!r} is no text", way_out='what the calibration rows are, as "clicks of Monday"')
     _check_buckets(buckets)
     check_share(shadow)
     check_plans(plan)
@@ -133,6 +135,7 @@ def freeze(
     weights = _reached(weights, found)
     scales = found.scales(fp8)
     plain = _run_all(precise, rows, run)
+    _check_outputs(plain[0])
     _errors(precise, plan, rows, run, found, weights, scales)
     chosen = planned.in_hp
     if race:
@@ -141,8 +144,17 @@ def freeze(
     call = partial(_run_all, batches=rows, run=run)
     tree, given, dropped, kept = _frozen(precise, plan, weights, scales, in_hp, call)
     answers = _answer_errors(given, plain)
-    check_independent(tree, precise, run, form, rows)
-    check_sizes(tree, precise, run, form, rows, buckets)
+
+    def check_alone() -> None:
+        check_independent(tree, precise, run, rows)
+        check_sizes(tree, precise, run, form, rows, buckets)
+
+    tried(
+        check_alone,
+        "this model fails for calibration rows in another order, or for other numbers of them",
+        "a request may have any number of rows, and is padded to a bucket: let forward take them, in eval, under "
+        "autocast= and without gradients",
+    )
     read = {path: found.card(path, fp8[path], sources[path], weights[path], scales) for path in fp8 if path in weights}
     card = Card(
         model=class_name(model),
@@ -227,7 +239,7 @@ def _requests(calibration: Iterable[Request]) -> list[Request]:
     """Raises ServeRefused for a single request in the place of several, and for none."""
     if isinstance(calibration, (torch.Tensor, Mapping)):
         raise ServeRefused("calibration is one request", way_out="give a list of requests, such as [rows]")
-    found = list(calibration)
+    found = list(calibration) if isinstance(calibration, Iterable) else []
     if not found:
         raise _too_few(0)
     return found
@@ -241,6 +253,15 @@ def _check_rows(batches: Sequence[Sequence[torch.Tensor]]) -> None:
     if all(bool((column == one).all()) for batch in batches for column, one in zip(batch, first, strict=True)):
         raise ServeRefused(
             f"all {count} calibration rows are alike", way_out="give rows of the traffic that will be served"
+        )
+
+
+def _check_outputs(answer: Any) -> None:
+    low = [place for place, leaf in enumerate(leaves(answer)) if leaf.is_floating_point() and leaf.itemsize == 1]
+    if low:
+        raise ServeRefused(
+            f"outputs {', '.join(map(str, low))} are in FP8, and torch does not tell which of them are finite",
+            way_out="return them in bfloat16, and cast answers",
         )
 
 
@@ -296,6 +317,7 @@ def _calibrate(precise: nn.Module, plan: Plan, batches: Sequence[Sequence[torch.
     """Runs the calibration rows. Raises ServeRefused where the input of a site is not finite, or is
     zero in all rows.
     """
+    run(precise, batches[0])  # without sites torch has code of its own, as of nn.TransformerEncoder
     seen: dict[str, list[torch.Tensor]] = {}
 
     def note(name: str, candidate: str, rows: torch.Tensor, weight: torch.Tensor) -> None:

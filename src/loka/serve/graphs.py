@@ -213,7 +213,7 @@ class Capturer:
         with watched_by(shown_by), observed_by(lambda name, rows: take([(name, look(rows)[:, None], len(rows), 0)])):
             output = call()
         if not found:
-            return output, torch.empty(0)
+            return output, torch.empty(0, device="cpu")
         return output, found[0] if len(found) == 1 else torch.cat(found)
 
 

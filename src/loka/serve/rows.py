@@ -133,7 +133,7 @@ class Form:
                 share = torch.rand(shape, generator=generator, dtype=torch.float64, device="cpu")
                 span = (most.double() - least.double() + 1).clamp(max=2.0**62)  # of hashes, what int64 can add
                 rows = torch.minimum(least + (share * span).floor().long(), most).to(dtype)
-            made.append((rows if drawn == count else rows[torch.arange(count) % drawn]).to(device))
+            made.append((rows if drawn == count else rows[torch.arange(count, device="cpu") % drawn]).to(device))
         return made
 
     def bounded(self, batches: Sequence[Sequence[torch.Tensor]]) -> "Form":
@@ -196,7 +196,10 @@ def form_of(request: Request) -> Form:
         if not _is_dense(tensor) or tensor.dim() == 0:
             raise ServeRefused(
                 f"input {name} is no dense tensor with rows [B, ...]",
-                why=[f"it is of type {type(tensor).__name__}, layout {getattr(tensor, 'layout', 'none')}"],
+                why=[
+                    f"it is of type {type(tensor).__name__}, layout {getattr(tensor, 'layout', 'none')}, "
+                    f"on {getattr(tensor, 'device', 'no device')}"
+                ],
                 way_out="pad what is ragged, and keep constants in the model",
             )
     counts = {name: tensor.shape[0] for name, tensor in named.items()}
@@ -211,7 +214,9 @@ def form_of(request: Request) -> Form:
 
 
 def _is_dense(value: object) -> bool:
-    return isinstance(value, torch.Tensor) and not value.is_nested and value.layout is torch.strided
+    if not isinstance(value, torch.Tensor):
+        return False
+    return not value.is_nested and value.layout is torch.strided and not value.is_meta
 
 
 def _kind(request: Request) -> Kind:

@@ -128,8 +128,8 @@ def _paired(input: Distribution, grad_output: Distribution) -> dict[str, Sampler
 
 def _samples(draws: int, rows: int, of_each: int) -> torch.Tensor:
     """The sample [draws * rows] that each row belongs to; samples begin anew with each draw."""
-    within = torch.arange(rows) // of_each
-    return (torch.arange(draws).unsqueeze(1) * (within[-1] + 1) + within).flatten()
+    within = torch.arange(rows, device="cpu") // of_each
+    return (torch.arange(draws, device="cpu").unsqueeze(1) * (within[-1] + 1) + within).flatten()
 
 
 class _Pool:
@@ -168,7 +168,9 @@ def _normal_sampler(distribution: Distribution, device: torch.device) -> Sampler
     numbers = distribution.numbers
     features, spread = numbers["features"], numbers["spread"]
     # On the CPU, so that the features have the same scales on every device.
-    z = torch.randn(features, generator=torch.Generator().manual_seed(numbers["seed"]), dtype=torch.float32)
+    z = torch.randn(
+        features, generator=torch.Generator().manual_seed(numbers["seed"]), dtype=torch.float32, device="cpu"
+    )
     std = (numbers["std"] * (spread * z - spread**2).exp()).to(device)
 
     def draw(rows: int, generator: torch.Generator) -> torch.Tensor:

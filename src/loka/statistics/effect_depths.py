@@ -202,7 +202,7 @@ def _some(rows: int, columns: int, generator: torch.Generator) -> tuple[torch.Te
     kept = max(_ELEMENTS // max(columns, 1), 1)
     if rows <= kept:
         return None, 1.0
-    return torch.randperm(rows, generator=generator)[:kept], rows / kept
+    return torch.randperm(rows, generator=generator, device="cpu")[:kept], rows / kept
 
 
 def _weight_sensitivity(

@@ -158,7 +158,7 @@ def from_distribution(distribution: Distribution) -> Gaussian:
         scatter=tensors.get("scatter"),
         factor=tensors.get("factor"),
         amax=tensors["amax"],
-        zeros=torch.tensor(numbers["zeros"], dtype=torch.float64),
-        fourth=torch.tensor(numbers["fourth"], dtype=torch.float64),
+        zeros=torch.tensor(numbers["zeros"], dtype=torch.float64, device="cpu"),
+        fourth=torch.tensor(numbers["fourth"], dtype=torch.float64, device="cpu"),
         nonfinite_rows=numbers["nonfinite_rows"],
     )

@@ -74,8 +74,8 @@ def pick(given: torch.Tensor, batch: int, elements: int, most: int, generator: t
     samples, all_rows = by_sample.shape
     used = min(all_rows, _POSITIONS)
     count = max(1, min(samples, most // used, _PRODUCTS // max(elements, 1)))
-    some = torch.randperm(samples, generator=generator)[:count]
-    positions = torch.randperm(all_rows, generator=generator)[:used].sort().values
+    some = torch.randperm(samples, generator=generator, device="cpu")[:count]
+    positions = torch.randperm(all_rows, generator=generator, device="cpu")[:used].sort().values
     rows = sent(by_sample[some][:, positions], given.device)
     values = given.reshape(-1, given.shape[-1])[rows].to(torch.float32)  # a copy: the input may change
     return Picked(rows=rows, values=values, all_rows=all_rows)
@@ -148,7 +148,7 @@ def rows_by_sample(leading: Sequence[int], batch: int) -> torch.Tensor | None:
     is then true of the runs.
     """
     count = math.prod(leading)
-    index = torch.arange(count)
+    index = torch.arange(count, device="cpu")
     sides = [side for side in (0, 1) if list(leading[side : side + 1]) == [batch]]
     if sides == [1]:
         return index.view(leading[0], batch, -1).transpose(0, 1).reshape(batch, -1) if leading[0] > 1 else None

@@ -125,7 +125,7 @@ def cross_in(distribution: Distribution) -> Cross | None:
     """The same for how grad_output goes with input."""
     if CROSS not in distribution.tensors:
         return None
-    count = torch.tensor(distribution.numbers[CROSS_COUNT], dtype=torch.float64)
+    count = torch.tensor(distribution.numbers[CROSS_COUNT], dtype=torch.float64, device="cpu")
     return Cross(count=count, sum=distribution.tensors[CROSS])
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from durable import folder_flushed_after, full, watch_disk
 
-from loka.core.exceptions import FileRefused, NotWritten
+from loka.core.exceptions import FileRefused, LokaError, NotWritten
 from loka.core.storage import files
 from loka.core.storage.alone import LOCK, InUse, alone_in, alone_with
 from loka.core.storage.files import (
@@ -17,6 +17,7 @@ from loka.core.storage.files import (
     read_tensors,
     require_writable,
     sha256_of_file,
+    tensors_to_bytes,
     write_atomic,
     write_record,
     write_tensors,
@@ -221,3 +222,10 @@ def test_a_folder_that_takes_no_file_is_refused(tmp_path):
     with pytest.raises(NotWritten, match="cannot write"):
         require_writable(tmp_path / "file")
     assert (tmp_path / "file").read_text() == "kept"
+
+
+def test_a_dtype_that_safetensors_does_not_know_is_told():
+    """A server whose answers are of complex128 raised KeyError when it was saved."""
+    tensors = {"x": torch.ones(2), "y": torch.ones(2, dtype=torch.complex128)}
+    with pytest.raises(LokaError, match=r"safetensors stores no torch\.complex128\n  y\n"):
+        tensors_to_bytes(tensors)

@@ -4,6 +4,7 @@ from served import BOTH, Tower, calibration, frozen, rows
 
 from loka.core.exceptions import ServeRefused
 from loka.serve import load
+from loka.serve.model.independence import _moved
 
 
 def test_a_model_that_asks_how_many_rows_there_are_is_not_padded():
@@ -27,6 +28,43 @@ def test_an_output_that_is_masked_hides_no_other_numbers():
     torch.manual_seed(0)
     with pytest.raises(ServeRefused, match="answers 2 rows by other numbers among 16"):
         frozen(Masks().eval(), BOTH, buckets=(1, 16))
+
+
+@pytest.mark.parametrize("of", [lambda x: x.amax(0), lambda x: x.abs().max(), lambda x: 1e-3 * x.cumsum(0)])
+def test_rows_that_are_seen_in_others_answers_alone(of):
+    """A largest number is that of the batch's copies too, and sums of rows before differ little by their places."""
+
+    class Mixes(Tower):
+        def forward(self, dense, ids):
+            return super().forward(dense - of(dense), ids)
+
+    torch.manual_seed(0)
+    with pytest.raises(ServeRefused, match="mixes rows"):
+        frozen(Mixes().eval(), BOTH)
+
+
+def test_a_model_that_takes_pairs_of_rows_alone_is_refused():
+    class Pairs(Tower):
+        def forward(self, dense, ids):
+            return super().forward(dense.view(-1, 2, 13).flatten(0, 1), ids)
+
+    torch.manual_seed(0)
+    with pytest.raises(ServeRefused, match="fails for calibration rows in another order, or for other numbers"):
+        frozen(Pairs().eval(), BOTH)
+
+
+def test_a_model_that_fails_without_sites_is_refused():
+    """As nn.TransformerEncoder in torch 2.13 on a CPU under autocast: its own fast code does not look at that."""
+
+    class Fails(Tower):
+        def forward(self, dense, ids):
+            if "forward" not in vars(self.first):
+                raise RuntimeError("expected scalar type Float but found BFloat16")
+            return super().forward(dense, ids)
+
+    torch.manual_seed(0)
+    with pytest.raises(ServeRefused, match="fails for calibration rows of the form"):
+        frozen(Fails().eval(), BOTH)
 
 
 class Counts(Tower):
@@ -72,6 +110,21 @@ def test_rounding_is_told_by_more_than_the_first_request():
 
     torch.manual_seed(0)
     frozen(Rounds().eval(), BOTH, calibration=[one, *calibration()], buckets=(1, 16))
+
+
+def test_rounding_of_complex_numbers_is_rounding():
+    """Each is told from the other as numbers are; as whole ones, more than half of them differed."""
+
+    class Turns(Tower):
+        def forward(self, dense, ids):
+            x = torch.relu(self.norm(self.first(torch.cat([dense, self.table(ids)], dim=1))))
+            return torch.complex(self.second(x), self.logit(self.second(x)).expand(-1, 30))
+
+    torch.manual_seed(0)
+    frozen(Turns().eval(), BOTH, buckets=(1, 16))
+    turned = torch.complex(torch.ones(64, 8), torch.arange(64.0)[:, None].expand(64, 8))
+    assert not _moved(turned, turned * (1 + 1e-6), turned)
+    assert _moved(turned, turned.conj(), turned)
 
 
 def test_requests_are_not_written_to():

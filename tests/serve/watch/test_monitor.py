@@ -1,5 +1,7 @@
+import logging
 import math
 import statistics
+import threading
 
 import numpy as np
 import pytest
@@ -216,6 +218,26 @@ def test_alarms_of_one_batch_come_in_the_order_of_the_model():
     assert [(each.site, each.kind) for each in monitor.alarms()] == [
         ("a", "saturation"), ("b", "nonfinite"), ("c", "saturation"), ("a", "shift"), ("c", "shift"),
     ]  # fmt: skip
+
+
+def test_who_handles_the_warning_may_ask_for_the_alarms():
+    """It waited for ever, and the request with it."""
+    server, asked = frozen(tower(), BOTH), []
+
+    class Asks(logging.Handler):
+        def emit(self, record):
+            asked.append(server.alarms())
+
+    dense, ids = rows(16)
+    handler, logger = Asks(), logging.getLogger("loka.serve")
+    logger.addHandler(handler)
+    request = threading.Thread(target=server, args=((dense * torch.nan, ids),), daemon=True)
+    request.start()
+    request.join(20)
+    logger.removeHandler(handler)
+    assert not request.is_alive()
+    assert asked == [server.alarms()]
+    assert asked[0][0].kind == "nonfinite"
 
 
 def test_few_saturated_rows_are_no_alarm():

@@ -54,6 +54,16 @@ def test_the_order_of_each_site_is_found():
     }
 
 
+def test_another_default_device_is_no_matter():
+    server, request = served(buckets=(16,)), histories(3)
+    expected = server(request).output
+    with torch.device("meta"):
+        for _ in range(2 * EVERY):
+            assert torch.equal(server(request).output, expected)
+        (drawn,) = server.card.form.check_rows(server.device, 300)
+    assert torch.equal(drawn[256:], drawn[:44])
+
+
 @pytest.mark.parametrize("buckets", [(64,), (17,)])
 def test_late_tokens_are_looked_at_where_the_batch_lies_last(buckets):
     server = served(buckets=buckets)

@@ -91,7 +91,7 @@ def shrink_bias_variance(turns: Sequence[Turn]) -> dict[str, Estimate]:
 
     nan from a single draw, or where every true gradient is zero.
     """
-    numbers = torch.tensor([(t.energy, t.cross, t.signal) for t in turns], dtype=torch.float64)
+    numbers = torch.tensor([(t.energy, t.cross, t.signal) for t in turns], dtype=torch.float64, device="cpu")
     kept = torch.stack([torch.cat((t.error, t.gradient)) for t in turns]).double()
     errors, gradients = kept.tensor_split(2, dim=1)
     products = [(a @ b.t()).cpu() for a, b in ((errors, errors), (errors, gradients), (gradients, gradients))]

@@ -357,7 +357,7 @@ def _amaxes(learnt: Distribution) -> torch.Tensor:
     batches, mean = learnt.tensors.get("amax"), learnt.tensors.get("mean")
     found = batches if batches is not None or mean is None else mean[None]
     if found is None or not found.numel():
-        return torch.empty(0)
+        return torch.empty(0, device="cpu")
     largest = found.abs().double().reshape(len(found), -1).amax(dim=1)
     return largest[largest > 0].log2()
 

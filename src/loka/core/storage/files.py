@@ -258,8 +258,17 @@ def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
 
 
 def tensors_to_bytes(tensors: Mapping[str, torch.Tensor]) -> bytes:
+    """Raises LokaError for dtypes that safetensors does not know."""
     flat = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
-    return bytes(_safetensors().save(flat))
+    try:
+        return bytes(_safetensors().save(flat))
+    except KeyError as error:
+        (dtype,) = error.args
+        raise LokaError(
+            f"safetensors stores no {dtype}",
+            why=[name for name, tensor in flat.items() if tensor.dtype == dtype],
+            way_out="cast these tensors to another dtype, such as complex128 to complex64",
+        ) from error
 
 
 def tensors_from_bytes(data: bytes) -> dict[str, torch.Tensor]:

@@ -53,7 +53,7 @@ class ClickLoss:
             output.register_hook(see)
 
     def restore(self, reason: str) -> None:
-        self._other = torch.tensor(bool(reason))
+        self._other = torch.tensor(bool(reason), device="cpu")
 
     def not_clicks(self) -> Callable[[], str]:
         """A function that gives why KL/H may mean nothing, by the steps up to now, or "". It waits for the device."""

@@ -263,8 +263,8 @@ def _of_all_rows(values: Sequence[T], rows: FreshRows) -> list[T]:
 
 def _probed(rows: FreshRows) -> ProbedRows:
     counts = [len(found.picks) for found in rows.found]
-    none = [torch.full((count,), -1) for count in counts]
-    uniform = [torch.full((count,), one) for count, one in zip(counts, rows.uniform, strict=True)]
+    none = [torch.full((count,), -1, device="cpu") for count in counts]
+    uniform = [torch.full((count,), one, device="cpu") for count, one in zip(counts, rows.uniform, strict=True)]
     return ProbedRows(
         found=rows.found,
         places=torch.cat(rows.places or none),

@@ -65,14 +65,14 @@ class SegmentRows:
             way_out = "let labels= give [rows, tasks] from 0 to 1, or None; segments.of takes out rows by -1"
             raise DataRefused(f"no H of segments: labels are {wrong}", way_out=way_out)
         if self.positives is None:
-            self.positives = torch.zeros(len(self.read), len(tasks) + 1, dtype=torch.float64)
+            self.positives = torch.zeros(len(self.read), len(tasks) + 1, dtype=torch.float64, device="cpu")
         self.positives.index_add_(0, places[known], functional.pad(columns[known], (0, 1), value=1.0))
 
     def choose(self, places: torch.Tensor, taken: torch.Tensor, seed: int) -> torch.Tensor:
         """Rows of the batch for what is lacking, beside those `taken`; none where nothing is, or is here."""
         generator = torch.Generator().manual_seed(seed)
-        order = torch.randperm(len(places), generator=generator)
-        free = torch.ones(len(places), dtype=torch.bool)
+        order = torch.randperm(len(places), generator=generator, device="cpu")
+        free = torch.ones(len(places), dtype=torch.bool, device="cpu")
         free[taken] = False
         parts = [
             order[(free & (places == at))[order]][: self.wanted - count]

@@ -267,11 +267,11 @@ class Sensitivity:
         if batch < 2:
             raise NoEffect("a batch of one row does not show which rows are of which sample")
         count = min(self._per_step, batch - 1)
-        return torch.randperm(batch, generator=self._generator)[:count].sort().values
+        return torch.randperm(batch, generator=self._generator, device="cpu")[:count].sort().values
 
     def _signed(self, z: torch.Tensor, picks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """eps sqrt(p (1 - p)) and p [m, T] of the picked samples."""
-        signs = torch.randint(2, (len(picks), z.shape[1]), generator=self._generator).mul_(2).sub_(1)
+        signs = torch.randint(2, (len(picks), z.shape[1]), generator=self._generator, device="cpu").mul_(2).sub_(1)
         p = z.detach()[picks.to(z.device)].sigmoid()
         return signs.to(z.device) * (p * (1 - p)).sqrt(), p
 
@@ -334,7 +334,7 @@ class Sensitivity:
             if step.picks is not None and self._base_rate is not None:
                 pending, step.pending = step.pending, {}
                 tasks = len(self._base_rate) if isinstance(self._base_rate, Sequence) else 1
-                self._note(pending, torch.empty(len(step.picks), tasks), None, step.reached())
+                self._note(pending, torch.empty(len(step.picks), tasks, device="cpu"), None, step.reached())
         missed, self._missed = self._missed, {}
         self._reasons |= missed
         for path in missed.keys() & self._known.keys():
@@ -355,7 +355,7 @@ class Sensitivity:
         """Effects of s [m, recipes]. `signed` [m, T] takes the signs out: E[signed s] = p (1 - p) J . dY."""
         if self._base_rate is not None:
             shares = task_rates(self._base_rate, predicted.shape[1]).shares
-            predicted = torch.tensor(shares, dtype=torch.float64).expand(predicted.shape)
+            predicted = torch.tensor(shares, dtype=torch.float64, device="cpu").expand(predicted.shape)
         known = effects_of([changes for changes, _ in found.values()], predicted, signed)
         for (path, (_, tables)), effects in zip(found.items(), known, strict=True):
             fresh = Known(dict(zip(CASTS, effects, strict=True)), tables, path in reached)

@@ -9,7 +9,7 @@ from loka.core.exceptions import ServeRefused
 from loka.serve.rows import Form, leaves, pad
 from loka.serve.run import Runner
 from loka.serve.sites import answering
-from loka.serve.watch.agreement import LEAST_DB, finite_in_both
+from loka.serve.watch.agreement import LEAST_DB, as_real, finite_in_both
 
 _COMPARED = 128  # rows that tell how large answers are
 _ALONE = 16  # of these are answered by few at a time: one tells little of what is rounding
@@ -89,6 +89,7 @@ def _moved(one: torch.Tensor, other: torch.Tensor, like: torch.Tensor) -> bool:
     numbers it moves a few by much, as of other experts, or all by little. `like` holds the answers to many rows, since
     an answer to a few rows may be near zero.
     """
+    one, other, like = map(as_real, (one, other, like))
     if not other.is_floating_point():
         return bool((one != other).double().mean() > _FEW)
     if not torch.equal(one.isfinite(), other.isfinite()):
@@ -102,9 +103,9 @@ def _moved(one: torch.Tensor, other: torch.Tensor, like: torch.Tensor) -> bool:
 
 
 def check_independent(
-    tree: nn.Module, precise: nn.Module, run: Runner, form: Form, batches: Sequence[Sequence[torch.Tensor]]
+    tree: nn.Module, precise: nn.Module, run: Runner, batches: Sequence[Sequence[torch.Tensor]]
 ) -> None:
-    """Raises ServeRefused where rows of padding change the answers to other rows, or where the place or the number of
+    """Raises ServeRefused where other rows beside them change the answers to rows, or where the place or the number of
     rows does.
 
     At the same place, and among as many rows, the same kernels run, so the bits must be the same. Otherwise the answers
@@ -115,29 +116,50 @@ def check_independent(
     differs[0] = True  # and the rows that differ from it: among equal rows another order would show nothing
     picked = differs.nonzero()[:_COMPARED, 0]
     batch, count = [column[picked] for column in whole], len(picked)
-    answer = run(tree, pad(batch, 2 * count + 1, form))
+    _check_neighbours(tree, run, batch)
     other = [column.flip(0) for column in batch]
-    beside = [
-        torch.cat([a, b, b[-1:]]) for a, b in zip(batch, other, strict=True)
-    ]  # the last rows are unlike those of padding
+    beside = [torch.cat([a, b, b[-1:]]) for a, b in zip(batch, other, strict=True)]
     among = [torch.cat([torch.stack([b, a], 1).flatten(0, 1), b, b]) for a, b in zip(batch, other, strict=True)]
-    answers = (answer, run(tree, beside), run(precise, beside), run(precise, among))
-    for one, two, plain, moved in zip(*map(leaves, answers), strict=True):
-        if one.dim() == 0 or one.shape[0] != 2 * count + 1:
-            raise ServeRefused(
-                f"an output {list(one.shape)} for {2 * count + 1} rows",
-                why=["a request is padded, and its rows are cut out of each output"],
-                way_out="return outputs [B, ...] alone, and reduce them outside",
-            )
-        plain, moved = plain[:count], moved[1 : 2 * count : 2]
-        if not alike(one[:count], two[:count]) or _moved(moved, plain, plain):
-            if not all(map(alike, leaves(run(tree, beside)), leaves(answers[1]))):
+    for plain, moved in zip(*(_answers(precise, run, rows) for rows in (beside, among)), strict=True):
+        if _moved(moved[1 : 2 * count : 2], plain[:count], plain[:count]):
+            raise _refusal(tree, run, beside)
+
+
+def _check_neighbours(tree: nn.Module, run: Runner, batch: Sequence[torch.Tensor]) -> None:
+    """Each half of `batch` among copies of itself, and with the other half before and behind it. Copies alone show
+    nothing of the largest number in a batch, for one. Each row is there twice or more: an expert that runs for a single
+    row adds up otherwise."""
+    count = len(batch[0])
+    halves = [column[: count // 2] for column in batch], [column[count // 2 :] for column in batch]
+    for own, others in (halves, halves[::-1]):
+        copies = [column[torch.arange(count, device=column.device) % len(column)] for column in own]
+        alone = [torch.cat([c, a, c]) for a, c in zip(own, copies, strict=True)]
+        beside = [torch.cat([b, a, a, a, b]) for a, b in zip(own, others, strict=True)]
+        rows, places = len(beside[0]), slice(count, count + len(own[0]))
+        for first, second in zip(*(_answers(tree, run, each) for each in (alone, beside)), strict=True):
+            if first.dim() == 0 or first.shape[0] != rows:
                 raise ServeRefused(
-                    "this model answers the same rows by other numbers each time",
-                    why=["it draws random numbers, counts its calls, or sums in any order"],
-                    way_out="in eval it must not: F.dropout takes training=self.training, for one",
+                    f"an output {list(first.shape)} for {rows} rows",
+                    why=["a request is padded, and its rows are cut out of each output"],
+                    way_out="return outputs [B, ...] alone, and reduce them outside",
                 )
-            raise ServeRefused(
-                "this model mixes rows: other rows beside them, their place or their number change the answers",
-                way_out="serve the part of it that scores rows by themselves",
-            )
+            if not alike(first[places], second[places]):
+                raise _refusal(tree, run, beside)
+
+
+def _answers(tree: nn.Module, run: Runner, rows: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Copied: the next call may write over them, as this one may over its inputs."""
+    return [leaf.clone() for leaf in leaves(run(tree, [each.clone() for each in rows]))]
+
+
+def _refusal(tree: nn.Module, run: Runner, rows: Sequence[torch.Tensor]) -> ServeRefused:
+    if not all(map(alike, _answers(tree, run, rows), _answers(tree, run, rows))):
+        return ServeRefused(
+            "this model answers the same rows by other numbers each time",
+            why=["it draws random numbers, counts its calls, or sums in any order"],
+            way_out="in eval it must not: F.dropout takes training=self.training, for one",
+        )
+    return ServeRefused(
+        "this model mixes rows: other rows beside them, their place or their number change the answers",
+        way_out="serve the part of it that scores rows by themselves",
+    )

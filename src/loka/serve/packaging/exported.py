@@ -171,7 +171,7 @@ def _shaped(tensor: torch.Tensor, shape: torch.Size) -> torch.Tensor:
 def _as_copied(tensor: torch.Tensor, copies: dict[int, torch.Tensor]) -> torch.Tensor:
     """Nothing of a weight whose FP8 copy is in a site; and rows in their order, as new weights are copied as bytes."""
     if tensor.is_meta:
-        return nn.Parameter(torch.empty(0, dtype=tensor.dtype), requires_grad=False)
+        return nn.Parameter(torch.empty(0, dtype=tensor.dtype, device="cpu"), requires_grad=False)
     if tensor.is_contiguous():
         return tensor
     laid = tensor.detach().contiguous()

@@ -59,7 +59,7 @@ class AnswerError:
 
 def error_of(found: torch.Tensor, exact: torch.Tensor) -> AnswerError:
     """Of one output, by all of its rows."""
-    found, exact = _real(found), _real(exact)
+    found, exact = as_real(found), as_real(exact)
     differing = (found != exact).logical_and(found.isfinite() | exact.isfinite())
     changed = float(differing.double().mean()) if exact.numel() else 0.0
     if not exact.is_floating_point():
@@ -76,13 +76,14 @@ def error_of(found: torch.Tensor, exact: torch.Tensor) -> AnswerError:
     )
 
 
-def _real(x: torch.Tensor) -> torch.Tensor:
+def as_real(x: torch.Tensor) -> torch.Tensor:
+    """Of complex numbers both parts, side by side."""
     return torch.view_as_real(x.resolve_conj()) if x.is_complex() else x
 
 
 def finite_in_both(one: torch.Tensor, other: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Entries of both in float64, flat."""
-    one, other = _real(one), _real(other)
+    one, other = as_real(one), as_real(other)
     both = one.isfinite() & other.isfinite()
     return one[both].double(), other[both].double()
 
@@ -106,7 +107,7 @@ def disagreements(
         errors: of each output; None: they are not known, and `FLOOR_DB` is asked for.
     """
     why = []
-    for place, (one, other) in enumerate(zip(map(_real, found), map(_real, want), strict=True)):
+    for place, (one, other) in enumerate(zip(map(as_real, found), map(as_real, want), strict=True)):
         lost = int((one.isfinite() != other.isfinite()).sum())
         if lost:
             why.append(f"output {place}: {lost} of {other.numel()} entries are finite in one of the two only")

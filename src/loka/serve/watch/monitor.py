@@ -209,7 +209,9 @@ class Monitor:
             if bad and not any(kind == "nonfinite" for _, kind in self._raised):
                 index, count, rows = min(bad, key=lambda each: each[0])
                 self._raise(self._names[index], "nonfinite", f"{count} of {rows} rows hold NaN or infinity")
-            self._tell()
+            told = self._told()
+        for alarm in told:  # without the lock: who handles the warning may ask for all alarms
+            _LOG.warning("loka.serve alarm: %s", alarm)
 
     def _take(self, indices: np.ndarray, looks: Looks) -> None:
         """Of sites that are each there once."""
@@ -255,12 +257,11 @@ class Monitor:
             batch = int(self._looks[self._index[name]])
             self._found.append(Alarm(site=name, kind=kind, batch=batch, text=text))
 
-    def _tell(self) -> None:
-        """Of one batch, in the order of the model."""
-        for alarm in sorted(self._found, key=lambda each: (self._index[each.site], _KINDS.index(each.kind))):
-            if self._raised.setdefault((alarm.site, alarm.kind), alarm) is alarm:
-                _LOG.warning("loka.serve alarm: %s", alarm)
+    def _told(self) -> list[Alarm]:
+        """Those of one batch that are new, in the order of the model."""
+        found = sorted(self._found, key=lambda each: (self._index[each.site], _KINDS.index(each.kind)))
         self._found.clear()
+        return [alarm for alarm in found if self._raised.setdefault((alarm.site, alarm.kind), alarm) is alarm]
 
     def alarms(self) -> tuple[Alarm, ...]:
         with self._lock:

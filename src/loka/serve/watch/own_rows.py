@@ -61,4 +61,4 @@ def own_rows(order: RowOrder | None, seen: int, *, count: int, padded: int, apar
         return slice(None)
     if order is RowOrder.BATCH_FIRST or seen == padded:
         return slice(-(-(count * seen // padded) // apart))
-    return torch.arange(0, seen, apart).remainder(padded).lt(count).nonzero().view(-1)
+    return torch.arange(0, seen, apart, device="cpu").remainder(padded).lt(count).nonzero().view(-1)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from loka.core.exceptions import ServeRefused
-from loka.serve.watch.agreement import finite_in_both
+from loka.serve.watch.agreement import as_real, finite_in_both
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,7 +50,7 @@ class Tally:
 
     def note(self, low: Sequence[torch.Tensor], high: Sequence[torch.Tensor]) -> None:
         """Outputs [B, ...] of one request. It waits for the device."""
-        pairs = list(zip(low, high, strict=True))
+        pairs = list(zip(map(as_real, low), map(as_real, high), strict=True))
         numbers = [(one, other) for one, other in pairs if one.is_floating_point()]
         changed = sum(int((one != other).sum()) for one, other in pairs if not one.is_floating_point())
         lost = sum(int((one.isfinite() != other.isfinite()).sum()) for one, other in numbers)

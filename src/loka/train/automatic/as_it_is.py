@@ -87,7 +87,9 @@ def renew(
     def with_places() -> Iterator[tuple[Batch, torch.Tensor]]:
         at = 0
         for batch in batches:
-            places = torch.full((len(batch),), -1) if segments is None else segments.places[at:][: len(batch)]
+            places = (
+                torch.full((len(batch),), -1, device="cpu") if segments is None else segments.places[at:][: len(batch)]
+            )
             yield batch, places
             at += len(batch)
 

@@ -168,7 +168,7 @@ def _means(inner: nn.Module, average: AveragedModel) -> dict[str, torch.Tensor]:
 def _empty(found: Any, weight: torch.Tensor | None) -> torch.Tensor:
     if weight is not None and weight.shape == found.size:
         return torch.zeros_like(weight, dtype=found.properties.dtype, requires_grad=False)
-    return torch.zeros(found.size, dtype=found.properties.dtype)
+    return torch.zeros(found.size, dtype=found.properties.dtype, device="cpu")
 
 
 def _added_up(states: Sequence[Mapping[str, Any]], like: Mapping[str, Any]) -> dict[str, Any]:
