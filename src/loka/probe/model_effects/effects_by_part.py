@@ -153,7 +153,11 @@ def effects_of_rows(
     Of the rows of `changes`, `z` and `signed`. `rates`: of positive labels, whose entropy H then is; None: H is that of
     the mean prediction.
     """
-    predicted = z.sigmoid() if rates is None else torch.tensor(rates.shares, dtype=torch.float64).expand(z.shape)
+    predicted = (
+        z.sigmoid()
+        if rates is None
+        else torch.tensor(rates.shares, dtype=torch.float64, device=z.device).expand(z.shape)
+    )
     found = effects_of(changes, predicted, signed, groups, weighing)
     named = {path: dict(zip(CASTS, each, strict=True)) for path, each in zip(paths, found, strict=True)}
     known = {path: each for path, each in named.items() if any(effect.count for effect in each.values())}
