@@ -261,6 +261,7 @@ def test_containers_of_torch_are_compiled_too(monkeypatch):
 @pytest.mark.slow
 def test_bench_step_from_the_command_line(losses, tmp_path, monkeypatch):
     monkeypatch.setattr(step, "measure", measure_coarsely)
+    monkeypatch.setattr(step, "has_graphs", lambda device: True)
     command = ["bench", "step", "--model", "dlrm", "--batch-size", "32", "--device", "cpu", "--eager"]
     command += ["--candidate", "emulated:rowwise_e4m3", "--candidate", "torch:tensorwise_e4m3"]
     done = CliRunner().invoke(app, [*command, "--out", str(tmp_path)], catch_exceptions=False)
