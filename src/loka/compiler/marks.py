@@ -9,7 +9,7 @@ from loka.compiler.joint_sites import JointSite
 from loka.compiler.normed import normed_gemm
 from loka.compiler.notes import FINITE, SCALES, note_sites
 from loka.core.recipe import Gemm
-from loka.kernels.quantize.side import BAD_A, BAD_B, place_in_health
+from loka.kernels.quantize.side import BAD_A, BAD_B, health_index
 
 
 def mark_runs(
@@ -30,8 +30,8 @@ def mark_runs(
         entry
         for site in sites
         for entry in (
-            (site.health, low[site.node].finite, place_in_health(Gemm.OUTPUT, BAD_A), _shown(low[site.node])),
-            (site.health, weights[site.node].row_scale, place_in_health(Gemm.OUTPUT, BAD_B), 0),
+            (site.health, low[site.node].finite, health_index(Gemm.OUTPUT, BAD_A), _shown(low[site.node])),
+            (site.health, weights[site.node].row_scale, health_index(Gemm.OUTPUT, BAD_B), 0),
         )
     ]
     _noted(emitter, last[0], forward, record)
@@ -42,13 +42,13 @@ def mark_runs(
         r = scales[site.node]
         if site.wants_input:
             backward += [
-                (site.health, r, place_in_health(Gemm.GRAD_INPUT, BAD_A), 0),
-                (site.health, weights[site.node].column_scale, place_in_health(Gemm.GRAD_INPUT, BAD_B), 0),
+                (site.health, r, health_index(Gemm.GRAD_INPUT, BAD_A), 0),
+                (site.health, weights[site.node].column_scale, health_index(Gemm.GRAD_INPUT, BAD_B), 0),
             ]
         if site.wants_weight:
             backward += [
-                (site.health, r, place_in_health(Gemm.GRAD_WEIGHT, BAD_A), 0),
-                (site.health, low[site.node].finite, place_in_health(Gemm.GRAD_WEIGHT, BAD_B), 0),
+                (site.health, r, health_index(Gemm.GRAD_WEIGHT, BAD_A), 0),
+                (site.health, low[site.node].finite, health_index(Gemm.GRAD_WEIGHT, BAD_B), 0),
             ]
     if last[1] is not None:
         _noted(emitter, last[1], backward, record)

@@ -20,7 +20,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from loka.kernels.custom_op import registered
-from loka.kernels.quantize.side import run_place
+from loka.kernels.quantize.side import run_index
 
 _RECORDS: dict[int, tuple[StorageWeakRef, str]] = {}  # by the address of a site's counters, as long as they live
 _LAUNCHES: Counter[tuple[str, bool]] = Counter()  # on GPUs, by the record of a graph and whether into a CUDA graph
@@ -76,7 +76,7 @@ def _note_sites(
         return scales[0].new_empty(1)
     for health, scale, place in zip(healths, scales, places, strict=True):
         flat = health.data.view(-1)
-        if (run := run_place(place)) >= 0:
+        if (run := run_index(place)) >= 0:
             flat[run] += 1
         if not bool(scale.isfinite().all()):
             flat[place] = 1

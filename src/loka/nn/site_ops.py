@@ -29,7 +29,7 @@ from loka.kernels.custom_op import registered
 from loka.kernels.gemm.registry import candidate_named
 from loka.kernels.gemm.run import ScaledGemm, run_gemm, scaled_gemm
 from loka.kernels.quantize.quantizer import append_residuals, quantize_operand, quantize_pair, quantize_pairs
-from loka.kernels.quantize.side import BAD_A, BAD_B, Side, empty_scale, place_in_health, run_place
+from loka.kernels.quantize.side import BAD_A, BAD_B, Side, empty_scale, health_index, run_index
 from loka.nn.fp8_weight import Fp8Weight
 from loka.nn.site_launches import Multiply, Results, can_record, recorded_pass
 
@@ -68,12 +68,12 @@ class _Layer:
         casts = candidate.recipe.casts(gemm)
         assert casts is not None
         padded = candidate.padded(self.problem(gemm, torch.bfloat16))
-        return Side(cast=casts[1], padded=(padded.n, padded.k), flag=place_in_health(gemm, BAD_B))
+        return Side(cast=casts[1], padded=(padded.n, padded.k), flag=health_index(gemm, BAD_B))
 
 
 def _first_side(run: ScaledGemm) -> Side:
-    flag = place_in_health(run.problem.gemm, BAD_A)
-    return Side(cast=run.casts[0], padded=run.padded_a, flag=flag, count=run_place(flag))
+    flag = health_index(run.problem.gemm, BAD_A)
+    return Side(cast=run.casts[0], padded=run.padded_a, flag=flag, count=run_index(flag))
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -107,7 +107,7 @@ def _forward_of(
     run = layer.fp8(Gemm.OUTPUT, output, dtype)
     if run is None:
         return None
-    second = Side(cast=run.casts[1], padded=run.padded_b, flag=place_in_health(Gemm.OUTPUT, BAD_B))
+    second = Side(cast=run.casts[1], padded=run.padded_b, flag=health_index(Gemm.OUTPUT, BAD_B))
     return _Forward(
         run=run,
         x=(_first_side(run), layer.second_side(Gemm.GRAD_WEIGHT, grad_weight) if keep[0] else None),
@@ -351,11 +351,11 @@ def _unwritten(side: Side | None, device: torch.device) -> Quantized | None:
 def _second(run: ScaledGemm, b: torch.Tensor, scale: torch.Tensor, health: torch.Tensor) -> Quantized:
     """Operand B of a backward GEMM: as forward kept it, or quantized now from its transpose."""
     if isinstance(b, Fp8Weight):
-        side = Side(cast=run.casts[1], padded=run.padded_b, flag=place_in_health(run.problem.gemm, BAD_B))
+        side = Side(cast=run.casts[1], padded=run.padded_b, flag=health_index(run.problem.gemm, BAD_B))
         return b.transposed(side, health)
     if scale.numel():
         return Quantized(b, scale, run.casts[1])
-    slot = place_in_health(run.problem.gemm, BAD_B)
+    slot = health_index(run.problem.gemm, BAD_B)
     return quantize_operand(b.t(), run.casts[1], padded=run.padded_b, health=health, slot=slot)
 
 

@@ -16,14 +16,14 @@ import torch
 from loka.core.numerics.hot_columns import append
 from loka.core.numerics.reference import Quantized, quantize
 from loka.core.recipe import Cast
-from loka.kernels.quantize.side import Copies, Operand, Side, run_place
+from loka.kernels.quantize.side import Copies, Operand, Side, run_index
 
 
 def quantize_operand(
     hp: torch.Tensor, cast: Cast, *, padded: tuple[int, int], health: torch.Tensor | None, slot: int
 ) -> Quantized:
     """Quantizes `hp` [R, C] of any strides into `padded` sides; flags `health[slot]`, counts operand A."""
-    side = Side(cast=cast, padded=padded, flag=slot, count=run_place(slot))
+    side = Side(cast=cast, padded=padded, flag=slot, count=run_index(slot))
     if hp.stride(1) != 1 and hp.stride(0) == 1:  # a transposed view: read it as it lies in memory
         quantized = quantize_pair(hp.t(), row=None, column=side, health=health)[1]
     else:

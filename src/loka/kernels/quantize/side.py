@@ -19,13 +19,13 @@ def new_health(device: torch.device | str) -> torch.Tensor:
     return torch.zeros(len(_GEMMS), 3, dtype=torch.int64, device=device)
 
 
-def place_in_health(gemm: Gemm, flag: int) -> int:
-    """Of BAD_A or BAD_B, in `health` read row by row."""
+def health_index(gemm: Gemm, flag: int) -> int:
+    """The index of BAD_A or BAD_B of a GEMM, in `health` row by row."""
     return 3 * _GEMMS.index(gemm) + flag
 
 
-def run_place(flag: int) -> int:
-    """Where the run is counted that sets the flag at this place: operand A's counts it, B's none, which is -1."""
+def run_index(flag: int) -> int:
+    """The index at which the run is counted that sets `flag`, the index of a flag: A's has one, B's has none, -1."""
     return flag - BAD_A + RUNS if flag % 3 == BAD_A else -1
 
 
@@ -33,7 +33,7 @@ def run_place(flag: int) -> int:
 class Side:
     """One copy of a tensor: how it is cast and the sides it is padded to with zeros.
 
-    `flag` is the place in `health` that is set when a group holds NaN or infinity, `count` the
+    `flag` is the index in `health` that is set when a group holds NaN or infinity, `count` the
     place that counts this quantization as a run; -1 for neither.
     """
 
