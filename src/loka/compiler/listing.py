@@ -21,8 +21,6 @@ _BYPASSED = (
     "it has not run, and other sites have: what ran does not call it, calls it on no rows, or multiplies by its weight "
     "in another way than the probed step did, in high precision"
 )
-
-
 _WARM_UP = 20  # launches by the host, before a graph is captured and for each that is
 _BY_HOST = (
     "the host launched graphs {} times op after op, which takes it longer than in bf16: use "

@@ -70,7 +70,7 @@ def _note_sites(
         return scales[0].new_empty(1)
     if healths[0].is_cuda:
         _LAUNCHES[record, torch.cuda.is_current_stream_capturing()] += 1
-        from loka.kernels.triton.notes import note_fused
+        from loka.kernels.quantize.triton.notes import note_fused
 
         note_fused(healths, scales, places)
         return scales[0].new_empty(1)

@@ -7,7 +7,7 @@ import importlib.metadata
 import shutil
 import subprocess
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 
 import torch
@@ -18,6 +18,7 @@ from loka.core.problem import target_of
 # Libraries whose kernels a plan may name, by `Kernel.library`, and the distributions that bring
 # them; their versions decide what a measurement means. torch has a field of its own.
 LIBRARIES = {"torchao": "torchao", "fbgemm": "fbgemm-gpu-genai", "deep_gemm": "sgl-deep-gemm", "triton": "triton"}
+_HERE: AbstractContextManager[None] = nullcontext()
 
 
 @contextmanager
@@ -159,6 +160,12 @@ def device_named(given: torch.device | str | int, named: str) -> torch.device:
     if device.type == "cuda" and not torch.cuda.is_available():
         raise LokaError(f"{named}: torch sees no GPU here", way_out="leave it out, or say cpu")
     return device
+
+
+def on_device_of(tensor: torch.Tensor) -> AbstractContextManager[object]:
+    """Makes the tensor's GPU the current one, where it is not: torch's own context costs the host more."""
+    there = tensor.is_cuda and tensor.get_device() != torch.cuda.current_device()
+    return torch.cuda.device_of(tensor) if there else _HERE
 
 
 def moved(tensor: torch.Tensor, device: torch.device | str) -> torch.Tensor:

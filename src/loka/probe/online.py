@@ -242,8 +242,9 @@ class Probe:
             if self._sampled and self._steps % self._save_every == 0:
                 self._saver.offer(*self._copy())
             self._saver.poll()
+        sampled = self._sampling.due(self._steps)
         self._steps += 1
-        return self._sampling.due(self._steps - 1)
+        return sampled
 
     def _begin(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         refusals.refuse_compiling()

@@ -34,7 +34,7 @@ class Side:
     """One copy of a tensor: how it is cast and the sides it is padded to with zeros.
 
     `flag` is the index in `health` that is set when a group holds NaN or infinity, `count` the
-    place that counts this quantization as a run; -1 for neither.
+    index that counts this quantization as a run; -1 for neither.
     """
 
     cast: Cast

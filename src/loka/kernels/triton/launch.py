@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from loka.core.device import on_device_of
 from loka.kernels.triton.driver import zero
 from loka.kernels.triton.graphs import launch_kept
 from loka.kernels.triton.pack import INTERPRETED
@@ -31,8 +32,7 @@ def cdiv(a: int, b: int) -> int:
 
 def launching_on(tensor: torch.Tensor) -> contextlib.AbstractContextManager[object]:
     """Triton launches on the current device, which need not be the operand's."""
-    there = tensor.is_cuda and not _local.traced and tensor.device.index != torch.cuda.current_device()
-    return torch.cuda.device_of(tensor) if there else _HERE
+    return _HERE if _local.traced else on_device_of(tensor)
 
 
 _HERE = contextlib.nullcontext()

@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from loka.core.device import on_device_of
 from loka.core.exceptions import LokaError, first_line
 from loka.core.numerics.reference import Quantized
 from loka.core.problem import DTYPES, Problem
@@ -61,7 +62,6 @@ _LAYOUTS = {
 }
 _ONE, _ZERO = np.ones(1, np.float32), np.zeros(1, np.float32)
 _ALPHA, _BETA = _ONE.ctypes.data, _ZERO.ctypes.data
-_HERE = contextlib.nullcontext()
 
 
 def _unsupported(problem: Problem, recipe: Recipe) -> str | None:
@@ -190,7 +190,7 @@ def _run(a: Quantized, b: Quantized, dtype: torch.dtype, *, algorithm: int = 0, 
     (m, k), n, device = a.shape, b.shape[0], a.data.device
     scales = a.cast.granularity, b.cast.granularity
     scale_a, scale_b = _LAYOUTS[scales[0]](a.scale), _LAYOUTS[scales[1]](b.scale)
-    with _current(a.data):
+    with on_device_of(a.data):
         out = torch.empty(m, n, dtype=dtype, device=device)
         at_a, at_b, at_out = a.data.data_ptr(), b.data.data_ptr(), out.data_ptr()
         bits = at_a | at_b | at_out
@@ -237,12 +237,6 @@ def _run(a: Quantized, b: Quantized, dtype: torch.dtype, *, algorithm: int = 0, 
 def _set(function: str, owner: int, attribute: int, value: Any) -> None:
     array = np.array([value])
     lt.call(function, owner, attribute, array.ctypes.data, array.nbytes)
-
-
-def _current(tensor: torch.Tensor) -> contextlib.AbstractContextManager[object]:
-    """Makes the tensor's device the current one, where it is not."""
-    here = tensor.is_cuda and tensor.get_device() == torch.cuda.current_device()
-    return _HERE if here else torch.cuda.device_of(tensor)
 
 
 def _stream(device: torch.device) -> int:

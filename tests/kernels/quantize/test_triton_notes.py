@@ -3,7 +3,7 @@ import torch
 import with_triton  # noqa: F401
 
 from loka.kernels.quantize.side import RUNS
-from loka.kernels.triton import notes
+from loka.kernels.quantize.triton import notes
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf"), None])

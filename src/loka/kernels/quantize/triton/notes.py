@@ -8,6 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
+from loka.kernels.quantize.side import run_index
 from loka.kernels.triton.launch import cdiv, launch, launching_on, recorded
 from loka.kernels.triton.pack import INTERPRETED, magnitude_bits
 from loka.kernels.triton.source import compiled
@@ -63,9 +64,8 @@ def _kernel(flags: tuple[int, ...]) -> Any:
     lines = [f"@triton.jit(do_not_specialize=[{counts}])", f"def notes({arguments}):"]
     lines += ["    entry = tl.program_id(0)"]
     for i, flag in enumerate(flags):
-        run = flag - 1 if flag % 3 == 1 else -1
         found = {"scale": f"s{i}.to(tl.int64)", "count": f"n{i}", "health": f"h{i}.to(tl.int64)"}
-        found |= {"flag": str(flag), "run": str(run)}
+        found |= {"flag": str(flag), "run": str(run_index(flag))}
         for name, text in found.items():
             lines.append(f"    {name} = " + (f"tl.where(entry == {i}, {text}, {name})" if i else text))
     lines += [f"    _note(scale, count, health, flag, run, {_BLOCK})"]
