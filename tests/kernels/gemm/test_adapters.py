@@ -5,6 +5,7 @@ test_agreement.py compares every candidate with the reference on a GPU, where th
 
 import functools
 import pickle
+from dataclasses import replace
 
 import pytest
 import torch
@@ -148,6 +149,20 @@ def test_cublaslt_takes_the_algorithm_asked_for(fakes):
     new = cublaslt._plan.cache_info().currsize - plans  # more than one where memory is aligned by luck
     assert 1 <= new <= 4
     assert lt.searches == before + new, "a search for each key, and no other"
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise_e4m3", "rowwise_e4m3"])
+def test_calls_of_one_plan_read_their_own_scales(fakes, recipe):
+    """The descriptor of a plan holds the addresses of the call before, which come again or do not."""
+    candidate = candidate_named(f"cublaslt:{recipe}")
+    a, b = operands(candidate, Gemm.OUTPUT, (16, 32, 256), "gpu")
+    scaled = [(replace(a, scale=a.scale * 2.0**i), replace(b, scale=b.scale * 4.0**i)) for i in range(4)]
+    expected = scaled_mm(a, b, dtype=torch.float32)
+    for index in (0, 1, 1, 0, 2, 3, 3, 1, 0, 2, 2, 0):  # memory of results is aligned by luck: few plans, many calls
+        first, second = scaled[index]
+        for low_a, low_b, factor in ((first, second, 8.0**index), (first, b, 2.0**index), (a, second, 4.0**index)):
+            out = candidate.run(low_a, low_b, torch.float32)
+            torch.testing.assert_close(out, expected * factor)  # by powers of two; sums in another order
 
 
 @pytest.mark.parametrize(("workspace", "found"), [(0, [0, 1]), (2, [0, 1]), (1024, [0]), (1 << 20, [0])])
