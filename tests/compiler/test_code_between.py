@@ -186,6 +186,19 @@ def test_readers_scale_products_of_short_sums_few_tiles_and_narrow_to_the_last_b
     assert torch.equal(twice, products[0] * 2.0)
 
 
+@pytest.mark.parametrize("most", [None, 64, 1 << 17])
+def test_of_any_number_of_rows_the_most_decides(most):
+    """A package knows it, where rows are a symbol."""
+    plain, x = nn.Sequential(nn.Linear(2048, 32, bias=False), nn.SiLU(), nn.Linear(32, 16)), torch.randn(48, 2048)
+    joined, backend = converted(plain, plan_for(plain, x)), JointBackend()
+    if most is not None:
+        torch._dynamo.mark_dynamic(x, 0, min=2, max=most)
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        torch.compile(joined, backend=backend, dynamic=most is None or None)(x)
+    first = next(node for node in backend.graphs[0].nodes if node.target is region_gemm)
+    assert (first.args[1].target is aten.full.default) == (most == 64)  # the scale of one that readers apply
+
+
 def test_what_is_concatenated_has_its_scales_already():
     """Of many terms: few tiles alone are no reason to ask for the scales there."""
 

@@ -136,7 +136,7 @@ class Emitter:
         Inductor can fuse a clone into the kernel that makes a transposed tensor. It cannot see a copy that an op makes
         inside.
         """
-        if _in_rows(node.meta["val"], features):
+        if is_in_rows(node.meta["val"], features):
             return node
         if node not in self._copies:
             with self.like(node):
@@ -154,7 +154,8 @@ class Emitter:
         return found
 
 
-def _in_rows(value: torch.Tensor, features: int) -> bool:
+def is_in_rows(value: torch.Tensor, features: int) -> bool:
+    """Whether the memory of a value is rows of the given length."""
     try:
         return features == 1 or bool(statically_known_true(value.view(-1, features).stride(1) == 1))
     except (RuntimeError, ValueError):  # no view has these strides

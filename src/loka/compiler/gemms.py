@@ -120,6 +120,14 @@ class Weight:
     column_scale: Node
 
 
+def _most(rows: int | torch.SymInt) -> int | None:
+    """How many rows there are at most, of a package as many as it takes; None where nothing is known."""
+    if isinstance(rows, int):
+        return rows
+    upper = rows.node.shape_env.bound_sympy(rows.node.expr).upper
+    return int(upper) if upper.is_Integer else None
+
+
 def kernel_of(site: JointSite, gemm: Gemm) -> str:
     return candidate_named(site.candidates[list(Gemm).index(gemm)]).kernel.name
 
@@ -162,12 +170,13 @@ class Gemms:
         may overflow.
         """
         found, (rows, columns) = readers(product), value_of(product).shape
-        tiles = -(-rows // _TILE) * -(-columns // _TILE) if isinstance(rows, int) else _FEW + 1
-        narrow = isinstance(rows, int) and rows <= _ROWS and columns <= _NARROW
+        most = _most(rows)
+        few = most is not None and -(-most // _TILE) * -(-columns // _TILE) <= _FEW
+        narrow = most is not None and most <= _ROWS and columns <= _NARROW
         joins = any(user.target is aten.cat.default for user in found)
         return (
             bool(found)
-            and (summed <= _SHORT or ((tiles <= _FEW or narrow) and not joins))
+            and (summed <= _SHORT or ((few or narrow) and not joins))
             and value_of(product).dtype != torch.float16
             and all(
                 user in self._joined or is_pointwise(user) or user.target in (*SUMS, aten.cat.default) for user in found

@@ -14,12 +14,11 @@ from torch.fx import Node
 
 from loka.compiler.edges.aten_steps import EXTREMES, exact, passes_on
 from loka.compiler.emit import Emitter
-from loka.compiler.nodes import args_of, is_tensor, value_of
+from loka.compiler.nodes import args_of, is_tensor, lies_in_memory, value_of
 from loka.kernels.custom_op import registered
 
 aten = torch.ops.aten
 
-_IN_MEMORY = (aten.mm.default, aten.bmm.default, aten.addmm.default, aten._scaled_mm.default, operator.getitem)
 _MOVED = (
     aten.permute.default, aten.slice.Tensor, aten.select.int, aten.split.Tensor,
     aten.split_with_sizes.default, aten.unbind.int,
@@ -39,7 +38,7 @@ def keep_compared(emitter: Emitter) -> None:
     """Inserts the op behind each such value. It costs one copy of each."""
     compared = [node for node in emitter.graph.nodes if node.op == "call_function" and exact(node)]
     for node in dict.fromkeys(_source(each) for one in compared for each in one.all_input_nodes):
-        if not is_tensor(node) or not value_of(node).is_floating_point() or _lies_in_memory(node):
+        if not is_tensor(node) or not value_of(node).is_floating_point() or _is_exact_in_memory(node):
             continue
         with emitter.like(node), emitter.graph.inserting_after(node):
             copy = emitter.call(kept, node)
@@ -57,8 +56,6 @@ def _source(node: Node) -> Node:
     return node
 
 
-def _lies_in_memory(node: Node) -> bool:
+def _is_exact_in_memory(node: Node) -> bool:
     """Whether the value is in memory as it is; a maximum of such values is one of them."""
-    if node.op != "call_function" or node.target in (*_IN_MEMORY, *EXTREMES):
-        return True
-    return "loka" in str(node.target)
+    return node.target in EXTREMES or lies_in_memory(node)

@@ -20,6 +20,7 @@ from loka.compiler.backward import lower_backward
 from loka.compiler.edges.aten_steps import passes_on
 from loka.compiler.edges.cones import cone_of, mark_masks
 from loka.compiler.edges.matrix import Low, Matrix
+from loka.compiler.edges.parts import read_in_parts
 from loka.compiler.edges.writer import Writer
 from loka.compiler.emit import COPY, Emitter, ordered, strides_of
 from loka.compiler.gemms import Gemms, Weight
@@ -29,7 +30,7 @@ from loka.compiler.layout.gradients import close_gaps
 from loka.compiler.layout.strides import hold, settle
 from loka.compiler.layout.tokens import keep_tokens
 from loka.compiler.marks import connected, mark_runs
-from loka.compiler.nodes import MADE, args_of, mark_backward, value_of
+from loka.compiler.nodes import CAST, MADE, args_of, mark_backward, value_of
 from loka.compiler.normed import Product, normed_input, normed_output
 from loka.compiler.notes import record_text
 from loka.compiler.scaled_mm import call_scaled_mm
@@ -93,6 +94,8 @@ def join_sites(graph: Graph, *, search: bool = True) -> dict[str, str]:
     close_gaps(emitter)
     call_scaled_mm(emitter, search=search)
     keep_compared(emitter)
+    graph.eliminate_dead_code()
+    read_in_parts(emitter)
     graph.eliminate_dead_code()
     hold(graph)
     return apart
@@ -171,6 +174,7 @@ def _cast(emitter: Emitter, x: Node) -> Low:
         data = emitter.call(COPY, data, memory_format=torch.contiguous_format)
     scale = emitter.call(aten.where.self, finite, power, nan)
     scale.meta[MADE] = True
+    values.meta[CAST] = data, scale
     return Low(data=data, scale=scale, finite=scale)
 
 

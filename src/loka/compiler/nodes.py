@@ -5,7 +5,10 @@ from collections.abc import Container
 from typing import Any
 
 import torch
+from torch._ops import OpOverload
 from torch.fx import Graph, Node
+
+aten = torch.ops.aten
 
 BACKWARD = "loka_backward"
 """In the meta of a node that is computed from gradients which come from outside."""
@@ -13,11 +16,19 @@ BACKWARD = "loka_backward"
 MADE = "loka_made"
 """In the meta of a number of rows that plain ops make for a site: programs read it, and do not compute it anew."""
 
+CAST = "loka_cast"
+"""In the meta of the first of the plain ops that quantize an input: the FP8 data and its scale, which they make."""
+
 RELU = "loka_relu"
 """In the meta of a comparison with zero that asks where a ReLU let its input through."""
 
 WRITTEN = "loka_written"
 """In the meta of a constant of the graph that goes into a file together with LoKA's ops, written out."""
+
+
+_WRITTEN_BY_OTHERS = (
+    aten.mm.default, aten.bmm.default, aten.addmm.default, aten._scaled_mm.default, operator.getitem,
+)  # fmt: skip
 
 
 def args_of(node: Node) -> tuple[Any, ...]:
@@ -33,6 +44,16 @@ def value_of(node: Node) -> torch.Tensor:
 
 def is_tensor(node: Node) -> bool:
     return isinstance(node.meta.get("val"), torch.Tensor)
+
+
+def lies_in_memory(node: Node) -> bool:
+    """Whether a value is in memory anyway: what comes from outside, or is written by a kernel that Inductor does not
+    make.
+    """
+    target = node.target
+    if node.op != "call_function" or target in _WRITTEN_BY_OTHERS:
+        return True
+    return isinstance(target, OpOverload) and target.namespace not in ("aten", "prims")
 
 
 def item_of(node: Node, target: object) -> Node | None:

@@ -4,7 +4,7 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from loka.kernels.edge.program import GROUP, Argument, Kind, Program, Step
+from loka.kernels.edge.program import GROUP, Argument, Kind, Program, Step, in_parts
 
 
 @dataclass
@@ -49,6 +49,11 @@ class Case:
     program: Program
     dtypes: tuple[torch.dtype, ...]
 
+    def apart(self, leaf, widths):
+        """With a leaf in parts."""
+        dtypes = (*self.dtypes[:leaf], *[self.dtypes[leaf]] * len(widths), *self.dtypes[leaf + 1 :])
+        return Case(in_parts(self.program, leaf, widths), dtypes)
+
     def leaves(self, rows, device, seed=0):
         generator = torch.Generator().manual_seed(seed)
         features = self.program.features
@@ -60,8 +65,9 @@ class Case:
             Kind.SCALAR: (),
         }
         found = []
-        for kind, dtype in zip(self.program.leaves, self.dtypes, strict=True):
-            value = torch.randn(shapes[kind], generator=generator)
+        for index, (kind, dtype) in enumerate(zip(self.program.leaves, self.dtypes, strict=True)):
+            shape = (rows, self.program.columns[index]) if kind is Kind.PART else shapes[kind]
+            value = torch.randn(shape, generator=generator)
             value = value > 0 if dtype == torch.bool else value.to(dtype)
             found.append(value.to(device))
         return found

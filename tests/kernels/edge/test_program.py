@@ -11,6 +11,7 @@ from loka.kernels.edge.program import (
     Kind,
     Program,
     Step,
+    in_parts,
     joined,
     program_of,
 )
@@ -19,7 +20,8 @@ from loka.kernels.edge.program import (
 @st.composite
 def programs(draw):
     block = draw(st.integers(1, 64))
-    leaves = tuple(draw(st.lists(st.sampled_from(list(Kind)), min_size=1, max_size=4)))
+    whole = [kind for kind in Kind if kind is not Kind.PART]
+    leaves = tuple(draw(st.lists(st.sampled_from(whole), min_size=1, max_size=4)))
     steps = []
     for place in range(len(leaves), len(leaves) + draw(st.integers(0, 6))):
         op = draw(st.sampled_from(POINTWISE + REDUCTIONS))
@@ -31,9 +33,9 @@ def programs(draw):
     value = st.integers(0, len(leaves) + len(steps) - 1)
     gradient = draw(st.none() | value)
     kinds = Program(features=block, block=block, leaves=leaves, steps=tuple(steps)).kinds
-    whole = [place for place, kind in enumerate(kinds) if kind not in (Kind.ROW, Kind.SCALAR)]
-    values = tuple(draw(st.lists(st.sampled_from(whole), max_size=3))) if whole else ()
-    return Program(
+    leaving = [place for place, kind in enumerate(kinds) if kind not in (Kind.ROW, Kind.SCALAR)]
+    values = tuple(draw(st.lists(st.sampled_from(leaving), max_size=3))) if leaving else ()
+    program = Program(
         features=block * draw(st.integers(1, 8)),
         block=block,
         leaves=leaves,
@@ -46,6 +48,11 @@ def programs(draw):
         values=values,
         value_dtypes=tuple(draw(st.sampled_from(VALUE_DTYPES)) for _ in values),
     )
+    matrices = [place for place, kind in enumerate(leaves) if kind is Kind.FULL]
+    for leaf in reversed(matrices if program.features > 1 and draw(st.booleans()) else []):
+        first = draw(st.integers(1, program.features - 1))
+        program = in_parts(program, leaf, [first, program.features - first])
+    return program
 
 
 @given(programs())
@@ -67,6 +74,9 @@ def test_constants_keep_their_bits_and_may_not_be_finite():
     constant = program_of(hidden.to_text()).steps[0].args[1]
     assert isinstance(constant, float)
     assert constant != constant
+
+
+PARTS = {"leaves": (Kind.PART, Kind.PART), "widths": (3, 5)}
 
 
 @pytest.mark.parametrize(
@@ -91,6 +101,15 @@ def test_constants_keep_their_bits_and_may_not_be_finite():
         ({"gradient": 0, "row": "yes"}, "booleans"),
         ({"values": (0,)}, "dtypes"),
         ({"values": (0,), "value_dtypes": ("float64",)}, "dtypes"),
+        ({"steps": (Step("concat", (0,)),)}, "of parts, or of none"),
+        ({**PARTS, "steps": (Step("add", (0, 1)),)}, "of parts, or of none"),
+        ({**PARTS, "widths": (4, 4), "steps": (Step("concat", (0, 0)),)}, "read twice"),
+        ({**PARTS, "steps": (Step("concat", (0, 1)), Step("concat", (1, 0)))}, "read twice"),
+        ({**PARTS, "steps": (Step("concat", (1,)),)}, "of 5 columns for 8"),
+        ({**PARTS, "steps": (Step("concat", (0, 1, 2.0)),)}, "of other than parts"),
+        ({**PARTS, "widths": (3,)}, "of 2 parts"),
+        ({**PARTS, "widths": (8, 0)}, "widths"),
+        ({**PARTS, "gradient": 0}, "a part, 0, as a result"),
         ({"values": (1,), "value_dtypes": ("float32",), "leaves": (Kind.FULL, Kind.ROW)}, "cannot leave"),
     ],
 )

@@ -10,7 +10,7 @@ import torch
 
 from loka.kernels.custom_op import registered
 from loka.kernels.edge.outputs import unwritten
-from loka.kernels.edge.program import Kind, Program, program_of
+from loka.kernels.edge.program import Program, program_of
 from loka.kernels.edge.twin import run_program
 
 
@@ -40,12 +40,13 @@ def lying(program: Program, leaves: list[torch.Tensor], rows: int) -> list[torch
     else has no gaps.
     """
     found = []
-    for leaf, kind in zip(leaves, program.leaves, strict=True):
-        if kind is not Kind.FULL:
+    for index, leaf in enumerate(leaves):
+        columns = program.columns.get(index)
+        if columns is None:
             found.append(leaf.contiguous())
             continue
-        matrix = leaf if leaf.dim() == 2 and leaf.shape[1] == program.features else leaf.reshape(rows, program.features)
-        found.append(matrix if matrix.stride(1) == 1 or program.features == 1 else matrix.contiguous())
+        matrix = leaf if leaf.dim() == 2 and leaf.shape[1] == columns else leaf.reshape(rows, columns)
+        found.append(matrix if matrix.stride(1) == 1 or columns == 1 else matrix.contiguous())
     return found
 
 

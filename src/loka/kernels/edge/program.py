@@ -9,13 +9,13 @@ Kinds of values, by what they are a number for:
 
     full    [T, N]     an element        column  [T]        a row
     row     [N]        a feature         block   [T, N / b] a row and block of b features
-    scalar  []         all
+    scalar  []         all               part    [T, n]     an element of some columns, read by `concat` alone
 """
 
 import functools
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Any
 
@@ -28,6 +28,7 @@ class Kind(StrEnum):
     COLUMN = "column"
     BLOCK = "block"
     SCALAR = "scalar"
+    PART = "part"
 
 
 Argument = int | float
@@ -40,6 +41,7 @@ POINTWISE = (
 )  # fmt: skip
 BOOLEAN = ("le", "lt", "ge", "gt", "eq", "ne", "and", "or", "not")
 REDUCTIONS = ("row_sum", "row_max", "block_sum")  # full -> column, column, block; float32
+CONCAT = "concat"  # parts, side by side -> full
 VALUE_DTYPES = ("float32", "bfloat16", "float16")  # in which values leave
 _TWO = (
     "add", "sub", "mul", "div", "maximum", "minimum", "le", "lt", "ge", "gt", "eq", "ne", "and", "or",
@@ -77,6 +79,7 @@ class Program:
         transposed: the value A to be written transposed, times the r_i of another gradient, or None.
         sums: values whose sums over rows are wanted.
         values: values that leave as they are, in the `value_dtypes`: full, column or block.
+        widths: columns n of each leaf that is a part, in their order.
     """
 
     features: int
@@ -91,6 +94,7 @@ class Program:
     sums: tuple[int, ...] = ()
     values: tuple[int, ...] = ()
     value_dtypes: tuple[str, ...] = ()
+    widths: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         """A kernel's text is made of what is checked here: names out of closed lists, and numbers."""
@@ -98,14 +102,26 @@ class Program:
         if self.features < 1 or self.block < 1 or self.features % self.block:
             raise ValueError(f"blocks of {self.block} do not divide {self.features} features")
         _check(all(isinstance(kind, Kind) for kind in self.leaves), "leaves of no kind")
+        parts = [index for index, kind in enumerate(self.leaves) if kind is Kind.PART]
+        _check(len(self.widths) == len(parts), f"widths {self.widths} of {len(parts)} parts")
+        _check(all(type(each) is int and each > 0 for each in self.widths), f"widths {self.widths}")
+        read: list[int] = []
         for index, step in enumerate(self.steps, len(self.leaves)):
-            if step.op not in ARITY:
-                raise ValueError(f"a program has no step {step.op!r}; it has {POINTWISE + REDUCTIONS}")
-            _check(len(step.args) == ARITY[step.op], f"{ARITY[step.op]} arguments are not those of {step}")
+            arity = len(step.args) if step.op == CONCAT else ARITY.get(step.op)
+            if arity is None:
+                raise ValueError(f"a program has no step {step.op!r}; it has {(*POINTWISE, *REDUCTIONS, CONCAT)}")
+            _check(len(step.args) == arity, f"{arity} arguments are not those of {step}")
             _check(all(type(a) in (int, float) for a in step.args), f"{step} of what is no number")
             if any(isinstance(a, int) and not 0 <= a < index for a in step.args):
                 raise ValueError(f"step {index} reads what comes after it: {step}")
             _check(step.op not in REDUCTIONS or type(step.args[0]) is int, f"{step} of a constant")
+            _check((step.op == CONCAT) == any(a in parts for a in _indices(step)), f"{step} of parts, or of none")
+            if step.op == CONCAT:
+                _check(set(step.args) <= set(parts), f"{step} of other than parts")
+                wide = sum(self.columns[index] for index in _indices(step))
+                _check(wide == self.features, f"{step} of {wide} columns for {self.features}")
+                read += _indices(step)
+        _check(len(read) == len(set(read)), "a part that is read twice")
         self._check_results()
 
     def _check_results(self) -> None:
@@ -114,6 +130,7 @@ class Program:
             _check(value is None or type(value) is int, f"an index that is no integer, {value!r}")
             if value is not None and not 0 <= value < count:
                 raise ValueError(f"the program has no value {value}")
+            _check(value is None or self.kinds[value] is not Kind.PART, f"a part, {value}, as a result")
         told = (self.row, self.column, self.integers)
         _check(all(type(each) is bool for each in told), "copies that are not told by booleans")
         if self.gradient is None and (self.row or self.column or self.integers):
@@ -141,6 +158,24 @@ class Program:
         for step in self.steps:
             found.append(kind_made_by(step, found))
         return tuple(found)
+
+    @functools.cached_property
+    def columns(self) -> dict[int, int]:
+        """How many each leaf has that is a matrix."""
+        widths = iter(self.widths)
+        wide = {Kind.FULL: lambda: self.features, Kind.PART: lambda: next(widths)}
+        return {index: wide[kind]() for index, kind in enumerate(self.leaves) if kind in wide}
+
+    @functools.cached_property
+    def spans(self) -> dict[int, tuple[int, int]]:
+        """Of each part that a `concat` reads: its first column there, and the column behind its last."""
+        found = {}
+        for step in self.steps:
+            begin = 0
+            for index in _indices(step) if step.op == CONCAT else ():
+                found[index] = begin, begin + self.columns[index]
+                begin += self.columns[index]
+        return found
 
     @property
     def outputs(self) -> tuple[str, ...]:
@@ -174,8 +209,12 @@ class Program:
         return json.dumps(content, separators=(",", ":"))
 
 
-_DERIVED = ("kinds", "_hash")  # what a program's own attributes say already
+_DERIVED = ("kinds", "columns", "spans", "_hash")  # what a program's own attributes say already
 GROUP = 32  # rows that one of the tops is of, and runs of a transposed copy that a kernel writes at least
+
+
+def _indices(step: Step) -> list[int]:
+    return [a for a in step.args if isinstance(a, int)]
 
 
 def _check(condition: bool, what: str) -> None:
@@ -190,13 +229,41 @@ def program_of(text: str) -> Program:
     steps = tuple(
         Step(op, tuple(float(a) if isinstance(a, str) else a for a in args)) for op, *args in content["steps"]
     )
-    lists = {name: tuple(content[name]) for name in ("sums", "values", "value_dtypes")}
+    lists = {name: tuple(content[name]) for name in ("sums", "values", "value_dtypes", "widths")}
     leaves = tuple(Kind(kind) for kind in content["leaves"])
     return Program(**{**content, **lists, "leaves": leaves, "steps": steps})
 
 
+def in_parts(program: Program, leaf: int, widths: Sequence[int]) -> Program:
+    """The program that reads a leaf, a matrix, as parts of these widths."""
+    more, first = len(widths) - 1, len(program.leaves) + len(widths) - 1
+
+    def moved(index: int) -> int:
+        if index == leaf:
+            return first
+        return index + (index > leaf) * more + (index >= len(program.leaves))
+
+    def moved_if(index: int | None) -> int | None:
+        return None if index is None else moved(index)
+
+    steps = (Step(s.op, tuple(moved(a) if isinstance(a, int) else a for a in s.args)) for s in program.steps)
+    before = sum(kind is Kind.PART for kind in program.leaves[:leaf])
+    return replace(
+        program,
+        leaves=(*program.leaves[:leaf], *[Kind.PART] * len(widths), *program.leaves[leaf + 1 :]),
+        steps=(Step(CONCAT, tuple(range(leaf, leaf + len(widths)))), *steps),
+        gradient=moved_if(program.gradient),
+        transposed=moved_if(program.transposed),
+        sums=tuple(map(moved, program.sums)),
+        values=tuple(map(moved, program.values)),
+        widths=(*program.widths[:before], *widths, *program.widths[before:]),
+    )
+
+
 def kind_made_by(step: Step, kinds: Sequence[Kind]) -> Kind:
     """The kind of a step's value, given those of the values before it."""
+    if step.op == CONCAT:
+        return Kind.FULL
     if step.op in REDUCTIONS:
         return Kind.BLOCK if step.op == "block_sum" else Kind.COLUMN
     return joined([kinds[a] for a in step.args if isinstance(a, int)])

@@ -17,7 +17,7 @@ import torch
 from loka.core.numerics.reference import quantize
 from loka.core.problem import round_up
 from loka.core.recipe import Cast, Format, Granularity
-from loka.kernels.edge.program import GROUP, Kind, Program, Step
+from loka.kernels.edge.program import CONCAT, GROUP, Kind, Program, Step
 
 _INT8 = Cast(Format.INT8, Granularity.ROW)
 E4M3_MAX = Format.E4M3.max
@@ -112,7 +112,10 @@ def evaluate(program: Program, leaves: list[torch.Tensor], rows: int) -> list[to
         Kind.BLOCK: (rows, blocks, 1),
         Kind.SCALAR: (1, 1, 1),
     }
-    values = [_widened(leaf).reshape(shapes[kind]) for leaf, kind in zip(leaves, program.leaves, strict=True)]
+    values = []
+    for index, (leaf, kind) in enumerate(zip(leaves, program.leaves, strict=True)):
+        shape = (rows, program.columns[index]) if kind is Kind.PART else shapes[kind]
+        values.append(_widened(leaf).reshape(shape))
     for step in program.steps:
         values.append(_step(step, values, shapes[Kind.FULL]))
     return values
@@ -147,6 +150,8 @@ def _step(step: Step, values: list[torch.Tensor], full: tuple[int, int, int]) ->
     args = [values[a] if isinstance(a, int) else torch.full((), a, device=device) for a in step.args]
     if step.op == "where":
         return torch.where(args[0].bool(), args[1], args[2])
+    if step.op == CONCAT:
+        return torch.cat(args, dim=1).view(full)
     if step.op == "block_sum":
         return args[0].expand(full).sum(dim=2, keepdim=True)
     if step.op == "row_sum":

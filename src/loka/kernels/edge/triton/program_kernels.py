@@ -7,6 +7,7 @@ A program that asks for nothing of one of them goes without it.
 """
 
 import functools
+import math
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -19,8 +20,8 @@ from loka.kernels.edge.triton.device import NAMES
 from loka.kernels.edge.triton.rows import RowLaunch, Sides, row_indices, row_parameters, row_source, sides_of
 from loka.kernels.edge.triton.simplify import simplified
 from loka.kernels.edge.triton.tall import TallLaunch, fits, summing, tall_parameters, tall_source
-from loka.kernels.edge.triton.tiles import SIZES, TILE, Tile, is_staged, tile_of
-from loka.kernels.edge.triton.values import Code, power_above, power_below
+from loka.kernels.edge.triton.tiles import TILE, Tile, is_staged, tile_of
+from loka.kernels.edge.triton.values import SIZES, Code, power_above, power_below
 from loka.kernels.edge.twin import run_program
 from loka.kernels.triton.launch import allocated, cdiv, launch, launches_are_traced, launching_on, recorded
 from loka.kernels.triton.pack import INTERPRETED
@@ -196,11 +197,7 @@ def _arguments(
     named = zip(program.outputs, outputs, strict=True)
     found: dict[str, Any] = {f"{name}_ptr": _words(out, name) for name, out in named}
     found |= {f"leaf{p}_ptr": _numbers(leaf) for p, leaf in enumerate(leaves)}
-    found |= {
-        f"stride{p}": leaf.stride(0)
-        for p, (leaf, kind) in enumerate(zip(leaves, program.leaves, strict=True))
-        if kind is Kind.FULL
-    }
+    found |= {f"stride{p}": leaves[p].stride(0) for p in program.columns}
     if program.sums:  # until there are parts, of their dtype: for another one the kernel would be compiled twice
         found["part_ptr"] = found["sum0_ptr"]
     return found | {"rows": rows, "padded_rows": round_up(rows, 16), "span": plan.high}
@@ -300,9 +297,9 @@ _TURNS = (_MANY // 2, _MANY, 0)  # limits of registers that are tried in turn; 0
 def _stages(code: Code, tile: Tile, sides: Sides, high: int, warps: int, *, staged: bool) -> int:
     """As many as lie in a multiprocessor's memory beside those of other programs."""
     indices, elements = row_indices(code, staged=staged), sides.parts * sides.width * high
-    size = elements * sum(SIZES[code.dtypes[p]] for p in code.leaves(indices, Kind.FULL))
+    size = elements * code.element_bytes(indices)
     size += elements // sides.wide * sum(SIZES[code.dtypes[p]] for p in code.leaves(indices, Kind.BLOCK))
-    return max(min(tile.stages, 1 + min(_AHEAD * warps, _MOST_AHEAD) // max(size, 1)), 1)
+    return max(min(tile.stages, 1 + min(_AHEAD * warps, _MOST_AHEAD) // max(math.ceil(size), 1)), 1)
 
 
 def _tall(code: Code, rows: int, scales: int | None, staged: bool, tile: Tile) -> Launch | None:

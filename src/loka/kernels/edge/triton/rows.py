@@ -14,12 +14,13 @@ Triton shares a tile among warps along its last axis first, then along its first
 behind the last block.
 """
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from loka.core.problem import round_up
-from loka.kernels.edge.program import GROUP, Kind
+from loka.kernels.edge.program import GROUP, Kind, Step
 from loka.kernels.edge.triton.values import Code, Lines, folded, mask_of, power_above
 
 
@@ -91,7 +92,7 @@ def row_parameters(code: Code) -> list[str]:
         *(f"value{number}_ptr" for number in range(len(program.values))),
         *("column_ptr", "transposed_ptr", "top_ptr", "tops_ptr", "input_scale_ptr", "padded_rows"),
         *("gradient_scale_ptr", "given_ptr", "rows", "span", "count"),
-        *(f"stride{p}" for p in code.leaves(range(len(program.leaves)), Kind.FULL)),
+        *(f"stride{p}" for p in code.matrices()),
     ]
 
 
@@ -109,9 +110,9 @@ class _Rows(Lines):
         self.indices = row_indices(code, staged=launch.staged)
         self.columns = round_up(code.program.features, 16)
         self.parts = [f"_{k}" for k in range(sides.parts)]
-        reach = max(sides.blocks, 1) * (code.program.block if sides.blocks else sides.wide)
+        self.reach = max(sides.blocks, 1) * (code.program.block if sides.blocks else sides.wide)
         whole = sides.blocks == 0 or sides.wide == code.program.block
-        self.even = [whole and (k + 1) * reach <= code.program.features for k in range(sides.parts)]
+        self.even = [whole and (k + 1) * self.reach <= code.program.features for k in range(sides.parts)]
 
     def live(self, k: str, shape: str = "") -> str | None:
         return None if self.rows_even else f"live{self.turn}{shape}"
@@ -263,17 +264,20 @@ class _Rows(Lines):
         start, live, q = "start", self.live(""), f"q{self.turn}"
         if live:
             self.emit(f"{live} = {q} < {end} - start")
-        for index in self.code.leaves(self.indices, Kind.FULL, Kind.COLUMN, Kind.BLOCK):
+        for index in self.code.leaves(self.indices, Kind.FULL, Kind.PART, Kind.COLUMN, Kind.BLOCK):
             kind = self.code.kinds[index]
             if kind is Kind.COLUMN:
                 self.let(f"raw{index}{self.turn}", f"tl.load(leaf{index}_ptr + {start} + {q}{mask_of(live)})")
                 continue
-            for k in self.parts:
-                if kind is Kind.FULL:
-                    at, inside = self._elements(start, f"stride{index}", k), self.here("inside", k)
-                else:
+            for k in filter(functools.partial(self.has, index), self.parts):
+                among = None
+                if kind is Kind.BLOCK:
                     at, inside = self._blocks(start, k)
-                mask = mask_of(self.live("", self.rowwise), inside)
+                else:
+                    at, inside = self._elements(start, f"stride{index}", k), self.here("inside", k)
+                if kind is Kind.PART:
+                    at, among = f"{at} - {self.code.program.spans[index][0]}", self._among(index, k)
+                mask = mask_of(self.live("", self.rowwise), inside, among)
                 self.let(f"raw{index}{self.turn}{k}", f"tl.load(leaf{index}_ptr + {at}{mask})")
         if self.launch.staged:
             self.let(f"rawscale{self.turn}", f"tl.load(gradient_scale_ptr + {start} + {q}{mask_of(live)})")
@@ -286,6 +290,29 @@ class _Rows(Lines):
         count = self.code.program.features // self.code.program.block
         at = f"{start} * {count} + (q{self.turn}{self.rowwise} * {count} + b{k}[:, None, None])"
         return at, None if self.even[int(k[1:])] else f"(b{k} < {count})[:, None, None]"
+
+    def has(self, index: int, k: str) -> bool:
+        begin, end = self.code.program.spans.get(index, self._reach(k))
+        return begin < self._reach(k)[1] and self._reach(k)[0] < end
+
+    def concatenated(self, step: Step, k: str) -> str:
+        *others, last = (int(index) for index in step.args if self.has(int(index), k))
+        text = self.name(last, k)
+        for index in reversed(others):
+            behind = self.code.program.spans[index][1]
+            text = f"tl.where(c{k}{self.columnwise} < {behind}, {self.name(index, k)}, {text})"
+        return text
+
+    def _reach(self, k: str) -> tuple[int, int]:
+        """The columns of a part of the tile."""
+        begin = int(k[1:]) * self.reach
+        return begin, min(begin + self.reach, self.code.program.features)
+
+    def _among(self, index: int, k: str) -> str | None:
+        """Which columns of a part of the tile a leaf has that is a part of a matrix; None where it has all."""
+        (begin, end), (first, last) = self.code.program.spans[index], self._reach(k)
+        limits = [f"(c{k} >= {begin})"] * (first < begin) + [f"(c{k} < {end})"] * (end < last)
+        return f"({' & '.join(limits)}){self.columnwise}" if limits else None
 
     # Outputs.
 

@@ -55,10 +55,13 @@ def summing(code: Code) -> int:
 
 
 def fits(code: Code, wide: int) -> bool:
-    """Whether tiles so wide can compute the transposed value: no sums in it, no tile with parts of blocks."""
+    """Whether tiles so wide can compute the transposed value: no sums in it, no tile with parts of blocks, and no parts
+    of a matrix.
+    """
     live = code.reached([code.program.transposed])
     blocks = any(code.kinds[p] is Kind.BLOCK for p in live)
-    return not any(code.is_reduction(p) for p in live) and not (blocks and code.program.block % wide)
+    apart = any(code.is_reduction(p) or code.kinds[p] is Kind.PART for p in live)
+    return not apart and not (blocks and code.program.block % wide)
 
 
 class _Tall(Lines):

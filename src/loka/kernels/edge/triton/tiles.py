@@ -6,18 +6,14 @@ rows; code that does more waits for itself, and wants few elements in a thread a
 
 from dataclasses import dataclass
 
-import torch
-
-from loka.core.problem import dtype_name, round_up
-from loka.kernels.edge.program import Kind
+from loka.core.problem import round_up
+from loka.kernels.edge.program import CONCAT, Kind
 from loka.kernels.edge.triton.rows import row_indices, sides_of
 from loka.kernels.edge.triton.tall import fits
-from loka.kernels.edge.triton.values import Code
+from loka.kernels.edge.triton.values import SIZES, Code
 
 TILE: dict[str, int] = {}
 """Overrides of `tile_of` by the names of Tile's attributes, for benchmarks and tests."""
-
-SIZES = {dtype_name(dtype): dtype.itemsize for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}
 
 _HEAVY = 1.3  # steps for a byte: a LayerNorm's gradients have 1.5, GELU's 2.3, SiLU's 1.1, ReLU's 0.7
 _UNPADDED = 24  # elements of a row in a thread, up to which fewer warps hold rows that pad less
@@ -83,16 +79,16 @@ def is_staged(code: Code, tile: Tile) -> bool:
         return False
     if not fits(code, min(tile.wide, 64)):
         return True
-    read = code.leaves(code.reached([program.transposed]), Kind.FULL)
-    return bool(row_indices(code, staged=False)) and sum(SIZES[code.dtypes[p]] for p in read) > tile.direct
+    read = code.element_bytes(code.reached([program.transposed]))
+    return bool(row_indices(code, staged=False)) and read > tile.direct
 
 
 def _steps_a_byte(code: Code) -> float:
     """Elementwise steps for each byte that is read or written."""
     program = code.program
-    steps = sum(kind is Kind.FULL for kind in code.kinds[code.first_step :])
-    moved = program.row + program.column + program.integers + (program.transposed is not None)
-    moved += sum(SIZES[code.dtypes[p]] for p in code.leaves(range(len(program.leaves)), Kind.FULL))
+    kinds = zip(code.kinds[code.first_step :], code.steps, strict=True)
+    steps = sum(kind is Kind.FULL and step.op != CONCAT for kind, step in kinds)
+    moved = program.row + program.column + program.integers + (program.transposed is not None) + code.element_bytes()
     leaving = zip(program.values, program.value_dtypes, strict=True)
     return steps / max(moved + sum(SIZES[dtype] for p, dtype in leaving if code.kinds[p] is Kind.FULL), 1)
 

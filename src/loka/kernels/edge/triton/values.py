@@ -11,7 +11,12 @@ import math
 import struct
 from collections.abc import Iterable, Sequence
 
-from loka.kernels.edge.program import BOOLEAN, REDUCTIONS, Argument, Kind, Program, Step
+import torch
+
+from loka.core.problem import dtype_name
+from loka.kernels.edge.program import BOOLEAN, CONCAT, REDUCTIONS, Argument, Kind, Program, Step
+
+SIZES = {dtype_name(dtype): dtype.itemsize for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}
 
 _BINARY = {
     "add": "{} + {}", "sub": "{} - {}", "mul": "{} * {}", "div": "{} / {}", "le": "{} <= {}",
@@ -76,6 +81,16 @@ class Code:
     def leaves(self, indices: Iterable[int], *kinds: Kind) -> list[int]:
         return [p for p in indices if p < self.first_step and self.kinds[p] in kinds]
 
+    def matrices(self, indices: Iterable[int] | None = None) -> list[int]:
+        """The leaves that are matrices, or parts of one; of all leaves, or of some values."""
+        return self.leaves(range(self.first_step) if indices is None else indices, Kind.FULL, Kind.PART)
+
+    def element_bytes(self, indices: Iterable[int] | None = None) -> float:
+        """Of the matrices among leaves, for each element of the program's; of a part its share."""
+        columns, sizes = self.program.columns, (SIZES[self.dtypes[p]] for p in self.matrices(indices))
+        wide = (columns[p] for p in self.matrices(indices))
+        return sum(size * each for size, each in zip(sizes, wide, strict=True)) / self.program.features
+
     def _booleans(self) -> list[bool]:
         found = [dtype == "bool" for dtype in self.dtypes]
         for step in self.steps:
@@ -137,6 +152,14 @@ class Lines:
         inside = self.here("inside", k)
         return f"tl.where({inside}, {text}, {zero})" if inside else text
 
+    def has(self, index: int, k: str) -> bool:
+        """Whether a part of the tile has elements of a value; a leaf that is a part of a matrix may lie beside it."""
+        return True
+
+    def concatenated(self, step: Step, k: str) -> str:
+        """The values of parts of a matrix, each in its columns."""
+        raise NotImplementedError("only kernels of whole rows read parts of a matrix")
+
     # Values.
 
     def name(self, index: int, k: str) -> str:
@@ -155,6 +178,8 @@ class Lines:
                 continue
             step = self.code.step(index)
             for k in parts[:1] if self.code.kinds[index] in self.shared else parts:
+                if not self.has(index, k):
+                    continue
                 text = self._leaf(index, k) if step is None else self._step(step, k, parts)
                 self.let(self.name(index, k), text)
                 if use:
@@ -203,11 +228,13 @@ class Lines:
             return f"{dtype.removeprefix('float8_').removesuffix('fn')}_number({raw})"
         if dtype == "uint8":
             return f"byte_number({raw}, {less})"
-        return f"{raw}.to(tl.float32)" if kind is not Kind.FULL else f"widened({raw})"
+        return f"widened({raw})" if kind in (Kind.FULL, Kind.PART) else f"{raw}.to(tl.float32)"
 
     def _step(self, step: Step, k: str, parts: Sequence[str]) -> str:
         if step.op in REDUCTIONS:
             return self._reduced(step, k, parts)
+        if step.op == CONCAT:
+            return self.concatenated(step, k)
         constant = [not isinstance(a, int) for a in step.args]
         boolean = [isinstance(a, int) and self.code.boolean[a] for a in step.args]
         names = [self.name(a, k) if isinstance(a, int) else _literal(a, self.one) for a in step.args]

@@ -1,0 +1,165 @@
+"""Edges read the inputs of a concatenation where these lie, and compute what they compute from it written."""
+
+import copy
+from unittest import mock
+
+import pytest
+import torch
+from converted import converted, plan_for
+from joint import JointBackend
+from torch import nn
+
+from loka.compiler.edges.parts import in_parts
+from loka.kernels.edge.op import edge
+from loka.kernels.edge.program import Kind, Program, Step, program_of
+
+aten = torch.ops.aten
+
+
+class Crossed(nn.Module):
+    """Cross layers over what `joined` makes of dense features and of fields."""
+
+    def __init__(self, joined, features=64, bottom=16):
+        super().__init__()
+        self.joined = joined
+        self.bottom = nn.Linear(8, bottom)
+        self.first, self.second = nn.Linear(features, features), nn.Linear(features, features)
+        self.top = nn.Linear(features, 16)
+
+    def forward(self, dense, fields):
+        x_0 = self.joined(self.bottom(dense).relu(), fields)
+        x = x_0 * self.first(x_0) + x_0
+        return self.top(x_0 * self.second(x) + x)
+
+
+def as_torchrec(bottom, fields):
+    return torch.cat([bottom.unsqueeze(1), fields], dim=1).flatten(1)
+
+
+def flat(bottom, fields):
+    return torch.cat([fields.flatten(1), bottom], dim=-1)
+
+
+def in_three(bottom, fields):
+    return torch.cat([fields[:, 0], bottom, fields[:, 1:].flatten(1)], dim=1)
+
+
+WIDTHS = {as_torchrec: (16, 48), flat: (48, 16), in_three: (16, 16, 32)}
+
+
+def ran(model, inputs, *, trained):
+    """What a compiled model answers and its gradients, and the backend."""
+    inputs = [x.detach().clone().requires_grad_(trained) for x in inputs]
+    backend = JointBackend()
+    model = copy.deepcopy(model)
+    with torch.set_grad_enabled(trained), torch.autocast("cpu", torch.bfloat16):
+        y = torch.compile(model, backend=backend, fullgraph=True)(*inputs)
+    if trained:
+        y.float().square().sum().backward()
+    return [y, *(x.grad for x in inputs if trained), *(p.grad for p in model.parameters() if trained)], backend
+
+
+def inputs_of(rows=24):
+    generator = torch.Generator().manual_seed(0)
+    return torch.randn(rows, 8, generator=generator), torch.randn(rows, 3, 16, generator=generator).bfloat16()
+
+
+def parts_read(backend):
+    """Of each edge that reads parts, how wide they are."""
+    edges = [node for graph in backend.graphs for node in graph.nodes if node.target is edge]
+    found = [program_of(node.args[-1]).widths for node in edges]
+    return [widths for widths in found if widths]
+
+
+@pytest.mark.parametrize("trained", [False, True])
+@pytest.mark.parametrize("joined", WIDTHS, ids=lambda joined: joined.__name__)
+def test_a_concatenation_is_not_written(joined, trained):
+    inputs, plain = inputs_of(), Crossed(joined)
+    model = converted(plain, plan_for(plain, *inputs))
+    found, backend = ran(model, inputs, trained=trained)
+    assert backend.count(aten.cat.default) == 0
+    assert set(parts_read(backend)) == {WIDTHS[joined]}
+    assert len(parts_read(backend)) >= (5 if trained else 3)
+    with mock.patch("loka.compiler.lower.read_in_parts"):
+        expected, written = ran(model, inputs, trained=trained)
+    assert written.count(aten.cat.default) == 1
+    assert not parts_read(written)
+    for ours, theirs in zip(found, expected, strict=True):
+        assert torch.equal(ours, theirs)
+
+
+def test_what_something_else_reads_is_written():
+    inputs, plain = inputs_of(), Crossed(lambda *both: as_torchrec(*both))
+    plain.top = nn.Linear(64, 1, bias=False)
+    read_besides = lambda m, given, y: y + as_torchrec(m.bottom(given[0]).relu(), given[1]).cumsum(1)  # noqa: E731
+    plain.register_forward_hook(read_besides)
+    model = converted(plain, plan_for(plain, *inputs))
+    _, backend = ran(model, inputs, trained=False)
+    assert backend.count(aten.cat.default) >= 1
+    assert not parts_read(backend)
+
+
+def test_what_is_computed_anyway_is_written_where_it_is_computed():
+    """The kernel that computes the parts writes them into the concatenation, for nothing."""
+    inputs, plain = inputs_of(), Crossed(lambda bottom, fields: flat(bottom, fields.sin()))
+    model = converted(plain, plan_for(plain, *inputs))
+    _, backend = ran(model, inputs, trained=False)
+    assert backend.count(aten.cat.default) == 1
+    assert not parts_read(backend)
+
+
+def test_other_concatenations_stay():
+    """Of rows; of many parts; of integers among floats; of one tensor with itself."""
+    made = {
+        "rows": lambda bottom, fields: torch.cat([flat(bottom, fields)[:12], flat(bottom, fields)[12:]]),
+        "many": lambda bottom, fields: torch.cat([bottom, *fields.flatten(1).split(4, dim=1)], dim=1),
+        "integers": lambda bottom, fields: torch.cat([bottom, fields.flatten(1).to(torch.int32)], dim=1),
+        "twice": lambda bottom, fields: torch.cat([fields[:, :2].flatten(1)] * 2, dim=1),
+    }
+    for joined in made.values():
+        inputs, plain = inputs_of(), Crossed(joined)
+        model = converted(plain, plan_for(plain, *inputs))
+        _, backend = ran(model, inputs, trained=False)
+        assert not parts_read(backend)
+
+
+def test_dynamic_rows_in_parts():
+    plain = Crossed(as_torchrec)
+    model = converted(plain, plan_for(plain, *inputs_of()))
+    backend = JointBackend()
+    step = torch.compile(model, backend=backend, fullgraph=True, dynamic=True)
+    for rows in (24, 7, 33):
+        dense, fields = inputs_of(rows)
+        for x in (dense, fields):
+            torch._dynamo.mark_static(x, 1)
+        torch._dynamo.mark_static(fields, 2)
+        with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+            found = step(dense, fields)
+        expected, _ = ran(model, (dense, fields), trained=False)
+        assert torch.equal(found, expected[0])
+    assert parts_read(backend)
+
+
+def test_a_program_reads_parts_in_place_of_a_leaf():
+    program = Program(
+        features=8,
+        block=4,
+        leaves=(Kind.COLUMN, Kind.FULL, Kind.ROW),
+        steps=(Step("mul", (1, 0)), Step("add", (3, 2)), Step("add", (4, 2.0))),
+        gradient=1,
+        sums=(0, 5),
+        values=(4,),
+        value_dtypes=("float32",),
+    )
+    found = in_parts(program, 1, [3, 5])
+    assert found == Program(
+        features=8,
+        block=4,
+        leaves=(Kind.COLUMN, Kind.PART, Kind.PART, Kind.ROW),
+        steps=(Step("concat", (1, 2)), Step("mul", (4, 0)), Step("add", (5, 3)), Step("add", (6, 2.0))),
+        gradient=4,
+        sums=(0, 7),
+        values=(6,),
+        value_dtypes=("float32",),
+        widths=(3, 5),
+    )
