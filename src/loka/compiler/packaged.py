@@ -30,6 +30,8 @@ from loka.kernels.gemm.aten import aten_gemm
 from loka.kernels.triton.launch import traced_launches
 from loka.nn.site_ops import site_forward
 
+aten = torch.ops.aten
+
 _STORED = torch.ops.prims.inductor_force_stride_order.default
 
 
@@ -40,7 +42,7 @@ class PackagePass(CustomGraphPass):
         self._regions = RegionPass(before.before if isinstance(before, RegionPass) else before, search=False)
 
     def __call__(self, graph: Graph) -> None:
-        for node in graph.find_nodes(op="call_function", target=torch.ops.aten._assert_tensor_metadata.default):
+        for node in graph.find_nodes(op="call_function", target=aten._assert_tensor_metadata.default):
             graph.erase_node(node)  # of torch.export: what it looks at would have to lie in memory
         for node in graph.find_nodes(op="get_attr"):  # the model's parameters and buffers are such here
             node.meta[WRITTEN] = True
@@ -69,27 +71,38 @@ def write_out(graph: Graph) -> None:
             node.update_arg(TOKEN, None)
     emitter = Emitter(graph)
     graph.eliminate_dead_code()
+    _store_constants(emitter)
     for node in list(graph.nodes):
         if getattr(node.target, "namespace", None) == "loka":
             for read in node.all_input_nodes:
-                _store(emitter, node, read)
+                _store_before_view(emitter, node, read)
             _inline(emitter, node)
     graph.eliminate_dead_code()
 
 
-def _store(emitter: Emitter, reader: Node, read: Node) -> None:
-    """Has a constant, and a value that `reader` reads in another shape, by a view or by itself, written in its own,
-    once. Inductor would write it in the loops of the view: a norm over the last side of [B, n, d], read as [B, n d], is
-    then computed by one kernel and applied by another, which took 1.6 ms instead of 0.3 in Wukong. And it would write
-    it for each argument of a kernel that it is: 36 times, 0.54 ms for 0.05, a concatenation that three cross layers
-    read, and for each GEMM the scale of its rows that readers apply, 2 of some 15 us.
+def _store_constants(emitter: Emitter) -> None:
+    """Has the scale of GEMMs whose rows are scaled by readers filled once: Inductor would fill one for each GEMM, which
+    took 1 to 2 us of some 15. It has two elements, because Inductor writes no single ones on demand.
+    """
+    for node in emitter.graph.find_nodes(op="call_function", target=aten.full.default):
+        if value_of(node).shape == (1,):
+            with emitter.like(node):
+                both = emitter.call(aten.full.default, [2], *args_of(node)[1:], **node.kwargs)
+                one = emitter.call(aten.slice.Tensor, emitter.call(_STORED, both, [1]), 0, 0, 1)
+            emitter.redirect(node, one)
+
+
+def _store_before_view(emitter: Emitter, reader: Node, read: Node) -> None:
+    """Has a value that `reader` reads in another shape, by a view or by itself, written in its own, once. Inductor
+    would write it in the loops of the view: a norm over the last side of [B, n, d], read as [B, n d], is then computed
+    by one kernel and applied by another, which took 1.6 ms instead of 0.3 in Wukong. And it would write it for each
+    argument of a kernel that it is: 36 times, 0.54 ms for 0.05, a concatenation that three cross layers read.
     """
     shown, viewer = (args_of(read)[0], read) if read.target is VIEW else (read, reader)
     if shown.op in ("placeholder", "get_attr") or not is_tensor(shown) or not value_of(shown).is_contiguous():
         return
     value = value_of(shown)
-    apart = viewer is read or value.dim() > 2 or shown.target is torch.ops.aten.full.default
-    if apart and all(type(stride) is int for stride in value.stride()):
+    if (viewer is read or value.dim() > 2) and all(type(stride) is int for stride in value.stride()):
         stored = next((user for user in shown.users if user.target is _STORED), None)  # each would be a copy
         if stored is None:
             with emitter.graph.inserting_after(shown):

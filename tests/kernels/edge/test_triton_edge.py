@@ -119,28 +119,6 @@ def test_programs_match_the_twin(name, rows, features, device):
     check(case, leaves, rows, given, exact=name in EXACT)
 
 
-@pytest.mark.parametrize("name", sweep(CASES, list(CASES)[2::6]))
-def test_leaves_in_parts(name, device):
-    """Where they meet in a tile, where they end with one, and with rows that have gaps between them."""
-    for rows, widths in ((33, (5, 570, 25)), (64, (1, 2, 13, 8)), (100, (512, 512, 16))):
-        features = sum(widths)
-        case = CASES[name](features)
-        matrices = [p for p, kind in enumerate(case.program.leaves) if kind is Kind.FULL]
-        whole, given = all_of(case, rows, device)
-        leaves = list(whole)
-        for p in reversed(matrices):
-            parts = list(leaves[p].split(widths, dim=1))
-            parts[0] = parts[0].contiguous()
-            leaves[p : p + 1], case = parts, case.apart(p, widths)
-        for out, twin in zip(
-            run_program(case.program, leaves, rows, *given),
-            run_program(CASES[name](features).program, whole, rows, *given),
-            strict=True,
-        ):
-            assert torch.equal(out.view(torch.uint8), twin.view(torch.uint8))
-        check(case, leaves, rows, given, exact=name in EXACT)
-
-
 @pytest.mark.parametrize("name", sweep(CASES, list(CASES)[1::6]))
 def test_rows_that_are_not_ordinary_stay_apart(name, device):
     for rows, features in ((50, 600), (64, 64)):
