@@ -11,6 +11,7 @@ import sys
 
 import pytest
 import torch
+from gpu import DRIVER
 
 pytest.importorskip("triton", reason="needs triton")
 
@@ -89,3 +90,68 @@ def test_each_chosen_configuration_compiles_and_fits():
         assert shared <= SHARED, name
         assert by_tensor_cores, name
         assert not spills, name
+
+
+IN_FLIGHT = """
+import inspect, json, re
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource, compile
+from loka.kernels.gemm.triton import int8_gemm
+from loka.kernels.triton import in_flight
+from loka.kernels.triton.source import compiled
+
+floats = inspect.getsource(int8_gemm._multiply.fn).replace("tl.int32", "tl.float32")
+FLOATS = compiled(floats, "_multiply", vars(int8_gemm))
+
+def built(kernel, kind, config, kept):
+    tile = lambda dtype, sides: f"tensordesc<{dtype}[{sides[0]},{sides[1]}]>"
+    types = {
+        "a": tile(kind, (config.block_m, config.block_k)), "b": tile(kind, (config.block_n, config.block_k)),
+        "out": tile("bf16", (config.block_m, config.block_n // config.parts)),
+        "scale_a_ptr": "*fp32", "scale_b_ptr": "*fp32", "rows": "i32", "columns": "i32", "inner": "i32",
+    }
+    constants = dict(
+        BLOCK_M=config.block_m, BLOCK_N=config.block_n, BLOCK_K=config.block_k, PARTS=config.parts, TMA=True,
+        OUT=int8_gemm.tl.bfloat16, GROUP=8, FLATTEN=config.flatten, PROGRAMS=132, IN_FLIGHT=kept,
+    )
+    source = ASTSource(
+        fn=kernel, signature={**types, **dict.fromkeys(constants, "constexpr")}, constexprs=constants,
+        attrs={(place,): [["tt.divisibility", 16]] for place in range(3, 8)},
+    )
+    return compile(source, target=GPUTarget("cuda", 90, 32), options=dict(
+        num_warps=config.warps, num_stages=config.stages,
+    ))
+
+def loop(text):
+    # From the loop over K to the wait behind it, without locations, types and what values are called.
+    lines = re.sub(r" loc\\(.*\\)$|, maxNumImpreciseAcc = \\d+ : i32", "", text, flags=re.M).split("\\n")
+    waits = [at for at, line in enumerate(lines) if "warp_group_dot_wait" in line]
+    begin = max(at for at in range(waits[0]) if "= scf.for" in lines[at])
+    found = "\\n".join(lines[begin : waits[1] + 1])
+    names = {}
+    found = re.sub(r"%[\\w\\-]+(?!_i32)\\b", lambda name: names.setdefault(name[0], f"%{len(names)}"), found)
+    return re.sub(r"xs?i8|xf8E4M3FN", "x8", found).replace("xi32", "xf32")
+
+found = []
+for config in int8_gemm.CONFIGS:
+    with in_flight.products_in_flight() as kept:
+        ours = built(int8_gemm._multiply, "i8", config, kept).asm
+    theirs = built(FLOATS, "fp8e4nv", config, False).asm["ttgir"]
+    waits = re.findall(r"wgmma.wait_group\\S* (\\d)", ours["ptx"])
+    alike = not config.flatten and loop(ours["ttgir"]) == loop(theirs)
+    found.append((config.flatten, kept, sorted(set(waits)), alike))
+print(json.dumps(found))
+"""
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a driver of its own compiles for sm_90 here")
+def test_products_of_integers_are_in_flight_as_triton_has_it_for_floats():
+    environment = {**os.environ, "TRITON_INTERPRET": "0"}
+    done = subprocess.run([sys.executable, "-c", DRIVER + IN_FLIGHT], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = json.loads(done.stdout.splitlines()[-1])
+    in_one_pipeline = [each for each in found if each[0]]  # whose loop has the epilogue in it, and waits
+    assert [waits for _, _, waits, _ in in_one_pipeline] == [["0"]]
+    others = [each for each in found if not each[0]]
+    assert len(others) == 3
+    assert all(kept and waits == ["0", "1"] and alike for _, kept, waits, alike in others), others
