@@ -1,6 +1,7 @@
 import copy
 import threading
 from typing import NamedTuple
+from unittest import mock
 
 import pytest
 import torch
@@ -367,6 +368,18 @@ def test_the_shadow_check_reports_the_difference():
     assert server.shadow().max_abs > 0, "of weights that are no FP8 sites'"
     with pytest.raises(ServeRefused, match="no share"):
         served(shadow=1.5)
+
+
+def test_a_shadow_that_fails_loses_no_answer(caplog):
+    server, x = served(shadow=1.0), rows(4)
+    expected = server(x).output
+    with mock.patch.object(server.current.precise, "forward", side_effect=torch.OutOfMemoryError("no memory left")):
+        assert all(torch.equal(server(x).output, expected) for _ in range(2))
+    told = [record.message for record in caplog.records if "no memory left" in record.message]
+    assert len(told) == 1
+    found = server.shadow()
+    assert (found.requests, found.failed) == (1, 2)
+    assert str(found).endswith("; 2 more failed in high precision")
 
 
 def test_the_share_of_shadowed_requests_is_the_one_asked_for():

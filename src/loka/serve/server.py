@@ -215,9 +215,8 @@ class Server:
             output, sizes = self._answer(by, tensors, looking=version.monitor if looking else None)
             if version.replays is not None:
                 version.replays.note(version.monitor.look_at)
-            if version.precise is not None and self._shadowed(number):
-                precise, _ = self._answer(version.precise, tensors)
-                version.tally.note(leaves(output), leaves(precise))
+            if (precise := version.precise) is not None and self._shadowed(number):
+                version.tally.compare(leaves(output), lambda: leaves(self._answer(precise, tensors)[0]))
         return Answer(output=output, version=version.number, buckets=sizes)
 
     def _answer(

@@ -1,13 +1,16 @@
 """The shadow check: a share of requests is answered in high precision too, and the two are compared."""
 
+import logging
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 
-from loka.core.exceptions import ServeRefused
+from loka.core.exceptions import ServeRefused, first_line
 from loka.serve.watch.agreement import as_real, finite_in_both
+
+log = logging.getLogger("loka.serve")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -15,7 +18,8 @@ class Shadow:
     """Differences |frozen - high precision| over all floating-point outputs of `requests` requests.
 
     `nonfinite` counts those that are finite in one of the two only; they are in neither mean nor maximum.
-    `changed` counts integers and booleans that differ.
+    `changed` counts integers and booleans that differ. `failed` counts requests for which the answer in high precision
+    raised, which are in none of the others.
     """
 
     requests: int
@@ -24,14 +28,16 @@ class Shadow:
     max_abs: float
     nonfinite: int
     changed: int
+    failed: int = 0
 
     def __str__(self) -> str:
+        failed = f"; {self.failed} more failed in high precision" if self.failed else ""
         if not self.requests:
-            return "no request was shadowed"
+            return f"no request was shadowed{failed}"
         return (
             f"{self.requests} requests, {self.rows} rows shadowed: answers differ by {self.mean_abs:.2e} on "
             f"average and {self.max_abs:.2e} at most; {self.nonfinite} are finite in one of the two only, "
-            f"{self.changed} integers or booleans differ"
+            f"{self.changed} integers or booleans differ{failed}"
         )
 
 
@@ -45,8 +51,21 @@ class Tally:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._requests = self._rows = self._values = self._nonfinite = self._changed = 0
+        self._requests = self._rows = self._values = self._nonfinite = self._changed = self._failed = 0
         self._sum = self._max = 0.0
+
+    def compare(self, low: Sequence[torch.Tensor], answered: Callable[[], Sequence[torch.Tensor]]) -> None:
+        """Notes what `answered()` gives in high precision beside the outputs `low` of a request. Where it raises, as it
+        may where memory is short, that is counted, and told for the first time: the request has its answer already.
+        """
+        try:
+            self.note(low, answered())
+        except Exception as error:
+            with self._lock:
+                self._failed += 1
+                first = self._failed == 1
+            if first:
+                log.warning("a request has its answer, and none in high precision beside it: %s", first_line(error))
 
     def note(self, low: Sequence[torch.Tensor], high: Sequence[torch.Tensor]) -> None:
         """Outputs [B, ...] of one request. It waits for the device."""
@@ -75,4 +94,5 @@ class Tally:
                 max_abs=self._max,
                 nonfinite=self._nonfinite,
                 changed=self._changed,
+                failed=self._failed,
             )
