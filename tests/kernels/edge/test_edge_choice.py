@@ -1,8 +1,9 @@
 import pytest
 import torch
 import with_triton  # noqa: F401
-from edge_programs import CASES
+from edge_programs import CASES, Writing
 
+from loka.kernels.edge.program import Kind
 from loka.kernels.edge.triton import program_kernels as fused
 
 
@@ -24,3 +25,14 @@ def test_one_kernel_does_for_many_rows_that_registers_hold(monkeypatch, name, ro
     case, device = CASES[name](features), torch.device("cpu")
     fused.run_program_fused(case.program, case.leaves(rows, device), rows, *case.given(rows, device))
     assert ran == kernels
+
+
+@pytest.mark.parametrize(("rows", "more"), [(64, []), (63, ["rows"])])
+def test_a_kernel_takes_what_it_reads(rows, more):
+    """Each argument costs the host time at a launch, and in a package is an operand that Inductor may write anew."""
+    w = Writing(1024)
+    x, mean, bias = w.leaf(), w.leaf(Kind.COLUMN, torch.float32), w.leaf(Kind.ROW)
+    value = w.step("add", w.step("sub", x, mean), bias)
+    program = w.done(values=(value,), value_dtypes=("bfloat16",)).program
+    plan = fused.plan_of(program, ("bfloat16", "float32", "bfloat16"), rows, None, 0)
+    assert plan.rows.kernel.arg_names == ["leaf0_ptr", "leaf1_ptr", "leaf2_ptr", "value0_ptr", *more, "stride0"]

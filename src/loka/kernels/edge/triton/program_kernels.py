@@ -17,9 +17,9 @@ from loka.core.problem import dtype_name, round_up
 from loka.kernels.edge.outputs import unwritten
 from loka.kernels.edge.program import GROUP, Kind, Program
 from loka.kernels.edge.triton.device import NAMES
-from loka.kernels.edge.triton.rows import RowLaunch, Sides, row_indices, row_parameters, row_source, sides_of
+from loka.kernels.edge.triton.rows import RowLaunch, Sides, row_indices, row_source, sides_of
 from loka.kernels.edge.triton.simplify import simplified
-from loka.kernels.edge.triton.tall import TallLaunch, fits, summing, tall_parameters, tall_source
+from loka.kernels.edge.triton.tall import TallLaunch, fits, summing, tall_source
 from loka.kernels.edge.triton.tiles import TILE, Tile, is_staged, tile_of
 from loka.kernels.edge.triton.values import SIZES, Code, power_above, power_below
 from loka.kernels.edge.twin import run_program
@@ -31,7 +31,6 @@ from loka.kernels.triton.source import compiled
 
 class Launch(NamedTuple):
     kernel: Any
-    parameters: list[str]
     programs: int
     warps: int
 
@@ -74,8 +73,8 @@ class Launch(NamedTuple):
         return {"num_warps": self.warps, **({"maxnreg": registers} if registers else {})}
 
     def _values(self, arguments: dict[str, Any]) -> list[Any]:
-        spare = arguments["leaf0_ptr"]  # for what this program has not
-        return [spare if (value := arguments.get(name)) is None else value for name in self.parameters]
+        spare = arguments["leaf0_ptr"]  # for a scale that the kernel is handed and does not read
+        return [spare if (value := arguments[name]) is None else value for name in self.kernel.arg_names]
 
 
 _ANY = 1
@@ -239,7 +238,7 @@ def _plan(
             copy=copied,
             staged=staged,
         )
-        first = Launch(_row_kernel(program, dtypes, rows_launch), row_parameters(code), 0, warps)
+        first = Launch(_row_kernel(program, dtypes, rows_launch), 0, warps)
     return Plan(
         rows=first,
         tall=_tall(code, rows, scales, staged, tile),
@@ -276,7 +275,7 @@ def _in_turns(code: Code, rows: int, scales: int | None, tile: Tile, registers: 
         scales=scales,
     )
     return Plan(
-        rows=Launch(_row_kernel(program, code.dtypes, rows_launch), row_parameters(code), 0, warps),
+        rows=Launch(_row_kernel(program, code.dtypes, rows_launch), 0, warps),
         tall=None,
         high=GROUP,
         walks=False,
@@ -314,7 +313,7 @@ def _tall(code: Code, rows: int, scales: int | None, staged: bool, tile: Tile) -
     launch = TallLaunch(high=tile.high, wide=wide, even=rows % tile.high == 0, staged=staged, scales=scales)
     tiles = cdiv(round_up(rows, 16), launch.high) * cdiv(columns, wide) if transposes else 0
     kernel = _tall_kernel(program, code.dtypes, launch)
-    return Launch(kernel, tall_parameters(code), summing(code) + tiles, tile.tall_warps)
+    return Launch(kernel, summing(code) + tiles, tile.tall_warps)
 
 
 @functools.lru_cache(maxsize=4096)

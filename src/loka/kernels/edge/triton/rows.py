@@ -84,18 +84,6 @@ def sides_of(code: Code, width: int, *, staged: bool) -> Sides:
     return Sides(-(-count // blocks), blocks, wide)
 
 
-def row_parameters(code: Code) -> list[str]:
-    program = code.program
-    return [
-        *(f"leaf{p}_ptr" for p in range(len(program.leaves))),
-        *("row_ptr", "staged_ptr", "r_ptr", "integer_ptr", "step_ptr", "part_ptr"),
-        *(f"value{number}_ptr" for number in range(len(program.values))),
-        *("column_ptr", "transposed_ptr", "top_ptr", "tops_ptr", "input_scale_ptr", "padded_rows"),
-        *("gradient_scale_ptr", "given_ptr", "rows", "span", "count"),
-        *(f"stride{p}" for p in code.matrices()),
-    ]
-
-
 def row_source(code: Code, launch: RowLaunch) -> str:
     """Python that defines the kernel `edge_rows`."""
     return _Rows(code, launch).text()
@@ -141,7 +129,18 @@ class _Rows(Lines):
         return self._defined()
 
     def _defined(self) -> str:
-        return self.define("edge_rows", row_parameters(self.code), '"rows", "span", "count"')
+        return self.define("edge_rows", self._parameters(), ("rows", "span", "count"))
+
+    def _parameters(self) -> list[str]:
+        program = self.code.program
+        return [
+            *(f"leaf{p}_ptr" for p in range(len(program.leaves))),
+            *("row_ptr", "staged_ptr", "r_ptr", "integer_ptr", "step_ptr", "part_ptr"),
+            *(f"value{number}_ptr" for number in range(len(program.values))),
+            *("column_ptr", "transposed_ptr", "top_ptr", "tops_ptr", "input_scale_ptr", "padded_rows"),
+            *("gradient_scale_ptr", "given_ptr", "rows", "span", "count"),
+            *(f"stride{p}" for p in self.code.matrices()),
+        ]
 
     def _compute(self, before: Sequence[int]) -> None:
         for index in before:

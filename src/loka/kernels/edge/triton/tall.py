@@ -33,17 +33,6 @@ class TallLaunch:
     scales: int | None
 
 
-def tall_parameters(code: Code) -> list[str]:
-    program = code.program
-    return [
-        *(f"leaf{p}_ptr" for p in range(len(program.leaves))),
-        *("row_ptr", "staged_ptr", "part_ptr", "column_ptr", "transposed_ptr", "top_ptr", "r_ptr", "tops_ptr"),
-        *(f"sum{number}_ptr" for number in range(len(program.sums))),
-        *("input_scale_ptr", "gradient_scale_ptr", "given_ptr", "rows", "padded_rows", "count", "parts"),
-        *(f"stride{p}" for p in code.leaves(range(len(program.leaves)), Kind.FULL)),
-    ]
-
-
 def tall_source(code: Code, launch: TallLaunch) -> str:
     """Python that defines the kernel `edge_tall`."""
     return _Tall(code, launch).text()
@@ -99,7 +88,17 @@ class _Tall(Lines):
                 self.emit("if tile >= 0:")
                 self.depth += 1
             self._tile()
-        return self.define("edge_tall", tall_parameters(self.code), '"rows", "count", "parts"')
+        return self.define("edge_tall", self._parameters(), ("rows", "count", "parts"))
+
+    def _parameters(self) -> list[str]:
+        program = self.code.program
+        return [
+            *(f"leaf{p}_ptr" for p in range(len(program.leaves))),
+            *("row_ptr", "staged_ptr", "part_ptr", "column_ptr", "transposed_ptr", "top_ptr", "r_ptr", "tops_ptr"),
+            *(f"sum{number}_ptr" for number in range(len(program.sums))),
+            *("input_scale_ptr", "gradient_scale_ptr", "given_ptr", "rows", "padded_rows", "count", "parts"),
+            *(f"stride{p}" for p in self.code.matrices()),
+        ]
 
     def _tile(self) -> None:
         """The rows written last come first: they may still lie in a cache."""

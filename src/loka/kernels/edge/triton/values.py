@@ -8,6 +8,7 @@ Names in the text: p the index of a value, k a part of the tile.
 
 import functools
 import math
+import re
 import struct
 from collections.abc import Iterable, Sequence
 
@@ -133,8 +134,13 @@ class Lines:
         self.emit(f"{name} = {text}")
         return name
 
-    def define(self, name: str, parameters: list[str], plain: str) -> str:
-        head = f"@triton.jit(do_not_specialize=[{plain}])\ndef {name}({', '.join(parameters)}):\n"
+    def define(self, name: str, parameters: Iterable[str], plain: Iterable[str]) -> str:
+        """The function, with those of the parameters that its lines read: each one costs the host time at a launch.
+        `plain` are integers whose values are no reason to compile anew."""
+        read = set(re.findall(r"\w+", "\n".join(self.lines)))
+        own = [parameter for parameter in parameters if parameter in read]
+        plain = [parameter for parameter in plain if parameter in read]
+        head = f"@triton.jit(do_not_specialize={plain})\ndef {name}({', '.join(own)}):\n"
         return head + "\n".join(self.lines) + "\n"
 
     # Which elements exist.
