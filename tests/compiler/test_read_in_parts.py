@@ -141,6 +141,22 @@ def test_what_is_computed_anyway_is_written_where_it_is_computed():
     assert not parts_read(backend)
 
 
+def test_parts_are_read_as_they_were_before_a_cast():
+    """Autocast casts fields in bfloat16 to float32 where it joins them with what is in float32."""
+    for joined, count in (
+        (lambda bottom, fields: as_torchrec(bottom.float(), fields), 5),
+        (lambda bottom, fields: torch.cat([bottom.float(), *[fields[:, 0]] * 3], dim=1), 0),
+    ):
+        inputs, plain = inputs_of(), Crossed(joined)
+        model = converted(plain, plan_for(plain, *inputs))
+        found, backend = ran(model, inputs, trained=True)
+        assert len(parts_read(backend)) == count
+        with mock.patch("loka.compiler.lower.read_in_parts"):
+            expected, _ = ran(model, inputs, trained=True)
+        for ours, theirs in zip(found, expected, strict=True):
+            assert torch.equal(ours, theirs)
+
+
 def test_other_concatenations_stay():
     """Of rows; of many parts; of integers among floats; of one tensor with itself."""
     made = {
