@@ -44,6 +44,25 @@ def in_three(bottom, fields):
     return torch.cat([fields[:, 0], bottom, fields[:, 1:].flatten(1)], dim=1)
 
 
+class Changing(Crossed):
+    """Changes in place what it has concatenated."""
+
+    def __init__(self, changed):
+        super().__init__(in_three)
+        self.changed = changed
+        self.register_buffer("state", inputs_of()[1])
+
+    def forward(self, dense, fields):
+        fields = self.state if self.changed == "buffer" else fields
+        y = super().forward(dense, fields)
+        with torch.no_grad():
+            if self.changed == "another buffer":
+                self.state.copy_(fields)
+            else:
+                (fields[:, 1] if self.changed == "part of an input" else fields).mul_(-1)
+        return y
+
+
 WIDTHS = {as_torchrec: (16, 48), flat: (48, 16), in_three: (16, 16, 32)}
 
 
@@ -56,7 +75,8 @@ def ran(model, inputs, *, trained):
         y = torch.compile(model, backend=backend, fullgraph=True)(*inputs)
     if trained:
         y.float().square().sum().backward()
-    return [y, *(x.grad for x in inputs if trained), *(p.grad for p in model.parameters() if trained)], backend
+    grads = [x.grad for x in (*inputs, *model.parameters()) if x.grad is not None]
+    return [y, *grads], backend
 
 
 def inputs_of(rows=24):
@@ -99,6 +119,19 @@ def test_what_something_else_reads_is_written():
     assert not parts_read(backend)
 
 
+@pytest.mark.parametrize("changed", ["input", "part of an input", "buffer", "another buffer"])
+def test_what_the_model_changes_afterwards_is_written(changed):
+    """Backward would read what has been written there since."""
+    inputs, plain = inputs_of(), Changing(changed)
+    model = converted(plain, plan_for(plain, *inputs))
+    found, backend = ran(model, inputs, trained=True)
+    assert bool(parts_read(backend)) is (changed == "another buffer")
+    with mock.patch("loka.compiler.lower.read_in_parts"):
+        expected, _ = ran(model, inputs, trained=True)
+    for ours, theirs in zip(found, expected, strict=True):
+        assert torch.equal(ours, theirs)
+
+
 def test_what_is_computed_anyway_is_written_where_it_is_computed():
     """The kernel that computes the parts writes them into the concatenation, for nothing."""
     inputs, plain = inputs_of(), Crossed(lambda bottom, fields: flat(bottom, fields.sin()))
@@ -106,6 +139,22 @@ def test_what_is_computed_anyway_is_written_where_it_is_computed():
     _, backend = ran(model, inputs, trained=False)
     assert backend.count(aten.cat.default) == 1
     assert not parts_read(backend)
+
+
+def test_parts_are_read_as_they_were_before_a_cast():
+    """Autocast casts fields in bfloat16 to float32 where it joins them with what is in float32."""
+    for joined, count in (
+        (lambda bottom, fields: as_torchrec(bottom.float(), fields), 5),
+        (lambda bottom, fields: torch.cat([bottom.float(), *[fields[:, 0]] * 3], dim=1), 0),
+    ):
+        inputs, plain = inputs_of(), Crossed(joined)
+        model = converted(plain, plan_for(plain, *inputs))
+        found, backend = ran(model, inputs, trained=True)
+        assert len(parts_read(backend)) == count
+        with mock.patch("loka.compiler.lower.read_in_parts"):
+            expected, _ = ran(model, inputs, trained=True)
+        for ours, theirs in zip(found, expected, strict=True):
+            assert torch.equal(ours, theirs)
 
 
 def test_other_concatenations_stay():

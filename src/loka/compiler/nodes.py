@@ -56,6 +56,15 @@ def lies_in_memory(node: Node) -> bool:
     return isinstance(target, OpOverload) and target.namespace not in ("aten", "prims")
 
 
+def is_alias(node: Node) -> bool:
+    """Whether a node shows the memory of its first operand, as a view or as one of its results."""
+    if not isinstance(node.target, OpOverload):
+        return node.target is operator.getitem
+    if node.target is aten._unsafe_view.default:
+        return True
+    return any(r.alias_info is not None and not r.alias_info.is_write for r in node.target._schema.returns)
+
+
 def item_of(node: Node, target: object) -> Node | None:
     """The op of `target` with several results of which `node` is one; None for other nodes."""
     made = args_of(node)[0] if node.target is operator.getitem else None

@@ -7,11 +7,12 @@ Writing it takes a kernel of its own: 27 of 480 us for [8192, 3456] in bf16 on a
 import math
 
 import torch
+from torch._ops import OpOverload
 from torch.fx import Node
 
 from loka.compiler.edges.aten_steps import passes_on
-from loka.compiler.emit import SIZE, Emitter, is_in_rows
-from loka.compiler.nodes import CAST, args_of, is_tensor, lies_in_memory, value_of
+from loka.compiler.emit import CONVERT, SIZE, Emitter, is_in_rows
+from loka.compiler.nodes import CAST, args_of, is_alias, is_tensor, lies_in_memory, value_of
 from loka.core.problem import FLOATS
 from loka.kernels.edge.op import edge
 from loka.kernels.edge.program import Kind, Program, in_parts, program_of
@@ -42,10 +43,12 @@ def read_in_parts(emitter: Emitter) -> None:
 
 def _parts_of(node: Node) -> dict[Node, int] | None:
     """The parts of a concatenation that joins features, and how many features each has; None of another one."""
-    joined, dim = args_of(node)[0], (*args_of(node), 0)[1]
+    joined, dim = [_narrow(part) for part in args_of(node)[0]], (*args_of(node), 0)[1]
     shape = value_of(node).shape
     dim %= len(shape)
     if value_of(node).dtype not in FLOATS or not 1 < len(set(joined)) == len(joined) <= _MOST:
+        return None
+    if any(map(_changes, joined)):
         return None
     found = {}
     for part in joined:
@@ -98,6 +101,26 @@ def _split(reader: Node, leaf: int, parts: dict[Node, int]) -> None:
     leaves, *others, text = args_of(reader)
     program = in_parts(program_of(text), leaf, list(parts.values()))
     reader.args = ([*leaves[:leaf], *parts, *leaves[leaf + 1 :]], *others, program.to_text())
+
+
+def _narrow(part: Node) -> Node:
+    """What a part was cast from, where float32 has each number of it: autocast casts the parts of a concatenation to
+    the widest dtype among them, and programs read any.
+    """
+    while part.target is CONVERT:
+        source = args_of(part)[0]
+        if value_of(source).dtype not in FLOATS or value_of(part).dtype != torch.float32:
+            break
+        part = source
+    return part
+
+
+def _changes(part: Node) -> bool:
+    """Whether the graph writes into the memory of a part: backward, which reads it later, needs what was there."""
+    while is_alias(part):
+        part = args_of(part)[0]
+    mutable = [user for user in part.users if isinstance(user.target, OpOverload) and user.target._schema.is_mutable]
+    return any(args_of(user)[:1] == (part,) for user in mutable)
 
 
 def _shown(node: Node) -> Node:

@@ -5,7 +5,6 @@ outputs of forward, whose views AOTAutograd and the caller take by their strides
 as another one.
 """
 
-import operator
 from typing import Any
 
 import torch
@@ -14,7 +13,7 @@ from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 
 from loka.compiler.emit import COPY, VIEW, Emitter, fake_of, strides_of
-from loka.compiler.nodes import in_backward, is_tensor, value_of
+from loka.compiler.nodes import in_backward, is_alias, is_tensor, value_of
 
 aten = torch.ops.aten
 
@@ -69,7 +68,7 @@ def is_looked_at(node: Node) -> bool:
         if user.op == "output":
             if not in_backward(node):
                 return True
-        elif _reads_memory(user) or (_is_alias(user) and is_looked_at(user)):
+        elif _reads_memory(user) or (is_alias(user) and is_looked_at(user)):
             return True
     return False
 
@@ -86,14 +85,6 @@ def _is_fixed(node: Node) -> bool:
     and for sizes that only data tells, which would get new symbols.
     """
     return isinstance(node.target, HigherOrderOperator) or bool(node.meta.get("unbacked_bindings"))
-
-
-def _is_alias(node: Node) -> bool:
-    if not isinstance(node.target, OpOverload):
-        return node.target is operator.getitem
-    if node.target is aten._unsafe_view.default:
-        return True
-    return any(r.alias_info is not None and not r.alias_info.is_write for r in node.target._schema.returns)
 
 
 def _anew(emitter: Emitter, node: Node) -> Any:
