@@ -65,6 +65,13 @@ def test_other_loops_stay(what, by):
     assert flying.in_flight(LOOP.replace(what, by)) is None
 
 
+def test_a_wait_under_a_condition_stays():
+    """Behind a loop of the same depth, which is none around it."""
+    (begin,) = [line for line in LOOP.split("\n") if "%k = " in line]
+    ended = ["        scf.yield %acc, %last, %read, %phase : i32", "      }", "      %some:4 = scf.if %odd -> (i32) {"]
+    assert flying.in_flight(LOOP.replace(begin, "\n".join([begin, *ended]))) is None
+
+
 def test_of_several_loops_none_is_changed():
     assert flying.in_flight(LOOP + LOOP) is None
     assert flying.in_flight("") is None

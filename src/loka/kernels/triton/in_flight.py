@@ -94,9 +94,9 @@ def in_flight(text: str) -> str | None:
     assert waited is not None
     inner, value, kind = waited.groups()
     outer = inner[2:]
-    begin = next((n for n in reversed(range(at)) if lines[n].startswith(f"{outer}%") and "= scf.for" in lines[n]), None)
+    begin = next((n for n in reversed(range(at)) if not lines[n].startswith(inner)), at)  # of what the wait lies in
     end = next((n for n in range(at, len(lines)) if lines[n].startswith(f"{outer}}}")), None)
-    if begin is None or end is None or not lines[end - 1].startswith(f"{inner}scf.yield "):
+    if end is None or not lines[end - 1].startswith(f"{inner}scf.yield "):
         return None
     loop = _LOOP.match(lines[begin])
     given = lines[end - 1].split(" : ")[0].removeprefix(f"{inner}scf.yield ").split(", ")
