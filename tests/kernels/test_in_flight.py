@@ -83,55 +83,98 @@ def runtime(monkeypatch):
     return flying.triton.knobs.runtime
 
 
+def stages_of(hook):
+    """Whether the hook changes what is compiled."""
+    stage = mock.Mock()
+    stages = {"ttgir": stage}
+    hook(None, stages, None, None, 90)
+    return stages["ttgir"] is not stage
+
+
 def test_the_hook_is_there_meanwhile(runtime):
     assert runtime.add_stages_inspection_hook is None
-    with flying.products_in_flight() as whether:
-        assert whether
+    with flying.products_in_flight() as how:
+        assert how == flying.how_in_flight() != ""
         key, digest = runtime.add_stages_inspection_hook()
-        assert key
+        assert key == ""  # what other threads compile keeps its name in the cache
         assert digest
+        assert stages_of(runtime.add_stages_inspection_hook)
+        with flying.products_in_flight() as inner:
+            assert inner == how
+        assert stages_of(runtime.add_stages_inspection_hook)
     with pytest.raises(ValueError, match="of the kernel"), flying.products_in_flight():
         raise ValueError("of the kernel")
     assert runtime.add_stages_inspection_hook is None
+    assert not stages_of(flying._stages)
+
+
+def test_a_kernel_has_the_hook_while_it_is_compiled(runtime):
+    kernel = mock.Mock(spec=["_do_compile"])
+    kernel._do_compile = lambda *args, **options: (runtime.add_stages_inspection_hook, args, options)
+    assert flying.kept_in_flight(kernel) is kernel
+    hook, args, options = kernel._do_compile(1, two=2)
+    assert stages_of(hook) is False  # behind it
+    assert (hook, args, options) == (flying._stages, (1,), {"two": 2})
+    assert runtime.add_stages_inspection_hook is None
+    interpreted = mock.Mock(spec=[])
+    assert flying.kept_in_flight(interpreted) is interpreted
 
 
 def test_of_threads_one_compiles_so_at_a_time(runtime):
     found, inside, let = [], threading.Event(), threading.Event()
 
     def first():
-        with flying.products_in_flight() as whether:
+        with flying.products_in_flight() as how:
             inside.set()
             assert let.wait(10)
-            found.append(whether)
+            found.append((how, stages_of(runtime.add_stages_inspection_hook)))
 
     def second():
-        with flying.products_in_flight() as whether:
-            found.append(whether)
+        found.append((flying.how_in_flight(), stages_of(runtime.add_stages_inspection_hook)))
+        let.set()
+        with flying.products_in_flight() as how:
+            found.append((how, stages_of(runtime.add_stages_inspection_hook)))
 
     threads = [threading.Thread(target=first), threading.Thread(target=second)]
     threads[0].start()
     assert inside.wait(10)
     threads[1].start()
-    let.set()
     for thread in threads:
         thread.join(10)
-    assert found == [True, True]
+    how = flying.how_in_flight()
+    assert found == [(how, False), (how, True), (how, True)]  # what others compile meanwhile is as ever
     assert runtime.add_stages_inspection_hook is None
 
 
 def test_somebody_elses_hook_stays(runtime, monkeypatch):
     theirs = mock.Mock()
-    monkeypatch.setattr(runtime, "add_stages_inspection_hook", theirs)
-    with flying.products_in_flight() as whether:
-        assert not whether
+    with flying.products_in_flight():
+        monkeypatch.setattr(runtime, "add_stages_inspection_hook", theirs)
     assert runtime.add_stages_inspection_hook is theirs
+    with flying.products_in_flight() as how:
+        assert how == ""
+    assert runtime.add_stages_inspection_hook is theirs
+    monkeypatch.setattr(runtime, "add_stages_inspection_hook", None)
 
 
 def test_without_a_hook_or_in_the_interpreter_nothing_happens(runtime, monkeypatch):
     monkeypatch.setattr(flying, "INTERPRETED", True)
-    with flying.products_in_flight() as whether:
-        assert not whether
+    with flying.products_in_flight() as how:
+        assert how == ""
     monkeypatch.setattr(flying, "INTERPRETED", False)
     monkeypatch.setattr(flying, "triton", mock.Mock(spec=[]))
-    with flying.products_in_flight() as whether:
-        assert not whether
+    with flying.products_in_flight() as how:
+        assert how == ""
+
+
+def test_a_module_that_triton_does_not_read_stays(runtime):
+    module = mock.Mock()
+    stages = {"ttgir": lambda source, metadata: module}
+    with flying.products_in_flight():
+        runtime.add_stages_inspection_hook(None, stages, None, None, 90)
+    for module.str_nodebug.return_value in (LOOP.replace("scf.for %tile", "scf.four %tile"), ""):
+        with mock.patch.object(flying, "_parsed", side_effect=RuntimeError("Parse MLIR file failed.")) as parsed:
+            assert stages["ttgir"](None, {}) is module
+        assert parsed.called == bool(module.str_nodebug.return_value)
+    del module.str_nodebug
+    assert stages["ttgir"](None, {}) is module
