@@ -54,7 +54,8 @@ def test_the_wait_moves_behind_the_loop():
         ("%read = %c-1_i32", "%read = %c0_i32"),
         ("arith.addi %last", "arith.addi %done#0"),  # something in the loop reads the sum
         ("%done#0, %next, %read", "%next, %next, %read"),
-        ("scf.yield", "scf.condition"),
+        ("%done#0, %next, %read", "%done#0, %done#0, %read"),
+        ("scf.yield %done#0, %next", "scf.condition(%odd) %next, %done#0"),
         ("pendings = 0", "pendings = 1"),
         ("i32, #mma", "f32, #mma"),
         ("iter_args(", "iter_arguments("),
@@ -63,6 +64,16 @@ def test_the_wait_moves_behind_the_loop():
 def test_other_loops_stay(what, by):
     assert what in LOOP
     assert flying.in_flight(LOOP.replace(what, by)) is None
+
+
+def test_names_are_read_to_their_end():
+    """A result from the tenth on begins as another, and so may a value."""
+    text = LOOP.replace("%done#0, %next", "%next, %done#0").replace("%sum#1,", "%sum#10,").replace("%sum#0", "%sum#1")
+    text = text.replace("arith.addi %last, %c1_i32", "arith.addi %last, %done2")
+    found = flying.in_flight(text)
+    assert "= ttng.warp_group_dot_wait %sum#1 {pendings = 0 : i32}" in found
+    assert "arith.sitofp %loka_done" in found
+    assert "arith.addi %sum#10," in found
 
 
 def test_a_wait_under_a_condition_stays():
@@ -75,6 +86,7 @@ def test_a_wait_under_a_condition_stays():
 def test_of_several_loops_none_is_changed():
     assert flying.in_flight(LOOP + LOOP) is None
     assert flying.in_flight("") is None
+    assert flying.in_flight(LOOP.split("        scf.yield")[0]) is None  # nothing ends
 
 
 @pytest.fixture

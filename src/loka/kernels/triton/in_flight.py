@@ -155,7 +155,7 @@ def in_flight(text: str) -> str | None:
     if any(read.search(line) for line in lines[at + 1 : end - 1]):  # something else reads the sum in the loop
         return None
     place = next(index for index, each in enumerate(given) if read.fullmatch(each))
-    result = f"{loop[1]}#{place}" if len(given) > 1 else loop[1]
+    result = f"{loop[1]}#{place}"
     after = re.compile(re.escape(result) + r"(?![\w#])")
     lines[at] = lines[at].replace("{pendings = 0 : i32}", "{pendings = 1 : i32}")
     done = f"{outer}{_DONE} = ttng.warp_group_dot_wait {result} {{pendings = 0 : i32}} : {kind}"
