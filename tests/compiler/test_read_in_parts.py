@@ -8,10 +8,12 @@ import torch
 from converted import converted, plan_for
 from joint import JointBackend
 from torch import nn
+from torch.fx.experimental.proxy_tensor import make_fx
 
-from loka.compiler.edges.parts import in_parts
+from loka.compiler.edges.parts import read_in_parts
+from loka.compiler.emit import Emitter
 from loka.kernels.edge.op import edge
-from loka.kernels.edge.program import Kind, Program, Step, program_of
+from loka.kernels.edge.program import Kind, Program, Step, in_parts, program_of
 
 aten = torch.ops.aten
 
@@ -109,18 +111,43 @@ def test_what_is_computed_anyway_is_written_where_it_is_computed():
 
 
 def test_other_concatenations_stay():
-    """Of rows; of many parts; of integers among floats; of one tensor with itself."""
+    """Of rows, which are read as they are or two at a time; of many parts; of integers among floats; of one tensor with
+    itself, which is read as it is or as twice the rows.
+    """
     made = {
+        "pairs": lambda bottom, fields: torch.cat([fields[:, :2].flatten(1), fields[:, 1:].flatten(1)]).view(-1, 64),
         "rows": lambda bottom, fields: torch.cat([flat(bottom, fields)[:12], flat(bottom, fields)[12:]]),
         "many": lambda bottom, fields: torch.cat([bottom, *fields.flatten(1).split(4, dim=1)], dim=1),
         "integers": lambda bottom, fields: torch.cat([bottom, fields.flatten(1).to(torch.int32)], dim=1),
         "twice": lambda bottom, fields: torch.cat([fields[:, :2].flatten(1)] * 2, dim=1),
+        "halves": lambda bottom, fields: torch.cat([fields[:, :2].flatten(1)] * 2, dim=1).view(-1, 32),
     }
-    for joined in made.values():
-        inputs, plain = inputs_of(), Crossed(joined)
+    for name, joined in made.items():
+        inputs, plain = inputs_of(), Crossed(joined, features=32 if name == "halves" else 64)
         model = converted(plain, plan_for(plain, *inputs))
         _, backend = ran(model, inputs, trained=False)
         assert not parts_read(backend)
+
+
+def test_an_edge_reads_parts_in_place_of_several_leaves():
+    """A concatenation, and a view of it."""
+    program = Program(
+        features=8, block=8, leaves=(Kind.FULL, Kind.FULL), steps=(Step("mul", (0, 0)), Step("sub", (2, 1))),
+        values=(3,), value_dtypes=("float32",),
+    )  # fmt: skip
+
+    def read(a, b):
+        x = torch.cat([a, b], dim=1)
+        return edge([x, x.view(4, 8)], 4, None, None, None, program.to_text())[0]
+
+    parts = torch.randn(4, 3), torch.randn(4, 5)
+    module = make_fx(read, tracing_mode="fake")(*parts)
+    read_in_parts(Emitter(module.graph))
+    module.graph.eliminate_dead_code()
+    module.recompile()
+    (reader,) = module.graph.find_nodes(op="call_function", target=edge)
+    assert program_of(reader.args[-1]).widths == (3, 5, 3, 5)
+    assert torch.equal(module(*parts), read(*parts))
 
 
 def test_dynamic_rows_in_parts():
