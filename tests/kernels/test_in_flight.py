@@ -1,6 +1,10 @@
 """Which loops keep a product of integers in flight, and that the hook is there only meanwhile."""
 
+import importlib.util
+import linecache
+import sys
 import threading
+from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -50,8 +54,11 @@ def test_the_wait_moves_behind_the_loop():
     [
         ("memdesc<3x", "memdesc<2x"),  # the load of a later step would go to the buffer that is read
         ("memdesc<3x", "memdesc<4x"),
+        ("%b[%read] : !ttg.memdesc<3x", "%b[%read] : !ttg.memdesc<4x"),
         ("%last = %c1_i32", "%last = %c2_i32"),
         ("%read = %c-1_i32", "%read = %c0_i32"),
+        ("%phase = %c0_i32", "%phase = %c1_i32"),  # which of both counts buffers?
+        ("%phase = %c0_i32", "%phase = %c-1_i32"),
         ("arith.addi %last", "arith.addi %done#0"),  # something in the loop reads the sum
         ("%done#0, %next, %read", "%next, %next, %read"),
         ("%done#0, %next, %read", "%done#0, %done#0, %read"),
@@ -156,6 +163,22 @@ def test_of_threads_one_compiles_so_at_a_time(runtime):
     how = flying.how_in_flight()
     assert found == [(how, False), (how, True), (how, True)]  # what others compile meanwhile is as ever
     assert runtime.add_stages_inspection_hook is None
+
+
+def test_a_change_of_the_module_makes_another_kernel(runtime, monkeypatch, tmp_path):
+    """Or kernels of before would be found in Triton's cache on disk."""
+    found = []
+    for more in ("", "\n# changed"):
+        path = tmp_path / "changed.py"
+        path.write_text(Path(flying.__file__).read_text() + more)
+        linecache.clearcache()
+        spec = importlib.util.spec_from_file_location("changed", path)
+        module = importlib.util.module_from_spec(spec)
+        monkeypatch.setitem(sys.modules, "changed", module)
+        spec.loader.exec_module(module)
+        monkeypatch.setattr(module, "INTERPRETED", False)
+        found.append(module.how_in_flight())
+    assert found[0] == flying.how_in_flight() != found[1] != ""
 
 
 def test_somebody_elses_hook_stays(runtime, monkeypatch):
