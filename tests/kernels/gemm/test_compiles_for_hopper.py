@@ -146,6 +146,7 @@ print(json.dumps(found))
 LAUNCHED = """
 import json, re
 from loka.kernels.gemm.triton import int8_gemm
+from loka.kernels.triton import in_flight
 
 kernel, compiled = int8_gemm._multiply, []
 run, runtime = kernel.run, triton.knobs.runtime
@@ -160,7 +161,9 @@ def launch(hook=None):
     return sorted(set(re.findall(r"wgmma.wait_group\\S* (\\d)", compiled[-1].asm["ptx"])))
 
 theirs = lambda backend=None, stages=None, *others: ("theirs", "3") if stages is None else None
-print(json.dumps([launch(), launch(theirs), launch()]))
+found = [launch(), launch(theirs), launch()]
+in_flight._VERSION = "another"
+print(json.dumps([*found, launch(), len({each.hash for each in compiled})]))
 """
 
 
@@ -179,8 +182,8 @@ def test_products_of_integers_are_in_flight_as_triton_has_it_for_floats():
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a driver of its own compiles for sm_90 here")
 def test_an_int8_gemm_that_is_launched_has_products_in_flight(tmp_path):
-    """Not where somebody else changes what is compiled; and neither is taken for the other out of Triton's caches."""
+    """Not where somebody else changes what is compiled. What is compiled otherwise is another kernel on disk."""
     environment = {**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)}
     done = subprocess.run([sys.executable, "-c", DRIVER + LAUNCHED], env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
-    assert json.loads(done.stdout.splitlines()[-1]) == [["0", "1"], ["0"], ["0", "1"]]
+    assert json.loads(done.stdout.splitlines()[-1]) == [["0", "1"], ["0"], ["0", "1"], ["0", "1"], 3]
