@@ -57,9 +57,13 @@ def programs(draw):
 
 @given(programs())
 def test_the_text_of_a_program_says_all(program):
-    assert program_of(program.to_text()) == program
-    assert program.kinds  # computing them changes neither the text nor equality
-    assert program_of(program.to_text()) == program
+    text = program.to_text()
+    assert program_of(text) == program
+    derived = program.kinds, program.columns, program.spans  # computing them changes no text, equality or hash
+    assert None not in derived
+    assert program.to_text() == text
+    assert program_of(text) == program
+    assert hash(program) == hash(program_of(text))
 
 
 def test_constants_keep_their_bits_and_may_not_be_finite():
