@@ -8,6 +8,8 @@ from sweeps import sweep
 from test_triton_edge import all_of, check
 
 from loka.kernels.edge.program import Kind
+from loka.kernels.edge.triton.tall import fits
+from loka.kernels.edge.triton.values import Code
 from loka.kernels.edge.twin import run_program
 
 CPU = torch.device("cpu")
@@ -34,6 +36,15 @@ def test_leaves_in_parts(name, device):
         ):
             assert torch.equal(out.view(torch.uint8), twin.view(torch.uint8))
         check(case, leaves, rows, given, exact=name in EXACT)
+
+
+def test_a_transposed_value_of_parts_is_computed_by_rows():
+    """The other kernel reads none; parts that it need not read are no matter."""
+    whole = CASES["silu"](64)
+    assert fits(Code(whole.program, ("bfloat16",) * 3), 64)
+    for leaf, fitting in ((0, True), (1, False)):
+        case = whole.apart(leaf, (16, 48))
+        assert fits(Code(case.program, ("bfloat16",) * 4), 64) == fitting
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="watches what the interpreter reads")
