@@ -8,10 +8,12 @@ import torch
 from converted import converted, plan_for
 from joint import JointBackend
 from torch import nn
+from torch.fx.experimental.proxy_tensor import make_fx
 
-from loka.compiler.edges.parts import in_parts
+from loka.compiler.edges.parts import read_in_parts
+from loka.compiler.emit import SIZE, Emitter
 from loka.kernels.edge.op import edge
-from loka.kernels.edge.program import Kind, Program, Step, program_of
+from loka.kernels.edge.program import Kind, Program, Step, in_parts, program_of
 
 aten = torch.ops.aten
 
@@ -30,6 +32,13 @@ class Crossed(nn.Module):
         x_0 = self.joined(self.bottom(dense).relu(), fields)
         x = x_0 * self.first(x_0) + x_0
         return self.top(x_0 * self.second(x) + x)
+
+
+class Once(Crossed):
+    """A cast alone reads it."""
+
+    def forward(self, dense, fields):
+        return self.top(self.first(self.joined(self.bottom(dense).relu(), fields)).relu())
 
 
 def as_torchrec(bottom, fields):
@@ -157,19 +166,102 @@ def test_parts_are_read_as_they_were_before_a_cast():
             assert torch.equal(ours, theirs)
 
 
-def test_other_concatenations_stay():
-    """Of rows; of many parts; of integers among floats; of one tensor with itself."""
-    made = {
-        "rows": lambda bottom, fields: torch.cat([flat(bottom, fields)[:12], flat(bottom, fields)[12:]]),
-        "many": lambda bottom, fields: torch.cat([bottom, *fields.flatten(1).split(4, dim=1)], dim=1),
-        "integers": lambda bottom, fields: torch.cat([bottom, fields.flatten(1).to(torch.int32)], dim=1),
-        "twice": lambda bottom, fields: torch.cat([fields[:, :2].flatten(1)] * 2, dim=1),
-    }
-    for joined in made.values():
-        inputs, plain = inputs_of(), Crossed(joined)
-        model = converted(plain, plan_for(plain, *inputs))
-        _, backend = ran(model, inputs, trained=False)
-        assert not parts_read(backend)
+OTHERS = {
+    "rows": lambda bottom, fields: torch.cat([flat(bottom, fields)[:12], flat(bottom, fields)[12:]]),
+    "pairs of rows": lambda _, fields: torch.cat([x.flatten(1) for x in (fields[:, :2], fields[:, 1:])]).view(-1, 64),
+    "quarters of rows": lambda bottom, fields: flat(bottom, fields).view(-1, 16),
+    "many": lambda bottom, fields: torch.cat([bottom, *fields.flatten(1).split(4, dim=1)], dim=1),
+    "twice": lambda bottom, fields: torch.cat([fields[:, :2].flatten(1)] * 2, dim=1),
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_other_concatenations_stay(name):
+    inputs, plain = inputs_of(), Crossed(OTHERS[name], features=16 if name == "quarters of rows" else 64)
+    model = converted(plain, plan_for(plain, *inputs))
+    _, backend = ran(model, inputs, trained=False)
+    assert not parts_read(backend)
+
+
+@pytest.mark.parametrize(("joined", "features"), [(flat, 64), (OTHERS["quarters of rows"], 16)])
+def test_a_cast_alone_reads_parts_of_its_own_rows(joined, features):
+    inputs, plain = inputs_of(), Once(joined, features=features)
+    model = converted(plain, plan_for(plain, *inputs))
+    _, backend = ran(model, inputs, trained=False)
+    assert parts_read(backend) == [(48, 16)] * (features == 64)
+
+
+def test_integers_among_floats_are_rounded_as_a_concatenation_rounds_them():
+    dense, _ = inputs_of()
+    inputs, plain = (dense, torch.randint(1000, (24, 3, 16), dtype=torch.int32)), Crossed(flat)
+    model = converted(plain, plan_for(plain, *inputs))
+    _, backend = ran(model, inputs, trained=False)
+    assert backend.count(aten.cat.default) == 1
+    assert not parts_read(backend)
+
+
+@pytest.mark.parametrize("trained", [False, True])
+def test_rows_that_are_padded_in_parts(trained):
+    """Of 56 features a copy in FP8 has 64 columns."""
+    inputs, plain = inputs_of(), Crossed(flat, features=56, bottom=8)
+    model = converted(plain, plan_for(plain, *inputs))
+    found, _ = ran(model, inputs, trained=trained)
+    with mock.patch("loka.compiler.lower.read_in_parts"):
+        expected, _ = ran(model, inputs, trained=trained)
+    for ours, theirs in zip(found, expected, strict=True):
+        assert torch.equal(ours, theirs)
+
+
+@pytest.mark.parametrize(
+    ("joined", "kind"),
+    [
+        (lambda a, b, _: torch.cat([a[0], b[0]]), Kind.ROW),  # a bias
+        (lambda a, b, c: torch.cat([a, b, c], dim=1).view(8, 8), Kind.FULL),  # two rows in each
+        (lambda a, b, _: torch.cat([a.view(2, 6), b[:2], b[2:]], dim=1).view(4, 8), Kind.FULL),
+        (lambda _, __, c: torch.cat([c, c], dim=1).view(8, 8), Kind.FULL),
+        (lambda a, b, _: torch.cat([a, b], dim=1).expand(2, 4, 8), Kind.FULL),
+        (lambda a, b, _: torch.cat([a, b], dim=1).bfloat16(), Kind.FULL),  # rounded
+    ],
+)
+def test_what_is_read_as_another_matrix_is_written(joined, kind):
+    program = Program(
+        features=8, block=8, leaves=(Kind.FULL, kind), steps=(Step("add", (0, 1)),),
+        values=(2,), value_dtypes=("float32",),
+    )  # fmt: skip
+
+    def read(a, b, c):
+        given = joined(a, b, c)
+        rows = given.numel() // 8 if kind is Kind.FULL else 4
+        return edge([torch.ones(rows, 8), given], rows, None, None, None, program.to_text())[0]
+
+    module = make_fx(read, tracing_mode="fake")(torch.randn(4, 3), torch.randn(4, 5), torch.randn(4, 8))
+    read_in_parts(Emitter(module.graph))
+    (reader,) = module.graph.find_nodes(op="call_function", target=edge)
+    assert program_of(reader.args[-1]) == program
+
+
+def test_an_edge_reads_parts_in_place_of_several_leaves():
+    """A concatenation, and a view of it."""
+    program = Program(
+        features=8, block=8, leaves=(Kind.FULL, Kind.FULL), steps=(Step("mul", (0, 0)), Step("sub", (2, 1))),
+        values=(3,), value_dtypes=("float32",),
+    )  # fmt: skip
+
+    def read(a, b):
+        x = torch.cat([a, b], dim=1)
+        return edge([x, x.view(4, 8)], 4, None, None, None, program.to_text())[0]
+
+    parts = torch.randn(4, 3), torch.randn(4, 5)
+    module = make_fx(read, tracing_mode="fake")(*parts)
+    (written,) = module.graph.find_nodes(op="call_function", target=aten.cat.default)
+    with module.graph.inserting_after(written):
+        module.graph.call_function(SIZE, (written, 0))  # which asks for no value
+    read_in_parts(Emitter(module.graph))
+    module.graph.eliminate_dead_code()
+    module.recompile()
+    (reader,) = module.graph.find_nodes(op="call_function", target=edge)
+    assert program_of(reader.args[-1]).widths == (3, 5, 3, 5)
+    assert torch.equal(module(*parts), read(*parts))
 
 
 def test_dynamic_rows_in_parts():

@@ -82,3 +82,7 @@ def test_leaves_are_laid_out_for_the_kernel():
     assert transposed.stride() == (24, 1)
     assert torch.equal(transposed, y)
     assert case.program.leaves == (Kind.FULL, Kind.FULL, Kind.ROW)
+    apart = lying(
+        case.apart(1, (3, 21)).program, [dy.view(2, 72), *(x.view(2, 3, -1) for x in y.split([3, 21], 1)), bias], 6
+    )
+    assert [matrix.shape for matrix in apart[:3]] == [(6, 24), (6, 3), (6, 21)]

@@ -8,8 +8,11 @@ from sweeps import sweep
 from test_triton_edge import all_of, check
 
 from loka.kernels.edge.program import Kind
+from loka.kernels.edge.triton.tall import fits
+from loka.kernels.edge.triton.values import Code
 from loka.kernels.edge.twin import run_program
 
+CPU = torch.device("cpu")
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
 
@@ -33,3 +36,44 @@ def test_leaves_in_parts(name, device):
         ):
             assert torch.equal(out.view(torch.uint8), twin.view(torch.uint8))
         check(case, leaves, rows, given, exact=name in EXACT)
+
+
+def test_a_transposed_value_of_parts_is_computed_by_rows():
+    """The other kernel reads none; parts that it need not read are no matter."""
+    whole = CASES["silu"](64)
+    assert fits(Code(whole.program, ("bfloat16",) * 3), 64)
+    for leaf, fitting in ((0, True), (1, False)):
+        case = whole.apart(leaf, (16, 48))
+        assert fits(Code(case.program, ("bfloat16",) * 4), 64) == fitting
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="watches what the interpreter reads")
+def test_what_lies_beside_a_part_is_not_read(monkeypatch):
+    """It is in nobody's result, but may be no memory of the process."""
+    from triton.runtime.interpreter import InterpreterBuilder
+
+    read, load = set(), InterpreterBuilder.create_masked_load
+
+    def watched(builder, pointers, mask, *others):
+        read.update(pointers.data[mask.data].ravel().tolist())
+        return load(builder, pointers, mask, *others)
+
+    monkeypatch.setattr(InterpreterBuilder, "create_masked_load", watched)
+    for name, rows, widths in (("silu", 33, (5, 570, 25)), ("block_norm", 33, (64, 448, 88)), ("silu", 5, (512, 88))):
+        case = CASES[name](sum(widths))
+        whole, given = all_of(case, rows, CPU)
+        first = next(p for p, kind in enumerate(case.program.leaves) if kind is Kind.FULL)
+        around = [torch.zeros(rows + 2, width + 64, dtype=whole[first].dtype) for width in widths]
+        parts = [matrix[1:-1, 32:-32] for matrix in around]
+        for part, values in zip(parts, whole[first].split(widths, dim=1), strict=True):
+            part.copy_(values)
+        read.clear()
+        apart = case.apart(first, widths)
+        check(apart, [*whole[:first], *parts, *whole[first + 1 :]], rows, given, exact=False)
+        for matrix, part in zip(around, parts, strict=True):
+            size, start = matrix.element_size(), matrix.data_ptr()
+            seen = torch.zeros(matrix.numel(), dtype=torch.bool)
+            seen[[(at - start) // size for at in read if start <= at < start + matrix.nbytes]] = True
+            expected = torch.zeros_like(matrix, dtype=torch.bool)
+            expected[1:-1, 32:-32] = True
+            assert torch.equal(seen.view(matrix.shape), expected), (name, part.shape)

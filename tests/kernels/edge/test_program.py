@@ -57,9 +57,13 @@ def programs(draw):
 
 @given(programs())
 def test_the_text_of_a_program_says_all(program):
-    assert program_of(program.to_text()) == program
-    assert program.kinds  # computing them changes neither the text nor equality
-    assert program_of(program.to_text()) == program
+    text = program.to_text()
+    assert program_of(text) == program
+    derived = program.kinds, program.columns, program.spans  # computing them changes no text, equality or hash
+    assert None not in derived
+    assert program.to_text() == text
+    assert program_of(text) == program
+    assert hash(program) == hash(program_of(text))
 
 
 def test_constants_keep_their_bits_and_may_not_be_finite():
@@ -107,8 +111,11 @@ PARTS = {"leaves": (Kind.PART, Kind.PART), "widths": (3, 5)}
         ({**PARTS, "steps": (Step("concat", (0, 1)), Step("concat", (1, 0)))}, "read twice"),
         ({**PARTS, "steps": (Step("concat", (1,)),)}, "of 5 columns for 8"),
         ({**PARTS, "steps": (Step("concat", (0, 1, 2.0)),)}, "of other than parts"),
+        ({**PARTS, "widths": (3, 6), "steps": (Step("concat", (0, 1)),)}, "of 9 columns for 8"),
         ({**PARTS, "widths": (3,)}, "of 2 parts"),
+        ({"widths": (8,)}, "of 0 parts"),
         ({**PARTS, "widths": (8, 0)}, "widths"),
+        ({**PARTS, "widths": (3, 5.0)}, "widths"),
         ({**PARTS, "gradient": 0}, "a part, 0, as a result"),
         ({"values": (1,), "value_dtypes": ("float32",), "leaves": (Kind.FULL, Kind.ROW)}, "cannot leave"),
     ],

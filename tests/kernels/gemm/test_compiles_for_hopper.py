@@ -143,6 +143,29 @@ for config in int8_gemm.CONFIGS:
 print(json.dumps(found))
 """
 
+LAUNCHED = """
+import json, re
+from loka.kernels.gemm.triton import int8_gemm
+from loka.kernels.triton import in_flight
+
+kernel, compiled = int8_gemm._multiply, []
+run, runtime = kernel.run, triton.knobs.runtime
+kernel.run = lambda *args, **options: compiled.append(run(*args, **{**options, "warmup": True}))
+int8_gemm.multiprocessors = lambda device: 132
+
+def launch(hook=None):
+    runtime.add_stages_inspection_hook = hook
+    a, b, out = (torch.empty(shape, dtype=torch.int8) for shape in ((2048, 512), (1024, 512), (2048, 1024)))
+    int8_gemm._launch(a, b, out.bfloat16(), torch.ones(2048), torch.ones(1024), 512, int8_gemm.SQUARE)
+    assert runtime.add_stages_inspection_hook is hook
+    return sorted(set(re.findall(r"wgmma.wait_group\\S* (\\d)", compiled[-1].asm["ptx"])))
+
+theirs = lambda backend=None, stages=None, *others: ("theirs", "3") if stages is None else None
+found = [launch(), launch(theirs), launch()]
+in_flight._VERSION = "another"
+print(json.dumps([*found, launch(), len({each.hash for each in compiled})]))
+"""
+
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a driver of its own compiles for sm_90 here")
 def test_products_of_integers_are_in_flight_as_triton_has_it_for_floats():
@@ -155,3 +178,12 @@ def test_products_of_integers_are_in_flight_as_triton_has_it_for_floats():
     others = [each for each in found if not each[0]]
     assert len(others) == 3
     assert all(kept and waits == ["0", "1"] and alike for _, kept, waits, alike in others), others
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a driver of its own compiles for sm_90 here")
+def test_an_int8_gemm_that_is_launched_has_products_in_flight(tmp_path):
+    """Not where somebody else changes what is compiled. What is compiled otherwise is another kernel on disk."""
+    environment = {**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)}
+    done = subprocess.run([sys.executable, "-c", DRIVER + LAUNCHED], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert json.loads(done.stdout.splitlines()[-1]) == [["0", "1"], ["0"], ["0", "1"], ["0", "1"], 3]

@@ -10,8 +10,10 @@ import torch
 from served import plan_for
 from test_serve_graphs import POW2, backend, frozen, inputs, wide  # noqa: F401
 from torch import nn
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from loka.compiler import packaged
+from loka.compiler.emit import Emitter
 from loka.core.error import sqnr_db
 from loka.core.exceptions import ServeRefused
 from loka.core.recording import record
@@ -177,6 +179,22 @@ def test_constants_of_kernels_have_one_value_each():
                     assert known.setdefault(name, value) is value, name
                     waiting.append(value)
         assert len(seen) > 5
+
+
+def test_a_scale_of_one_element_is_stored_and_other_constants_are_not():
+    def read(x):
+        scale = torch.full((1,), 2.0, dtype=torch.float64)
+        return x * scale, scale - x, x + torch.full((), 3.0), x - torch.full((3,), 4.0)
+
+    x = torch.randn(3)
+    module = make_fx(read, tracing_mode="fake")(x)
+    packaged._store_constants(Emitter(module.graph))
+    module.graph.eliminate_dead_code()
+    module.recompile()
+    constants = module.graph.find_nodes(op="call_function", target=torch.ops.aten.full.default)
+    assert [list(constant.args[0]) for constant in constants] == [[2], [], [3]]
+    assert [user.target for user in constants[0].users] == [torch.ops.prims.inductor_force_stride_order.default]
+    assert all(map(torch.equal, module(x), read(x)))
 
 
 class Crossed(nn.Module):

@@ -44,16 +44,14 @@ def read_in_parts(emitter: Emitter) -> None:
 def _parts_of(node: Node) -> dict[Node, int] | None:
     """The parts of a concatenation that joins features, and how many features each has; None of another one."""
     joined, dim = [_narrow(part) for part in args_of(node)[0]], (*args_of(node), 0)[1]
-    shape = value_of(node).shape
-    dim %= len(shape)
-    if value_of(node).dtype not in FLOATS or not 1 < len(set(joined)) == len(joined) <= _MOST:
+    if not 1 < len(set(joined)) == len(joined) <= _MOST:
         return None
     if any(map(_changes, joined)):
         return None
     found = {}
     for part in joined:
         value = value_of(part)
-        columns = math.prod(value.shape[dim:]) if value.dim() == len(shape) else 0
+        columns = math.prod(value.shape[dim:]) if value.dim() == value_of(node).dim() else 0
         if not isinstance(columns, int) or columns == 0 or value.dtype not in FLOATS or not is_in_rows(value, columns):
             return None
         found[part] = columns

@@ -15,7 +15,10 @@ more than loads are ahead, or the text stays as it is. On an H200 an INT8 GEMM t
 """
 
 import contextlib
+import hashlib
+import inspect
 import re
+import sys
 import tempfile
 import threading
 from collections.abc import Iterator
@@ -32,41 +35,85 @@ _WAIT = re.compile(
 _LOOP = re.compile(r" *(%[^\s:]+)(?::\d+)? = scf\.for .* iter_args\((.*?)\) -> \((.*)\)")
 _BUFFERS = re.compile(r"!ttg\.memdesc<(\d+)x\d+x\d+xi8,")
 _DONE = "%loka_done"
-_KEY = "loka_in_flight", "1"  # as Triton names what it compiled by a hook
+_HOOK = "add_stages_inspection_hook"
+_VERSION = hashlib.sha256(inspect.getsource(sys.modules[__name__]).encode()).hexdigest()[:16]
 _lock = threading.RLock()
 
 
-@contextlib.contextmanager
-def products_in_flight() -> Iterator[bool]:
-    """Inside, Triton compiles loops so. Yields whether it does: not in its interpreter, without such a hook, or where
-    somebody else has set one. A kernel takes the answer as a constant, because Triton 3.6 caches kernels without a
-    look at the hook.
+class _Local(threading.local):
+    compiles: bool = False
+
+
+_local = _Local()
+
+
+def kept_in_flight(kernel: Any) -> Any:
+    """A kernel of `triton.jit` that is compiled with products in flight. It takes `how_in_flight()` as a constant.
+
+    The hook is there while the kernel is compiled, not at each launch: Triton tells what it has loaded apart by the
+    hook, and would load the kernels anew that other threads launch meanwhile, which a captured stream does not allow.
     """
-    runtime = getattr(getattr(triton, "knobs", None), "runtime", None)
+    compiles = getattr(kernel, "_do_compile", None)
+    if compiles is None:  # in the interpreter
+        return kernel
+
+    def compiled(*args: Any, **options: Any) -> Any:
+        with products_in_flight():
+            return compiles(*args, **options)
+
+    kernel._do_compile = compiled
+    return kernel
+
+
+def how_in_flight() -> str:
+    """For Triton's caches, which (3.6 to 3.9) know nothing of what the hook does: another text for each state of this
+    module. It is empty where products are not kept: in the interpreter, without such a hook, or with somebody else's.
+    """
+    hook = getattr(_runtime(), _HOOK, how_in_flight)
+    return _VERSION if not INTERPRETED and hook in (None, _stages) else ""
+
+
+@contextlib.contextmanager
+def products_in_flight() -> Iterator[str]:
+    """Inside, what this thread compiles has products in flight; yields `how_in_flight()`, which kernels take as a
+    constant.
+    """
     with _lock:
-        if INTERPRETED or getattr(runtime, _HOOK, _stages) is not None:
-            yield False
+        how = how_in_flight()
+        if not how or _local.compiles:
+            yield how
             return
-        setattr(runtime, _HOOK, _stages)
+        setattr(_runtime(), _HOOK, _stages)
+        _local.compiles = True
         try:
-            yield True
+            yield how
         finally:
-            setattr(runtime, _HOOK, None)
+            _local.compiles = False
+            if getattr(_runtime(), _HOOK) is _stages:  # else somebody has set another one since
+                setattr(_runtime(), _HOOK, None)
 
 
-_HOOK = "add_stages_inspection_hook"
+def _runtime() -> Any:
+    return getattr(getattr(triton, "knobs", None), "runtime", None)
 
 
 def _stages(backend: Any = None, stages: Any = None, *_: Any) -> tuple[str, str] | None:
-    """The hook: without arguments its name for Triton's caches; else it puts itself behind a stage."""
+    """The hook. Without arguments it says what Triton adds to the names of what it compiles: nothing, for kernels of
+    other threads are as ever. Else it puts itself behind a stage.
+    """
     if stages is None:
-        return _KEY
+        return "", "0"
+    if not _local.compiles:
+        return None
     before = stages["ttgir"]
 
     def changed(source: Any, metadata: Any) -> Any:
         module = before(source, metadata)
-        text = in_flight(module.str_nodebug())
-        return module if text is None else _parsed(text, module)
+        try:
+            text = in_flight(module.str_nodebug())
+            return module if text is None else _parsed(text, module)
+        except (AttributeError, RuntimeError):  # of a Triton that reads no such text: the product takes longer
+            return module
 
     stages["ttgir"] = changed
     return None
@@ -94,9 +141,9 @@ def in_flight(text: str) -> str | None:
     assert waited is not None
     inner, value, kind = waited.groups()
     outer = inner[2:]
-    begin = next((n for n in reversed(range(at)) if lines[n].startswith(f"{outer}%") and "= scf.for" in lines[n]), None)
+    begin = next((n for n in reversed(range(at)) if not lines[n].startswith(inner)), at)  # of what the wait lies in
     end = next((n for n in range(at, len(lines)) if lines[n].startswith(f"{outer}}}")), None)
-    if begin is None or end is None or not lines[end - 1].startswith(f"{inner}scf.yield "):
+    if end is None or not lines[end - 1].startswith(f"{inner}scf.yield "):
         return None
     loop = _LOOP.match(lines[begin])
     given = lines[end - 1].split(" : ")[0].removeprefix(f"{inner}scf.yield ").split(", ")
@@ -108,7 +155,7 @@ def in_flight(text: str) -> str | None:
     if any(read.search(line) for line in lines[at + 1 : end - 1]):  # something else reads the sum in the loop
         return None
     place = next(index for index, each in enumerate(given) if read.fullmatch(each))
-    result = f"{loop[1]}#{place}" if len(given) > 1 else loop[1]
+    result = f"{loop[1]}#{place}"
     after = re.compile(re.escape(result) + r"(?![\w#])")
     lines[at] = lines[at].replace("{pendings = 0 : i32}", "{pendings = 1 : i32}")
     done = f"{outer}{_DONE} = ttng.warp_group_dot_wait {result} {{pendings = 0 : i32}} : {kind}"

@@ -19,7 +19,7 @@ import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from loka.kernels.gemm.triton.gemm import tile_place
-from loka.kernels.triton.in_flight import products_in_flight
+from loka.kernels.triton.in_flight import how_in_flight, kept_in_flight
 from loka.kernels.triton.launch import launching_on
 from loka.kernels.triton.pack import INTERPRETED
 from loka.kernels.triton.processors import multiprocessors
@@ -87,6 +87,7 @@ def _write(
         tl.store(out_ptr + place, value.to(OUT), mask=inside)
 
 
+@kept_in_flight
 @triton.jit
 def _multiply(
     a, b, out, scale_a_ptr, scale_b_ptr, rows, columns, inner,
@@ -95,7 +96,7 @@ def _multiply(
     IN_FLIGHT: tl.constexpr,
 ):  # fmt: skip
     """A program takes every PROGRAMS-th tile. TMA: whether rows of the result begin at 16 bytes.
-    IN_FLIGHT: whether the compiler was told to keep products so: another kernel, for its caches."""
+    IN_FLIGHT: nothing that it reads; how it was compiled, for Triton's caches."""
     tiles_m = tl.cdiv(rows, BLOCK_M)
     tiles_n = tl.cdiv(columns, BLOCK_N)
     begin = tl.program_id(0)
@@ -170,29 +171,28 @@ def _launch(
     programs = min(config.per_sm * processors, _tiles(rows, columns, config))
     tma = columns * out.element_size() % 16 == 0
     part = [config.block_m, config.block_n // config.parts]
-    with products_in_flight() as in_flight:
-        _multiply[(programs,)](
-            TensorDescriptor.from_tensor(a, [config.block_m, config.block_k]),
-            TensorDescriptor.from_tensor(b, [config.block_n, config.block_k]),
-            TensorDescriptor.from_tensor(out, part) if tma else out,
-            scale_a,
-            scale_b,
-            rows,
-            columns,
-            inner,
-            BLOCK_M=config.block_m,
-            BLOCK_N=config.block_n,
-            BLOCK_K=config.block_k,
-            PARTS=config.parts,
-            OUT=_TYPES[out.dtype],
-            TMA=tma,
-            GROUP=_GROUP,
-            FLATTEN=config.flatten,
-            PROGRAMS=programs,
-            IN_FLIGHT=in_flight,
-            num_warps=config.warps,
-            num_stages=config.stages,
-        )
+    _multiply[(programs,)](
+        TensorDescriptor.from_tensor(a, [config.block_m, config.block_k]),
+        TensorDescriptor.from_tensor(b, [config.block_n, config.block_k]),
+        TensorDescriptor.from_tensor(out, part) if tma else out,
+        scale_a,
+        scale_b,
+        rows,
+        columns,
+        inner,
+        BLOCK_M=config.block_m,
+        BLOCK_N=config.block_n,
+        BLOCK_K=config.block_k,
+        PARTS=config.parts,
+        OUT=_TYPES[out.dtype],
+        TMA=tma,
+        GROUP=_GROUP,
+        FLATTEN=config.flatten,
+        PROGRAMS=programs,
+        IN_FLIGHT=how_in_flight(),
+        num_warps=config.warps,
+        num_stages=config.stages,
+    )
 
 
 def _tiles(rows: int, columns: int, config: Config) -> int:
