@@ -172,6 +172,10 @@ OTHERS = {
     "quarters of rows": lambda bottom, fields: flat(bottom, fields).view(-1, 16),
     "many": lambda bottom, fields: torch.cat([bottom, *fields.flatten(1).split(4, dim=1)], dim=1),
     "twice": lambda bottom, fields: torch.cat([fields[:, :2].flatten(1)] * 2, dim=1),
+    "a piece of what is computed": lambda bottom, fields: torch.cat(
+        [bottom[:, :8], bottom[:, 8:], fields.flatten(1)], 1
+    ),
+    "pieces of it": lambda bottom, fields: torch.cat([*bottom.split(8, dim=1), fields.flatten(1)], dim=1),
 }
 
 

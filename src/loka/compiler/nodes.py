@@ -26,6 +26,14 @@ WRITTEN = "loka_written"
 """In the meta of a constant of the graph that goes into a file together with LoKA's ops, written out."""
 
 
+_BY_INDUCTOR = ("aten", "prims", "quantized_decomposed")
+"""Namespaces of ops for which Inductor writes kernels, and fuses them."""
+
+CUTS = (
+    aten.slice.Tensor, aten.select.int, aten.split.Tensor, aten.split_with_sizes.default, aten.unbind.int,
+)  # fmt: skip
+"""Ops whose results are pieces of a tensor, in its memory."""
+
 _WRITTEN_BY_OTHERS = (
     aten.mm.default, aten.bmm.default, aten.addmm.default, aten._scaled_mm.default, operator.getitem,
 )  # fmt: skip
@@ -53,7 +61,7 @@ def lies_in_memory(node: Node) -> bool:
     target = node.target
     if node.op != "call_function" or target in _WRITTEN_BY_OTHERS:
         return True
-    return isinstance(target, OpOverload) and target.namespace not in ("aten", "prims")
+    return isinstance(target, OpOverload) and target.namespace not in _BY_INDUCTOR
 
 
 def is_alias(node: Node) -> bool:

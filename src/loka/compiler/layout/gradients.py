@@ -12,11 +12,10 @@ from torch._prims_common import is_contiguous_or_false
 from torch.fx import Node
 
 from loka.compiler.emit import COPY, Emitter
-from loka.compiler.nodes import BACKWARD, args_of, in_backward, is_tensor, value_of
+from loka.compiler.nodes import BACKWARD, CUTS, args_of, in_backward, is_tensor, value_of
 
 aten, prims = torch.ops.aten, torch.ops.prims
 
-_CUTS = (aten.slice.Tensor, aten.select.int, aten.split.Tensor, aten.split_with_sizes.default)
 _VIEWS = (aten.view.default, aten.permute.default, aten.unsqueeze.default, aten.squeeze.dim, aten.squeeze.dims)
 
 
@@ -34,8 +33,8 @@ def close_gaps(emitter: Emitter) -> None:
 def _is_cut(node: Node) -> bool:
     """Whether a node is a piece of what a pointwise op computes."""
     cut = False
-    while node.target in (*_CUTS, *_VIEWS, operator.getitem):
-        cut |= node.target in _CUTS
+    while node.target in (*CUTS, *_VIEWS, operator.getitem):
+        cut |= node.target in CUTS
         node = args_of(node)[0]
     tags = node.target.tags if isinstance(node.target, OpOverload) else ()
     return cut and (torch.Tag.pointwise in tags or node.target is prims.convert_element_type.default)
