@@ -99,5 +99,5 @@ def test_the_checkout_stays_small():
     sizes = {name: (ROOT / name).stat().st_size for name in there}
     results = [name for name in there if name.startswith("benchmarks/") and not name.endswith(".py")]
     assert sum(map(sizes.__getitem__, results)) < 1.5e6, sorted(results, key=sizes.__getitem__)[-5:]
-    most = 5.8 * 2**20  # MB as `du` and `ls` count them
+    most = 5.85 * 2**20  # MB as `du` and `ls` count them
     assert sum(sizes.values()) < most, sorted(sizes, key=sizes.__getitem__)[-5:]
