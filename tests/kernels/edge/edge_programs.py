@@ -6,6 +6,8 @@ import torch
 
 from loka.kernels.edge.program import GROUP, Argument, Kind, Program, Step, in_parts
 
+WHOLE = [kind for kind in Kind if kind is not Kind.PART]
+
 
 @dataclass
 class Writing:

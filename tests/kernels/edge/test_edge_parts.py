@@ -1,5 +1,7 @@
 """Generated kernels read parts of a matrix as the twin reads the matrix, on a GPU, and in Triton's interpreter."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 import with_triton  # noqa: F401
@@ -77,3 +79,11 @@ def test_what_lies_beside_a_part_is_not_read(monkeypatch):
             expected = torch.zeros_like(matrix, dtype=torch.bool)
             expected[1:-1, 32:-32] = True
             assert torch.equal(seen.view(matrix.shape), expected), (name, part.shape)
+
+
+def test_parts_of_several_dtypes(device):
+    case = CASES["identity"](48).apart(0, [16, 8, 24])
+    case = replace(case, dtypes=(torch.bfloat16, torch.float32, torch.float16))
+    for rows in (7, 64):
+        leaves, given = all_of(case, rows, device)
+        check(case, leaves, rows, given, exact=True)

@@ -1,5 +1,5 @@
 import pytest
-from edge_programs import CASES
+from edge_programs import CASES, WHOLE
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -20,8 +20,7 @@ from loka.kernels.edge.program import (
 @st.composite
 def programs(draw):
     block = draw(st.integers(1, 64))
-    whole = [kind for kind in Kind if kind is not Kind.PART]
-    leaves = tuple(draw(st.lists(st.sampled_from(whole), min_size=1, max_size=4)))
+    leaves = tuple(draw(st.lists(st.sampled_from(WHOLE), min_size=1, max_size=4)))
     steps = []
     for place in range(len(leaves), len(leaves) + draw(st.integers(0, 6))):
         op = draw(st.sampled_from(POINTWISE + REDUCTIONS))

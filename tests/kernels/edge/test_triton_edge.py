@@ -14,7 +14,7 @@ import pytest
 import torch
 import with_triton  # noqa: F401
 from cases import combinations
-from edge_programs import CASES, EXACT, Writing, block_norm, identity, layer_norm, relu, silu
+from edge_programs import CASES, EXACT, WHOLE, Writing, block_norm, identity, layer_norm, relu, silu
 from sweeps import sweep
 
 from loka.kernels.edge.op import lying
@@ -208,7 +208,7 @@ def test_leaves_may_lie_apart(device):
 @pytest.mark.parametrize(
     "dtype", [torch.float8_e4m3fn, torch.float8_e5m2, torch.float16, torch.bool, torch.uint8, torch.float64]
 )
-@pytest.mark.parametrize("kind", sweep(Kind, (Kind.FULL, Kind.BLOCK)))
+@pytest.mark.parametrize("kind", sweep(WHOLE, (Kind.FULL, Kind.BLOCK)))
 def test_leaves_of_all_dtypes_and_kinds(kind, dtype, device):
     w = Writing(24, block=8)
     x, other = w.leaf(dtype=torch.float32), w.leaf(kind, dtype)
