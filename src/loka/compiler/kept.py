@@ -14,15 +14,12 @@ from torch.fx import Node
 
 from loka.compiler.edges.aten_steps import EXTREMES, exact, passes_on
 from loka.compiler.emit import Emitter
-from loka.compiler.nodes import args_of, is_tensor, lies_in_memory, value_of
+from loka.compiler.nodes import CUTS, args_of, is_tensor, lies_in_memory, value_of
 from loka.kernels.custom_op import registered
 
 aten = torch.ops.aten
 
-_MOVED = (
-    aten.permute.default, aten.slice.Tensor, aten.select.int, aten.split.Tensor,
-    aten.split_with_sizes.default, aten.unbind.int,
-)  # fmt: skip
+_MOVED = (aten.permute.default, *CUTS)
 _SIGNS = (aten.abs.default, aten.neg.default)  # a norm's gradient makes |x| anew
 
 

@@ -163,8 +163,8 @@ class Program:
     def columns(self) -> dict[int, int]:
         """How many each leaf has that is a matrix."""
         widths = iter(self.widths)
-        wide = {Kind.FULL: lambda: self.features, Kind.PART: lambda: next(widths)}
-        return {index: wide[kind]() for index, kind in enumerate(self.leaves) if kind in wide}
+        matrices = [(index, kind) for index, kind in enumerate(self.leaves) if kind in (Kind.FULL, Kind.PART)]
+        return {index: self.features if kind is Kind.FULL else next(widths) for index, kind in matrices}
 
     @functools.cached_property
     def spans(self) -> dict[int, tuple[int, int]]:

@@ -11,7 +11,8 @@ of Triton's own stages, by the hook that Triton has for that, to what it is for 
                                                    c = wait(c, pendings=0)
 
 The load goes to the buffer that the step before has read, whose product is done by then: there has to be one buffer
-more than loads are ahead, or the text stays as it is. On an H200 an INT8 GEMM takes 0.79 to 1.0 of the time.
+more than loads are ahead, or the text stays as it is. On an H200 an INT8 GEMM by the same tiles takes 0.85 to 1.0 of
+the time.
 """
 
 import contextlib
@@ -133,12 +134,10 @@ def _parsed(text: str, module: Any) -> Any:
 def in_flight(text: str) -> str | None:
     """The text of a module (TTGIR) with products of integers in flight, or None where no loop is such."""
     lines = text.split("\n")
-    found = [at for at, line in enumerate(lines) if _WAIT.match(line)]
+    found = [(at, waited) for at, line in enumerate(lines) if (waited := _WAIT.match(line))]
     if len(found) != 1:
         return None
-    at = found[0]
-    waited = _WAIT.match(lines[at])
-    assert waited is not None
+    at, waited = found[0]
     inner, value, kind = waited.groups()
     outer = inner[2:]
     begin = next((n for n in reversed(range(at)) if not lines[n].startswith(inner)), at)  # of what the wait lies in
@@ -150,12 +149,12 @@ def in_flight(text: str) -> str | None:
     read = re.compile(re.escape(value) + r"(?:#0)?(?![\w#])")
     if loop is None or not _one_buffer_is_free(lines[begin : end + 1], loop[2]):
         return None
-    if len([each for each in given if read.fullmatch(each)]) != 1:
+    places = [index for index, each in enumerate(given) if read.fullmatch(each)]
+    if len(places) != 1:
         return None
     if any(read.search(line) for line in lines[at + 1 : end - 1]):  # something else reads the sum in the loop
         return None
-    place = next(index for index, each in enumerate(given) if read.fullmatch(each))
-    result = f"{loop[1]}#{place}"
+    result = f"{loop[1]}#{places[0]}"
     after = re.compile(re.escape(result) + r"(?![\w#])")
     lines[at] = lines[at].replace("{pendings = 0 : i32}", "{pendings = 1 : i32}")
     done = f"{outer}{_DONE} = ttng.warp_group_dot_wait {result} {{pendings = 0 : i32}} : {kind}"

@@ -28,7 +28,7 @@ class Shadow:
     max_abs: float
     nonfinite: int
     changed: int
-    failed: int = 0
+    failed: int
 
     def __str__(self) -> str:
         failed = f"; {self.failed} more failed in high precision" if self.failed else ""

@@ -14,7 +14,6 @@ Triton shares a tile among warps along its last axis first, then along its first
 behind the last block.
 """
 
-import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -268,7 +267,9 @@ class _Rows(Lines):
             if kind is Kind.COLUMN:
                 self.let(f"raw{index}{self.turn}", f"tl.load(leaf{index}_ptr + {start} + {q}{mask_of(live)})")
                 continue
-            for k in filter(functools.partial(self.has, index), self.parts):
+            for k in self.parts:
+                if not self.has(index, k):
+                    continue
                 among = None
                 if kind is Kind.BLOCK:
                     at, inside = self._blocks(start, k)

@@ -88,9 +88,8 @@ class Code:
 
     def element_bytes(self, indices: Iterable[int] | None = None) -> float:
         """Of the matrices among leaves, for each element of the program's; of a part its share."""
-        columns, sizes = self.program.columns, (SIZES[self.dtypes[p]] for p in self.matrices(indices))
-        wide = (columns[p] for p in self.matrices(indices))
-        return sum(size * each for size, each in zip(sizes, wide, strict=True)) / self.program.features
+        sizes = (SIZES[self.dtypes[p]] * self.program.columns[p] for p in self.matrices(indices))
+        return sum(sizes) / self.program.features
 
     def _booleans(self) -> list[bool]:
         found = [dtype == "bool" for dtype in self.dtypes]
